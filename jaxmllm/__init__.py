@@ -1,0 +1,1 @@
+"""jaxmllm: training of multimodal large language models on JAX, planned on the host, compiled once."""

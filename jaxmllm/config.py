@@ -1,0 +1,395 @@
+"""The one schema of a run: YAML file + dotted overrides -> frozen, typed records.
+
+    configs/x.yaml --yaml.safe_load--> dict --"a.b=c" overrides--> dict --pydantic--> Config
+
+Unknown keys and ill-typed values are errors that name the nearest valid key. Only the code that *builds* a
+run reads the whole `Config`; everything below it receives the section it needs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+Auto = Literal["auto"]
+DType = Literal["float32", "bfloat16", "float64"]
+AXES = ("data", "fsdp", "tensor")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says which key, why, and what to do."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about types, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+# ---------------------------------------------------------------------------- model
+
+
+class LanguageConfig(Section):
+    """A decoder of the Llama/Qwen family. `rope_sections` are the (time, height, width) shares of the rotary
+    pairs of one head (M-RoPE, arXiv 2409.12191); they add up to head_size / 2."""
+
+    vocab_size: PositiveInt | Auto = "auto"
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_size: PositiveInt
+    mlp_width: PositiveInt
+    rope_theta: PositiveFloat = 10_000.0
+    rope_sections: tuple[int, int, int] | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    norm_epsilon: PositiveFloat = 1e-6
+    loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time
+
+    @model_validator(mode="after")
+    def _check(self) -> LanguageConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_size % 2:
+            raise ValueError(f"head_size ({self.head_size}) must be even: rotary positions turn pairs")
+        if self.rope_sections is not None and sum(self.rope_sections) != self.head_size // 2:
+            raise ValueError(f"rope_sections {self.rope_sections} must add up to head_size / 2 = {self.head_size // 2}")
+        return self
+
+
+class TowerConfig(Section):
+    """What every encoder tower has; `merge` neighbouring outputs become one language token."""
+
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    mlp_width: PositiveInt
+    merge: PositiveInt = 2
+    rope_theta: PositiveFloat = 10_000.0
+    norm_epsilon: PositiveFloat = 1e-6
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> TowerConfig:
+        if self.width % (self.heads * 4):
+            raise ValueError(f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs")
+        return self
+
+
+class VisionConfig(TowerConfig):
+    """Native-resolution vision transformer; `merge` x `merge` patches become one language token."""
+
+    patch_size: PositiveInt = 14
+
+
+class AudioConfig(TowerConfig):
+    """Log-mel encoder: a convolutional stem (stride 4 in all) inside chunks of `chunk_frames` frames."""
+
+    mel_bins: PositiveInt = 80
+    chunk_frames: PositiveInt = 64
+
+    @model_validator(mode="after")
+    def _check_chunk(self) -> AudioConfig:
+        if self.chunk_frames % (4 * self.merge):
+            raise ValueError(f"chunk_frames ({self.chunk_frames}) must be a multiple of 4 * merge ({4 * self.merge})")
+        return self
+
+
+class ModelConfig(Section):
+    """The composition: any subset of encoders over the decoder."""
+
+    language: LanguageConfig
+    vision: VisionConfig | None = None
+    audio: AudioConfig | None = None
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of the encoder phases present, in the order used everywhere."""
+        return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
+
+
+# ---------------------------------------------------------------------------- components
+
+
+class ComponentConfig(Section):
+    """How one component trains. `layout` overrides the logical-axis -> mesh-axes rules of sharding/rules.py,
+    e.g. `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`."""
+
+    freeze: bool = False
+    learning_rate_scale: float = Field(1.0, ge=0.0)
+    compute_dtype: DType = "float32"
+    remat: Literal["none", "dots", "full"] = "full"
+    layout: dict[str, list[str]] = {}
+
+
+class ProjectorComponents(Section):
+    vision: ComponentConfig = ComponentConfig()
+    audio: ComponentConfig = ComponentConfig()
+
+
+class ComponentsConfig(Section):
+    """Settings by component name; the tree of names is also that of parameters, metrics and checkpoints."""
+
+    vision: ComponentConfig = ComponentConfig()
+    audio: ComponentConfig = ComponentConfig()
+    projector: ProjectorComponents = ProjectorComponents()
+    language: ComponentConfig = ComponentConfig()
+
+
+# ---------------------------------------------------------------------------- data and plan
+
+
+class SourceConfig(Section):
+    """One JSONL file of conversations; media paths are relative to `root` (default: the file's folder)."""
+
+    name: str
+    path: str
+    root: str | None = None
+    weight: PositiveFloat = 1.0
+
+
+class ImagesConfig(Section):
+    """Bounds on the area of an image after resizing, in pixels."""
+
+    min_pixels: PositiveInt = 28 * 28
+    max_pixels: PositiveInt = 1024 * 1024
+
+
+class SoundConfig(Section):
+    """Log-mel settings; frames are `hop` samples apart. Longer clips than `max_seconds` are refused, not cut."""
+
+    sample_rate: PositiveInt = 16_000
+    window: PositiveInt = 400
+    hop: PositiveInt = 160
+    max_seconds: PositiveFloat = 60.0
+
+
+class DataConfig(Section):
+    sources: tuple[SourceConfig, ...]
+    evaluation: tuple[SourceConfig, ...] = ()
+    batch_size: PositiveInt  # examples a step, over all hosts
+    tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
+    images: ImagesConfig = ImagesConfig()
+    sounds: SoundConfig = SoundConfig()
+    index_cache: str | None = None  # folder of length indexes; none: beside each JSONL file
+    workers: int = Field(0, ge=0)  # worker processes per host that decode and fill rows
+    prefetch: PositiveInt = 2  # steps prepared ahead
+    max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that may be refused by the index
+    max_failed_media: int = Field(0, ge=0)  # media items whose body may fail to decode before the run stops
+
+
+class PhaseConfig(Section):
+    """Row shapes of one phase: `capacities` in slots (patches, frames, tokens), one program each, or `auto`:
+    chosen from the length statistics, `row_classes` of them, none above `max_capacity`."""
+
+    capacities: tuple[PositiveInt, ...] | Auto = "auto"
+    row_classes: int = Field(1, ge=1, le=4)
+    max_capacity: PositiveInt = 32_768
+    max_segments: PositiveInt | Auto = "auto"
+    block: PositiveInt = 128  # attention block; capacities are multiples of it
+
+
+class PhasesConfig(Section):
+    vision: PhaseConfig = PhaseConfig()
+    audio: PhaseConfig = PhaseConfig()
+    language: PhaseConfig = PhaseConfig()
+
+
+class BalanceConfig(Section):
+    """`none`: examples stay on the rank where sampling put them, packed there; `phases`: every phase balanced."""
+
+    mode: Literal["none", "phases"] = "phases"
+    pool_slots: PositiveInt | Auto = "auto"  # routed tokens a rank holds in one buffer
+    pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one exchange
+
+
+class MeshConfig(Section):
+    """Devices along each mesh axis; -1 on at most one axis takes the rest."""
+
+    data: int = -1
+    fsdp: PositiveInt = 1
+    tensor: PositiveInt = 1
+
+
+# ---------------------------------------------------------------------------- training
+
+
+class OptimizerConfig(Section):
+    """AdamW with warm-up and a cosine or constant schedule; decay skips norms, biases and embeddings."""
+
+    learning_rate: PositiveFloat
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    final_scale: float = Field(0.1, ge=0.0, le=1.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.0, ge=0.0)
+    clip_norm: PositiveFloat | None = 1.0
+    max_skipped: PositiveInt = 5  # non-finite updates in a row before the run stops
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt | None = None  # steps; none: only at the end and on SIGTERM
+    keep: PositiveInt = 3
+
+
+class LoggingConfig(Section):
+    every: PositiveInt = 1  # steps between metric records
+    tensorboard: bool = True
+    wandb: str | None = None  # project name
+    peak_flops: PositiveFloat | Auto = "auto"  # of one device, for MFU
+
+
+class ProfileConfig(Section):
+    start: int = Field(10, ge=0)
+    steps: int = Field(0, ge=0)  # 0: no profile
+
+
+class EvaluationConfig(Section):
+    every: PositiveInt | None = None  # steps; none: only at the end
+    examples: PositiveInt | None = None  # none: the whole held-out set
+
+
+class RunConfig(Section):
+    directory: str
+    steps: PositiveInt
+    seed: int = Field(0, ge=0)
+    param_dtype: DType = "float32"
+
+
+class Config(Section):
+    """A whole run on one screen; see configs/ for examples."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    components: ComponentsConfig = ComponentsConfig()
+    phases: PhasesConfig = PhasesConfig()
+    balance: BalanceConfig = BalanceConfig()
+    mesh: MeshConfig = MeshConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file, apply `dotted.key=value` overrides (values are YAML) and validate.
+
+    Raises `ConfigError` with every offending key.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {path} does not exist") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(tree, where=str(path))
+
+
+def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
+    """Validate a nested dict into a `Config`."""
+    try:
+        # JSON mode: strict about scalars, yet lists may become tuples.
+        return Config.model_validate_json(json.dumps(_numbers(tree)))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML; `load_config` reads it back to an equal record."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+    *parents, last = key.strip().split(".")
+    node = tree
+    for depth, name in enumerate(parents):
+        child = node.setdefault(name, {})
+        if isinstance(child, list):
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(parents[: depth + 1])} is a list; give the whole list as its value"
+            )
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+        node = child
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _numbers(node: Any) -> Any:
+    """YAML 1.1 reads 3e-4 as text; read such text as the number it is."""
+    if isinstance(node, dict):
+        return {key: _numbers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_numbers(value) for value in node]
+    if isinstance(node, str) and "e" in node.lower() and node[:1] in "+-.0123456789":
+        try:
+            return float(node)
+        except ValueError:
+            return node
+    return node
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    lines = []
+    for item in error.errors():
+        location = [part for part in item["loc"] if not str(part).startswith(("constrained", "literal", "tuple", "int"))]
+        key = ".".join(map(str, location))
+        if item["type"] == "extra_forbidden":
+            names = _fields_at(Config, location[:-1])
+            close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {', '.join(sorted(names))}"
+            lines.append(f"unknown key {key!r}; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"missing key {key!r}")
+        else:
+            lines.append(f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+    return f"{where}: " + "; ".join(dict.fromkeys(lines))
+
+
+def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = section.model_fields.get(str(part))
+        if field is None:
+            return []
+        section = next(iter(_sections_of(field.annotation)), section)
+    return list(section.model_fields)
+
+
+def _sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        for argument in typing.get_args(annotation):
+            yield from _sections_of(argument)

@@ -1,0 +1,67 @@
+"""What the data side must know of an encoder phase, in one record: adding a modality means adding one.
+
+A modality measures a file from its header, loads it into slots, and says where its tokens stand in a
+conversation. Slots are what rows are packed with: patches of an image, log-mel frames of a clip.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Shape = tuple[int, int]
+
+
+class MediaError(ValueError):
+    """A media file that cannot be used. `reason` is a short stable word for counting; the message names the file."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+class Modality(Protocol):
+    """One encoder phase as the data side sees it."""
+
+    name: str  # phase and component name: "vision"
+    part: str  # the word in conversations: "image"
+    features: int  # F: numbers a slot holds
+    dtype: np.dtype[Any]  # of the features on the host
+    slots_per_token: int  # slots behind one language token
+    attention_stride: int  # slots behind one token of the tower's attention
+
+    def measure(self, path: Path) -> Shape:
+        """Shape of the item from the file's header alone. Raises `MediaError`."""
+        ...
+
+    def length(self, shape: Shape) -> int:
+        """Slots the item occupies."""
+        ...
+
+    def real(self, shape: Shape) -> int:
+        """Slots of it that hold data."""
+        ...
+
+    def tokens(self, shape: Shape) -> int:
+        """Language tokens the item becomes."""
+        ...
+
+    def load(self, path: Path, shape: Shape) -> NDArray[Any]:
+        """Decode: [length, F]. Raises `MediaError` when the body is broken or does not have `shape`."""
+        ...
+
+    def positions(self, shape: Shape) -> NDArray[np.int32]:
+        """Rotary positions of the slots inside the item: [length, 2]."""
+        ...
+
+    def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
+        """Which slots hold data rather than padding inside the item: [length]."""
+        ...
+
+    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+        """Three-axis positions (time, height, width) of its language tokens when the item begins at position
+        `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]. The text after it continues at the maximum + 1."""
+        ...
