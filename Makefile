@@ -1,0 +1,64 @@
+# Needs Python 3.11 to 3.13 and pip; everything else is installed into .venv from the pinned lists in requirements/.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+CODE := jaxmllm sharding launch tests $(wildcard benchmarks)
+# Two workers by default: each test process holds eight forced devices and their compiled programs.
+TEST_WORKERS ?= 2
+CPU_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
+
+.PHONY: help quickstart test test-slow lint format lock clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make quickstart   install, make sample data, train a small model on it (minutes, on CPU)"
+	@echo "make test         fast tests          make test-slow   the slow ones"
+	@echo "make lint         ruff and mypy       make format      let ruff rewrite"
+	@echo "make lock         resolve requirements/ anew from pyproject.toml"
+
+quickstart: $(VENV)/.runtime sample/.made
+	$(CPU_DEVICES) $(PY) -m jaxmllm.train --config configs/quickstart.yaml
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS)
+
+test-slow: $(VENV)/.dev
+	$(PY) -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
+
+lock: $(VENV)/.dev
+	$(PY) -m pip install --quiet uv
+	$(PY) -m uv pip compile pyproject.toml $(LOCK_FLAGS) --constraints requirements/pins.txt -o requirements/runtime.txt
+	$(PY) -m uv pip compile pyproject.toml $(LOCK_FLAGS) --extra dev --constraints requirements/runtime.txt -o requirements/dev.txt
+
+# One list for every supported Python version and platform, without the address of any package index.
+LOCK_FLAGS := --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest \
+	--no-annotate --no-header --no-emit-index-url --no-emit-find-links
+
+clean:
+	rm -rf $(VENV) sample runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "jaxmllm needs Python 3.11 to 3.13; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: requirements/runtime.txt | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+sample/.made: jaxmllm/data/sample.py | $(VENV)/.runtime
+	$(PY) -m jaxmllm.data.sample sample
+	@touch $@
