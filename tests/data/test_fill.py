@@ -1,0 +1,410 @@
+"""Rows against a slow reference that asks, slot by slot, which item the plan put there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.balance.plan import (
+    BatchItems,
+    ExchangeGrid,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    RoutePlan,
+    RouteRound,
+    RouteSpec,
+    StepPlan,
+)
+from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
+from jaxmllm.data.modality import MediaError
+
+RANKS = {"vision": 4, "audio": 3, "language": 2}
+CAPACITIES = {"vision": 32, "audio": 48, "language": 64}
+BLOCKS = {"vision": 8, "audio": 4, "language": 16}
+SEGMENTS = 24
+
+
+@dataclass(frozen=True)
+class FakeModality:
+    """Items of shape (real slots, number); slot s of item k holds k + s / 64, twice."""
+
+    name: str
+    slots_per_token: int
+    attention_stride: int
+    features: int = 2
+
+    @property
+    def dtype(self):
+        return np.dtype(np.float32)
+
+    def length(self, shape):
+        return -(-shape[0] // self.slots_per_token) * self.slots_per_token
+
+    def load(self, path, shape):
+        if "broken" in path.name:
+            raise MediaError("decode", f"{path}: broken body")
+        slots = np.arange(self.length(shape))
+        values = np.where(self.real_slots(shape), shape[1] + slots / 64, 0)
+        return np.stack([values, values], 1).astype(self.dtype)[: -1 if "short" in path.name else None]
+
+    def positions(self, shape):
+        return np.stack([np.arange(self.length(shape)), np.full(self.length(shape), shape[1])], 1).astype(np.int32)
+
+    def real_slots(self, shape):
+        return np.arange(self.length(shape)) < shape[0]
+
+
+MODALITIES = {"vision": FakeModality("vision", 4, 1), "audio": FakeModality("audio", 8, 4)}
+
+
+@dataclass(frozen=True)
+class FakeSpan:
+    phase: str
+    path: Path
+    shape: tuple[int, int]
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class FakeExample:
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    media: tuple[FakeSpan, ...]
+
+
+@dataclass(frozen=True)
+class FakeCorpus:
+    examples: dict[int, FakeExample]
+
+    def example(self, i):
+        return self.examples[i]
+
+    def source_of(self, i):
+        return i % 5
+
+
+def make_example(number: int, rng: np.random.Generator, broken: bool) -> FakeExample:
+    spans, slot = [], int(rng.integers(1, 4))
+    for k in range(rng.integers(0, 4)):
+        phase = ("vision", "audio")[rng.integers(2)]
+        shape = (int(rng.integers(1, 25)), number * 8 + k + 1)
+        tokens = -(-shape[0] // MODALITIES[phase].slots_per_token)
+        path = Path(f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}")
+        spans.append(FakeSpan(phase, path, shape, slot, tokens))
+        slot += tokens + int(rng.integers(0, 3))
+    length = slot + int(rng.integers(1, 6))
+    targets = np.where(rng.random(length) < 0.5, rng.integers(0, 99, length), -1)
+    return FakeExample(
+        rng.integers(1, 99, length), targets, rng.integers(0, 99, (length, 3)).astype(np.int32), tuple(spans)
+    )
+
+
+def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
+    rows: dict[str, list[tuple[int, ...]]] = {"vision": [], "audio": [], "language": []}
+    for index, number in enumerate(examples.tolist()):
+        example = corpus.example(number)
+        rows["language"].append((len(example.tokens), len(example.tokens), index, len(example.tokens), 0))
+        for span in example.media:
+            length = MODALITIES[span.phase].length(span.shape)
+            rows[span.phase].append((length, span.shape[0], index, span.tokens, span.slot))
+    phases = {}
+    for phase, values in rows.items():
+        table = np.array(values, np.int64).reshape(-1, 5)
+        phases[phase] = PhaseItems(table[:, 0], table[:, 1], *(table[:, i].astype(np.int32) for i in (2, 3, 4)))
+    return BatchItems(examples, sum(int((corpus.example(i).targets >= 0).sum()) for i in examples.tolist()), phases)
+
+
+def scatter(lengths: np.ndarray, ranks: int, capacity: int, granule: int, rng: np.random.Generator) -> PhasePlan:
+    """Items in random order, first-fit into rows with random gaps: any legal plan will do here."""
+    used: list[list[int]] = []  # [microbatch][rank]
+    count: list[list[int]] = []
+    place = np.zeros((len(lengths), 4), np.int32)
+    for item in rng.permutation(len(lengths)):
+        gap = int(rng.integers(0, 2)) * granule
+        open_rows = [(m, r) for m in range(len(used)) for r in range(ranks)]
+        fits = [(m, r) for m, r in open_rows if used[m][r] + gap + lengths[item] <= capacity]
+        if not fits:
+            used.append([0] * ranks)
+            count.append([0] * ranks)
+            fits, gap = [(len(used) - 1, int(rng.integers(ranks)))], 0
+        m, r = fits[0]
+        count[m][r] += 1
+        place[item] = m, r, used[m][r] + gap, count[m][r]
+        used[m][r] += gap + int(lengths[item])
+    zeros = np.zeros(len(used), np.int32)
+    return PhasePlan(np.full(len(used), capacity, np.int32), zeros, np.arange(len(used), dtype=np.int32), *place.T)
+
+
+def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
+    granules = {"language": 1, **{name: modality.slots_per_token for name, modality in MODALITIES.items()}}
+    phases = {
+        phase: scatter(items.phases[phase].length, RANKS[phase], CAPACITIES[phase], granules[phase], rng)
+        for phase in RANKS
+    }
+    routes, filled = {}, dict.fromkeys(np.ndindex(phases["language"].microbatches, RANKS["language"]), 0)
+    for encoder in MODALITIES:
+        arrival = []
+        for example, tokens in zip(items.phases[encoder].example, items.phases[encoder].tokens, strict=True):
+            pool = (int(phases["language"].microbatch[example]), int(phases["language"].rank[example]))
+            arrival.append(filled[pool])
+            filled[pool] += int(tokens)
+        tables = [rng.integers(-1, 9, shape).astype(np.int32) for shape in [(4, 2, 3), (4, 7), (4, 2, 3), (4, 5)]]
+        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (RouteRound(0, 1, *tables),))
+    return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
+
+
+def make_spec() -> PlanSpec:
+    phases = {
+        phase: PhaseSpec(phase, RANKS[phase], (CAPACITIES[phase],), SEGMENTS, 1, 1, 0)
+        for phase in ("vision", "audio", "language")
+    }
+    grid = ExchangeGrid(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+    return PlanSpec(phases, {phase: RouteSpec(grid, 8, 64, 8) for phase in MODALITIES})
+
+
+EVERYWHERE = LocalRanks(
+    {phase: tuple(range(ranks)) for phase, ranks in RANKS.items()}, {phase: tuple(range(4)) for phase in MODALITIES}
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    corpus: FakeCorpus
+    examples: np.ndarray
+    items: BatchItems
+    plan: StepPlan
+
+    def fill(self, local: LocalRanks = EVERYWHERE, threads: int = 2) -> HostStep:
+        arguments = (7, self.examples, self.items, self.plan, make_spec(), self.corpus, MODALITIES, local, BLOCKS)
+        return fill(*arguments, threads=threads)
+
+
+def make_case(seed: int, batch: int = 12, broken: bool = False) -> Case:
+    rng = np.random.default_rng(seed)
+    corpus = FakeCorpus({i: make_example(i, rng, broken) for i in range(20)})
+    examples = rng.integers(0, 20, batch)  # an example may come twice in a batch
+    items = gather(corpus, examples)
+    return Case(corpus, examples, items, make_plan(items, rng))
+
+
+def item_at(plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot: int) -> tuple[int, int] | None:
+    """(item, slot inside it), or None for padding."""
+    found = [
+        (n, slot - int(plan.offset[n]))
+        for n in range(len(items.length))
+        if (plan.microbatch[n], plan.rank[n]) == (microbatch, rank)
+        and plan.offset[n] <= slot < plan.offset[n] + items.length[n]
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def span_of(case: Case, phase: str, item: int) -> FakeSpan:
+    spans = [
+        span for number in case.examples.tolist() for span in case.corpus.example(number).media if span.phase == phase
+    ]
+    return spans[item]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("phase", ["vision", "audio"])
+def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
+    case = make_case(seed, broken=seed % 2 == 1)
+    modality, plan, items = MODALITIES[phase], case.plan.phases[phase], case.items.phases[phase]
+    step = case.fill()
+    assert step.capacities[phase] == tuple(plan.capacity) and len(step.rows[phase]) == plan.microbatches
+    for m, row in enumerate(step.rows[phase]):
+        expected = {name: np.zeros_like(row[name]) for name in ("features", "segments", "positions", "valid", "failed")}
+        for r, slot in np.ndindex(row["segments"].shape):
+            found = item_at(plan, items, m, r, slot)
+            if found is None:
+                continue
+            item, inside = found
+            span = span_of(case, phase, item)
+            broken = "broken" in span.path.name
+            expected["positions"][r, slot] = inside, span.shape[1]
+            if inside < span.shape[0]:
+                expected["segments"][r, slot] = plan.segment[item]
+                expected["features"][r, slot] = 0 if broken else span.shape[1] + inside / 64
+            expected["valid"][r, slot // modality.slots_per_token] = not broken
+            expected["failed"][r] += broken and inside == 0
+        for name, values in expected.items():
+            np.testing.assert_array_equal(row[name], values, err_msg=name)
+        for r, segments in enumerate(row["segments"]):
+            tiles = tile_ranges(segments[:: modality.attention_stride], BLOCKS[phase], causal=False)
+            np.testing.assert_array_equal(row["query_tiles"][r], tiles.queries)
+            np.testing.assert_array_equal(row["key_tiles"][r], tiles.keys)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_language_rows_hold_each_example_where_the_plan_says(seed):
+    case = make_case(seed)
+    plan, items = case.plan.phases["language"], case.items.phases["language"]
+    step = case.fill()
+    for m, row in enumerate(step.rows["language"]):
+        fillers = {"tokens": 0, "targets": -1, "segments": 0, "positions": 0, "media": -1, "sources": -1}
+        expected = {name: np.full_like(row[name], value) for name, value in fillers.items()}
+        for r, slot in np.ndindex(row["tokens"].shape):
+            found = item_at(plan, items, m, r, slot)
+            if found is None:
+                continue
+            item, inside = found
+            example = case.corpus.example(int(case.examples[item]))
+            for name in ("tokens", "targets", "positions"):
+                expected[name][r, slot] = getattr(example, name)[inside]
+            expected["segments"][r, slot] = plan.segment[item]
+            expected["sources"][r, plan.segment[item] - 1] = case.examples[item] % 5
+        for encoder, route in case.plan.routes.items():
+            media = case.items.phases[encoder]
+            for n, index in enumerate(media.example):
+                if plan.microbatch[index] == m:
+                    for token in range(media.tokens[n]):
+                        slot = plan.offset[index] + media.slot[n] + token
+                        expected["media"][plan.rank[index], slot] = route.arrival[n] + token
+        for name, values in expected.items():
+            np.testing.assert_array_equal(row[name], values, err_msg=name)
+        for r, segments in enumerate(row["segments"]):
+            tiles = tile_ranges(segments, BLOCKS["language"], causal=True)
+            np.testing.assert_array_equal(row["query_tiles"][r], tiles.queries)
+            np.testing.assert_array_equal(row["key_tiles"][r], tiles.keys)
+
+
+def test_every_slot_of_the_batch_is_filled_exactly_once():
+    case = make_case(11)
+    step = case.fill()
+    for phase, modality in MODALITIES.items():
+        filled = np.concatenate([row["features"][..., 0][row["segments"] > 0] for row in step.rows[phase]])
+        wanted = [
+            span.shape[1] + np.arange(span.shape[0], dtype=np.float32) / 64
+            for number in case.examples.tolist()
+            for span in case.corpus.example(number).media
+            if span.phase == phase
+        ]
+        np.testing.assert_array_equal(np.sort(filled), np.sort(np.concatenate(wanted)))
+        valid = sum(int(row["valid"].sum()) for row in step.rows[phase])
+        assert valid == case.items.phases[phase].tokens.sum() and modality.slots_per_token > 1
+    targets = sum(int((row["targets"] >= 0).sum()) for row in step.rows["language"])
+    assert targets == step.targets > 0
+    arrivals = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
+    assert arrivals == sum(case.items.phases[phase].tokens.sum() for phase in MODALITIES)
+
+
+def test_items_that_do_not_decode_are_counted_and_named():
+    case = make_case(3, broken=True)
+    broken = [
+        str(span.path)
+        for number in case.examples.tolist()
+        for span in case.corpus.example(number).media
+        if "broken" in span.path.name
+    ]
+    step = case.fill()
+    assert len(broken) >= 3
+    assert sorted(step.failures) == sorted(f"{path}: broken body" for path in broken)
+    assert sum(int(row["failed"].sum()) for phase in MODALITIES for row in step.rows[phase]) == len(broken)
+
+
+def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
+    case = make_case(5, broken=True)
+    whole = case.fill()
+    local = LocalRanks({"vision": (1, 3), "audio": (2,), "language": (1,)}, {"vision": (2, 0), "audio": (3,)})
+    part = case.fill(local, threads=1)
+    for phase, ranks in local.phases.items():
+        for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
+            assert mine.keys() == full.keys()
+            for name in full:
+                np.testing.assert_array_equal(mine[name], full[name][list(ranks)], err_msg=f"{phase} {name}")
+    for phase, ranks in local.exchange.items():
+        planned = case.plan.routes[phase].rounds
+        assert len(part.rounds[phase]) == len(planned) == 1
+        for mine, full in zip(part.rounds[phase], planned, strict=True):
+            assert (mine.source, mine.target) == (full.source, full.target)
+            for name in ("send", "pick", "place", "back"):
+                np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
+    assert part.targets == whole.targets and part.capacities == whole.capacities
+    assert set(part.failures) < set(whole.failures)
+
+
+def test_media_of_other_hosts_are_not_decoded():
+    case = make_case(6)
+    loaded = []
+
+    @dataclass(frozen=True)
+    class Recording(FakeModality):
+        def load(self, path, shape):
+            loaded.append(path)
+            return super().load(path, shape)
+
+    recording = Recording("vision", 4, 1)
+    local = LocalRanks({"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)})
+    step = fill(
+        0, case.examples, case.items, case.plan, make_spec(), case.corpus,
+        {**MODALITIES, "vision": recording}, local, BLOCKS,
+    )  # fmt: skip
+    mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
+    assert sorted(loaded) == sorted(span_of(case, "vision", n).path for n in mine) and len(loaded) > 0
+    assert all(row["features"].shape[0] == 0 for row in step.rows["audio"])
+
+
+def test_steps_without_a_modality_have_no_rows_of_it():
+    rng = np.random.default_rng(0)
+    corpus = FakeCorpus({i: dataclasses.replace(make_example(i, rng, False), media=()) for i in range(4)})
+    examples = np.arange(4)
+    items = gather(corpus, examples)
+    step = Case(corpus, examples, items, make_plan(items, rng)).fill()
+    assert step.rows["vision"] == step.rows["audio"] == [] and step.capacities["vision"] == ()
+    assert all((row["media"] == -1).all() for row in step.rows["language"])
+
+
+def with_media(case: Case, change) -> Case:
+    """The same plan over a corpus whose first media item has changed since."""
+    number, example = next((i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media)
+    changed = dataclasses.replace(example, media=change(example.media))
+    return dataclasses.replace(case, corpus=FakeCorpus({**case.corpus.examples, number: changed}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m[1:], r"has \d+ (vision|audio) items, but the plan was made for \d+"),
+        (lambda m: (dataclasses.replace(m[0], shape=(99, 1)), *m[1:]), r"\((100|104), .*made for"),
+        (lambda m: (dataclasses.replace(m[0], tokens=77), *m[1:]), r", 77, .*made for"),
+        (lambda m: (dataclasses.replace(m[0], slot=55), *m[1:]), r", 55\).*made for"),
+        (lambda m: (dataclasses.replace(m[0], path=Path("short")), *m[1:]), r"short was loaded as .*room for"),
+    ],
+)
+def test_media_that_differ_from_the_plan_are_refused(change, message):
+    with pytest.raises(MisalignmentError, match=message):
+        with_media(make_case(2), change).fill()
+
+
+def test_text_that_differs_from_the_plan_is_refused():
+    case = make_case(2)
+    number = int(case.examples[0])
+    example = case.corpus.examples[number]
+    longer = dataclasses.replace(example, tokens=np.append(example.tokens, 1))
+    with pytest.raises(MisalignmentError, match=rf"has {len(longer.tokens)} tokens.*for {len(example.tokens)}"):
+        dataclasses.replace(case, corpus=FakeCorpus({**case.corpus.examples, number: longer})).fill()
+
+
+def test_plans_that_do_not_fit_are_refused():
+    case = make_case(2)
+    vision = case.plan.phases["vision"]
+    late = dataclasses.replace(vision, offset=vision.offset + 28)
+    with pytest.raises(MisalignmentError, match=r"ends at slot .* of a row of 32"):
+        dataclasses.replace(
+            case, plan=dataclasses.replace(case.plan, phases={**case.plan.phases, "vision": late})
+        ).fill()
+    odd = dataclasses.replace(vision, offset=vision.offset + 1)
+    with pytest.raises(MisalignmentError, match="cuts a language token of 4"):
+        dataclasses.replace(
+            case, plan=dataclasses.replace(case.plan, phases={**case.plan.phases, "vision": odd})
+        ).fill()
