@@ -1,0 +1,148 @@
+"""Run one command as several processes on this machine, as if each were a host.
+
+    python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm.train --config configs/quickstart.yaml
+
+Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines come out behind its
+number. SIGINT and SIGTERM are passed on to all. When a process fails the others are ended, and its exit code is
+returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+POLL = 0.05  # seconds
+
+
+def process_environment(
+    base: Mapping[str, str], process: int, processes: int, devices: int, coordinator: str
+) -> dict[str, str]:
+    """The environment of process number `process`; other flags in XLA_FLAGS are kept."""
+    flag = "--xla_force_host_platform_device_count"
+    flags = [word for word in base.get("XLA_FLAGS", "").split() if not word.startswith(f"{flag}=")]
+    return {
+        **base,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*flags, f"{flag}={devices}"]),
+        "JAXMLLM_COORDINATOR": coordinator,
+        "JAXMLLM_PROCESSES": str(processes),
+        "JAXMLLM_PROCESS_ID": str(process),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_local(command: Sequence[str], processes: int, devices: int) -> int:
+    """Run `command` in `processes` processes and wait for them; the exit code is that of the first seen to fail.
+
+    A process ended by signal n counts as 128 + n, as in a shell. Raises `OSError` when the command cannot be started.
+    """
+    coordinator = f"127.0.0.1:{_free_port()}"
+    children: list[subprocess.Popen[str]] = []
+    printers: list[threading.Thread] = []
+    lock = threading.Lock()
+    with _forward_signals(children):
+        try:
+            for process in range(processes):
+                child = subprocess.Popen(
+                    command,
+                    env=process_environment(os.environ, process, processes, devices, coordinator),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    # A session of its own: a terminal's Ctrl-C reaches the children once, through the launcher.
+                    start_new_session=True,
+                )
+                children.append(child)
+                assert child.stdout is not None
+                printers.append(threading.Thread(target=_print_lines, args=(child.stdout, process, lock), daemon=True))
+                printers[-1].start()
+            return _wait(children)
+        finally:
+            _end(children)
+            for printer in printers:
+                printer.join(timeout=1.0)  # a worker that a killed process left behind may hold its output open
+
+
+def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
+    """Block until all have ended well (0) or one has failed (its code)."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(POLL)
+
+
+def _end(children: Sequence[subprocess.Popen[str]]) -> None:
+    """SIGTERM to those still running; SIGKILL, to their workers too, when they outlive it by `GRACE` seconds."""
+    _signal(children, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for child in children:
+        try:
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _signal(children: Sequence[subprocess.Popen[str]], number: int) -> None:
+    """To the processes alone: their workers must live on while a checkpoint is saved."""
+    for child in children:
+        child.send_signal(number)
+
+
+@contextmanager
+def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on; the children save and exit, and `_wait` sees how."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: _signal(children, number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_lines(stream: IO[str], process: int, lock: threading.Lock) -> None:
+    for line in stream:
+        with lock:
+            sys.stdout.write(f"[{process}] {line}" if line.endswith("\n") else f"[{process}] {line}\n")
+            sys.stdout.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=4, help="forced CPU devices of each process")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- command and its arguments")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("no command; write it after --")
+    if options.processes < 1 or options.devices < 1:
+        parser.error("--processes and --devices must be at least 1")
+    return run_local(command, options.processes, options.devices)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
