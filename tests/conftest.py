@@ -1,0 +1,14 @@
+"""Eight forced CPU devices for every test, set before anything imports jax."""
+
+import os
+
+from hypothesis import settings
+
+FLAG = "--xla_force_host_platform_device_count"
+kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(f"{FLAG}=")]
+os.environ["XLA_FLAGS"] = " ".join([*kept, f"{FLAG}=8"])
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Compilation makes first examples slow, and a red build must be red again for whoever repeats it.
+settings.register_profile("jaxmllm", deadline=None, derandomize=True, max_examples=40, database=None)
+settings.load_profile("jaxmllm")
