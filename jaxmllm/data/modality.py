@@ -23,15 +23,49 @@ class MediaError(ValueError):
         self.reason = reason
 
 
-class Modality(Protocol):
-    """One encoder phase as the data side sees it."""
+def require_file(path: Path) -> None:
+    """Raise `MediaError("missing_file")` unless `path` is a regular file (a device or a pipe could hang the reader)."""
+    try:
+        if path.is_file():
+            return
+    except OSError as error:
+        raise MediaError("missing_file", f"{path} cannot be read: {error}") from error
+    raise MediaError("missing_file", f"{path} does not exist or is no file")
 
-    name: str  # phase and component name: "vision"
-    part: str  # the word in conversations: "image"
-    features: int  # F: numbers a slot holds
-    dtype: np.dtype[Any]  # of the features on the host
-    slots_per_token: int  # slots behind one language token
-    attention_stride: int  # slots behind one token of the tower's attention
+
+class Modality(Protocol):
+    """One encoder phase as the data side sees it. Implementations are frozen records whose `repr` shows every
+    setting: length indexes are cached by it."""
+
+    @property
+    def name(self) -> str:
+        """Phase and component name: "vision"."""
+        ...
+
+    @property
+    def part(self) -> str:
+        """The word in conversations: "image"."""
+        ...
+
+    @property
+    def features(self) -> int:
+        """F: numbers a slot holds."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the features on the host."""
+        ...
+
+    @property
+    def slots_per_token(self) -> int:
+        """Slots behind one language token."""
+        ...
+
+    @property
+    def attention_stride(self) -> int:
+        """Slots behind one token of the tower's attention."""
+        ...
 
     def measure(self, path: Path) -> Shape:
         """Shape of the item from the file's header alone. Raises `MediaError`."""

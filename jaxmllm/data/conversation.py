@@ -1,0 +1,216 @@
+"""One JSONL record -> one `Conversation`: who said what, with which pictures and sounds.
+
+Two forms are read. *Content parts* name the media where they stand; their text is literal:
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]},
+                  {"role": "assistant", "content": "A cat."}]}
+
+*Placeholders* stand in string contents and consume the record's lists in order:
+
+    {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>What?"},
+                                       {"role": "assistant", "content": "A cat."}]}
+
+Optional keys: "id" (default `<source>:<line>`) and "source" (a label for metrics).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROLES = ("system", "user", "assistant")
+MEDIA_LISTS = {"image": "images", "audio": "audios"}  # part -> key of its list in the placeholder form
+MAX_ID = 256  # characters; ids are kept in a table of fixed width
+
+_PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
+
+
+class ConversationError(ValueError):
+    """A record that is no conversation. `reason` is a short stable word for counting."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Media:
+    """A media file; `part` is "image" or "audio", `path` is absolute, without symlinks, inside the root."""
+
+    part: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one role says: non-empty texts, no two of them adjacent, and media between them."""
+
+    role: str
+    parts: tuple[Text | Media, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    id: str
+    source: str
+    turns: tuple[Turn, ...]
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """All media in reading order."""
+        return tuple(part for turn in self.turns for part in turn.parts if isinstance(part, Media))
+
+
+def parse_json(line: bytes) -> Any:
+    """The JSON value of one line. Raises `ConversationError("malformed_json")`."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and over-long numbers are ValueErrors too
+        raise ConversationError("malformed_json", f"not valid JSON: {error}") from error
+
+
+def parse_conversation(record: Any, root: Path, *, default_id: str, default_source: str) -> Conversation:
+    """Read a decoded record; media paths are relative to `root`.
+
+    Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role, unknown_part,
+    placeholder_mismatch, no_assistant_turn, invalid_text, path_escapes_root.
+    """
+    if not isinstance(record, dict):
+        raise ConversationError("wrong_type", f"a record must be a JSON object, not {_kind(record)}")
+    messages = _field(record, "messages", list, "the record")
+    lists = {part: _paths(record, key) for part, key in MEDIA_LISTS.items()}
+    _check_placeholders(messages, lists)
+    pending = {part: iter(paths) for part, paths in lists.items()}
+    turns = tuple(_turn(message, f"messages[{i}]", pending, root) for i, message in enumerate(messages))
+    if not any(turn.role == "assistant" for turn in turns):
+        raise ConversationError("no_assistant_turn", "no turn has the role 'assistant': there is nothing to learn")
+    return Conversation(_label(record, "id", default_id), _label(record, "source", default_source), turns)
+
+
+def resolve_media(path: str, root: Path) -> Path:
+    """The absolute path of a media file, with symlinks followed.
+
+    Raises `ConversationError("path_escapes_root")` where that is not below `root`.
+    """
+    if "\0" in path or not path:
+        raise ConversationError("wrong_type", f"{path!r} is no file path")
+    top = os.path.realpath(root)
+    real = os.path.realpath(os.path.join(top, path))
+    if os.path.isabs(path) or not real.startswith(top.rstrip(os.sep) + os.sep):
+        raise ConversationError(
+            "path_escapes_root",
+            f"media path {path!r} leaves the root {top}; paths must be relative and stay below it "
+            "(the source's 'root' sets it)",
+        )
+    return Path(real)
+
+
+def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], root: Path) -> Turn:
+    if not isinstance(message, dict):
+        raise ConversationError("wrong_type", f"{where} must be an object, not {_kind(message)}")
+    role = _field(message, "role", str, where)
+    if role not in ROLES:
+        raise ConversationError("unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}")
+    content = _field(message, "content", (str, list), where)
+    parts = _split(content, pending) if isinstance(content, str) else _content_parts(content, f"{where}.content")
+    return Turn(role, tuple(_join(parts, root, where)))
+
+
+def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
+    """("text" or media part, text or path) for each piece of a string content."""
+    pieces = _PLACEHOLDER.split(text)  # text, part, text, part, ..., text
+    for i, piece in enumerate(pieces):
+        yield (piece, next(pending[piece])) if i % 2 else ("text", piece)
+
+
+def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
+    for i, part in enumerate(content):
+        here = f"{where}[{i}]"
+        if not isinstance(part, dict):
+            raise ConversationError("wrong_type", f"{here} must be an object, not {_kind(part)}")
+        kind = _field(part, "type", str, here)
+        if kind not in ("text", *MEDIA_LISTS):
+            known = ", ".join(("text", *MEDIA_LISTS))
+            raise ConversationError("unknown_part", f"{here} has the type {kind!r}; types are {known}")
+        yield kind, _field(part, kind, str, here)
+
+
+def _join(parts: Iterable[tuple[str, str]], root: Path, where: str) -> Iterator[Text | Media]:
+    """Merge neighbouring texts and drop empty ones, so that both forms give the same conversation."""
+    text = ""
+    for kind, value in parts:
+        _check_encodable(value, where)
+        if kind == "text":
+            text += value
+            continue
+        if text:
+            yield Text(text)
+        text = ""
+        yield Media(kind, resolve_media(value, root))
+    if text:
+        yield Text(text)
+
+
+def _check_placeholders(messages: list[Any], lists: dict[str, list[str]]) -> None:
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    found = [part for content in contents if isinstance(content, str) for part in _PLACEHOLDER.findall(content)]
+    for part, paths in lists.items():
+        if found.count(part) != len(paths):
+            raise ConversationError(
+                "placeholder_mismatch",
+                f"{found.count(part)} <{part}> placeholders in string contents but {len(paths)} paths in "
+                f"{MEDIA_LISTS[part]!r}; write a literal <{part}> as a content part of type text",
+            )
+
+
+def _paths(record: dict[str, Any], key: str) -> list[str]:
+    paths = record.get(key)
+    if paths is None:
+        return []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConversationError("wrong_type", f"{key!r} must be a list of paths")
+    return paths
+
+
+def _label(record: dict[str, Any], key: str, default: str) -> str:
+    value = record.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, str | int) or not 0 < len(str(value)) <= MAX_ID:
+        raise ConversationError("wrong_type", f"{key!r} must be a number or a text of 1 to {MAX_ID} characters")
+    _check_encodable(str(value), repr(key))
+    return str(value)
+
+
+def _field(record: dict[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if key not in record:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise ConversationError("missing_field", f"{where} has no {key!r} (its keys: {keys[:200]})")
+    if not isinstance(record[key], kind):
+        kinds = " or ".join(_JSON_NAMES[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ConversationError("wrong_type", f"{where}.{key} must be {kinds}, not {_kind(record[key])}")
+    return record[key]
+
+
+def _check_encodable(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair
+        raise ConversationError("invalid_text", f"{where} holds text that is not Unicode: {error}") from error
+
+
+_JSON_NAMES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+
+
+def _kind(value: Any) -> str:
+    return _JSON_NAMES.get(type(value), "a number")

@@ -1,0 +1,207 @@
+"""Images of any size and mode -> patches at (nearly) native resolution.
+
+    file --header--> pixels (h, w) --grid--> patches (grid_h, grid_w)         measured once, for the index
+    file --decode--> RGB, upright, on white --bicubic--> [grid_h * p, grid_w * p, 3] --> [slots, p * p * 3]
+
+Patches are group-major: the merge x merge patches that become one language token are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from jaxmllm.data.modality import MediaError, Shape, require_file
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
+MAX_ASPECT_RATIO = 200
+MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
+
+# Such pictures are refused below, so the warning would say it twice.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+_ORIENTATION_TAG = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Images:
+    """The vision modality. A shape is (grid_h, grid_w) in patches, both multiples of `merge`; every slot is real.
+
+    A slot holds one patch as uint8 [patch_size, patch_size, 3] flattened (row, column, channel).
+    """
+
+    patch_size: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    name = "vision"
+    part = "image"
+    dtype = np.dtype(np.uint8)
+    attention_stride = 1
+
+    def __post_init__(self) -> None:
+        if self.max_pixels < self.cell_size**2:
+            raise ValueError(
+                f"data.images.max_pixels ({self.max_pixels}) is less than one merged cell of {self.cell_size} x "
+                f"{self.cell_size} pixels (model.vision.patch_size * merge)"
+            )
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"data.images.min_pixels ({self.min_pixels}) is more than data.images.max_pixels ({self.max_pixels})"
+            )
+
+    @property
+    def cell_size(self) -> int:
+        """Pixels along one side of the square that becomes one language token."""
+        return self.patch_size * self.merge
+
+    @property
+    def features(self) -> int:
+        return self.patch_size**2 * 3
+
+    @property
+    def slots_per_token(self) -> int:
+        return self.merge**2
+
+    def measure(self, path: Path) -> Shape:
+        """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
+        extreme_aspect_ratio."""
+        with closing(_open(path)) as image:
+            return self._shape(image, path)
+
+    def length(self, shape: Shape) -> int:
+        return shape[0] * shape[1]
+
+    def real(self, shape: Shape) -> int:
+        return shape[0] * shape[1]
+
+    def tokens(self, shape: Shape) -> int:
+        return shape[0] * shape[1] // self.slots_per_token
+
+    def load(self, path: Path, shape: Shape) -> NDArray[Any]:
+        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
+        with closing(_open(path)) as image:
+            if (found := self._shape(image, path)) != shape:
+                raise MediaError("shape_changed", f"{path} was indexed as {shape} patches but is {found} now")
+            try:
+                pixels = _pixels(image, shape[1] * self.patch_size, shape[0] * self.patch_size)
+            except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
+                raise MediaError("undecodable_image", f"{path} does not decode: {error}") from error
+        return self._patches(pixels, shape)
+
+    def positions(self, shape: Shape) -> NDArray[np.int32]:
+        """(row, column) of each patch in the grid: [length, 2]."""
+        grid = np.stack(np.meshgrid(np.arange(shape[0]), np.arange(shape[1]), indexing="ij"), axis=-1)
+        merge = self.merge
+        groups = grid.reshape(shape[0] // merge, merge, shape[1] // merge, merge, 2).swapaxes(1, 2)
+        return groups.reshape(-1, 2).astype(np.int32)
+
+    def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
+        return np.ones(self.length(shape), np.bool_)
+
+    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+        """Time stands still over one image; height and width count merged cells: [tokens, 3]."""
+        rows, columns = np.divmod(np.arange(self.tokens(shape), dtype=np.int32), shape[1] // self.merge)
+        return np.stack([np.zeros_like(rows), rows, columns], axis=-1) + np.int32(start)
+
+    def grid(self, height: int, width: int) -> Shape:
+        """Patch grid of a picture of `height` x `width` pixels.
+
+        The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is at most
+        max_pixels, and at least min_pixels wherever whole cells allow both.
+        """
+        cell, most = self.cell_size, self.max_pixels // self.cell_size**2
+        rows, columns = max(1, round(height / cell)), max(1, round(width / cell))
+        if rows * columns > most:
+            shrink = math.sqrt(self.max_pixels / (height * width)) / cell
+            rows, columns = max(1, math.floor(height * shrink)), max(1, math.floor(width * shrink))
+        elif rows * columns * cell**2 < self.min_pixels:
+            enlarge = math.sqrt(self.min_pixels / (height * width)) / cell
+            rows, columns = math.ceil(height * enlarge), math.ceil(width * enlarge)
+        # A side raised to one cell, or tight bounds, can still exceed the area: the longer side gives way.
+        short = min(rows, columns, math.isqrt(most))
+        long = min(max(rows, columns), most // short)
+        rows, columns = (short, long) if rows <= columns else (long, short)
+        return rows * self.merge, columns * self.merge
+
+    def _shape(self, image: Image.Image, path: Path) -> Shape:
+        width, height = image.size
+        if width * height > MAX_SOURCE_PIXELS:
+            raise MediaError(
+                "image_too_large",
+                f"{path} is {width} x {height} pixels; more than {MAX_SOURCE_PIXELS} in all are not safe to decode",
+            )
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise MediaError(
+                "extreme_aspect_ratio",
+                f"{path} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
+            )
+        return self.grid(width, height) if _orientation(image) >= 5 else self.grid(height, width)
+
+    def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+        merge, size = self.merge, self.patch_size
+        tiles = pixels.reshape(shape[0] // merge, merge, size, shape[1] // merge, merge, size, 3)
+        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.features)
+
+
+def _open(path: Path) -> Image.Image:
+    """Read the header only."""
+    require_file(path)
+    try:
+        return Image.open(path, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise MediaError("image_too_large", f"{path}: {error}") from error
+    except Exception as error:  # what broken headers raise depends on the format
+        formats = ", ".join(FORMATS)
+        raise MediaError("broken_image_header", f"{path} has no readable {formats} header: {error}") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1-8, from what stands before the pixels: `image.getexif()` may decode a whole PNG."""
+    exif = Image.Exif()
+    try:
+        exif.load(image.info.get("exif", b""))
+        orientation = exif.get(_ORIENTATION_TAG, 1)
+    except Exception:  # damaged metadata do not make the pixels unusable
+        return 1
+    return orientation if orientation in _UPRIGHT else 1
+
+
+def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
+    """Decode, turn upright and resize: [height, width, 3]."""
+    orientation = _orientation(image)
+    # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed.
+    image.draft(None, (height, width) if orientation >= 5 else (width, height))
+    image.load()
+    rgb = _rgb(image)
+    if orientation in _UPRIGHT:
+        rgb = rgb.transpose(_UPRIGHT[orientation])
+    return np.asarray(rgb.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Any mode -> RGB; transparency shows white."""
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip 16 bits, not scale them
+        return Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,264 @@
+"""Conversation -> token ids, next-token targets and three-axis positions.
+
+    <header: user> What is this? <begin> pad pad pad <end> <turn end> <header: assistant> A cat. <turn end>
+    targets:                                                                           A cat. <turn end>  -
+
+A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE
+(arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and the text
+after them continues at the maximum + 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from jaxmllm.data.conversation import ROLES, Conversation, ConversationError, Media
+from jaxmllm.data.modality import Modality, Shape
+
+Ids = tuple[int, ...]
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file that cannot serve; the message names the file and what it lacks."""
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Ids around a media item, and the id that stands where its tokens go."""
+
+    begin: Ids
+    end: Ids
+    pad: int
+
+
+@dataclass(frozen=True)
+class ChatLayout:
+    """The ids that frame a conversation: header, content, `turn_end`, `separator` for each turn."""
+
+    headers: Mapping[str, Ids]  # by role
+    turn_end: int
+    separator: Ids
+    media: Mapping[str, MediaTokens]  # by part
+    pad: int
+
+
+class Tokenizer(Protocol):
+    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def layout(self) -> ChatLayout: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same conversation could become other ids."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, without special tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0-255, then special ids; needs no file. The vocabulary is rounded up to a multiple of 16,
+    so that it divides over tensor-parallel ranks."""
+
+    vocab_size = 272
+    fingerprint = "bytes-1"
+    layout = ChatLayout(
+        headers={role: (257 + i,) for i, role in enumerate(ROLES)},
+        turn_end=260,
+        separator=(),
+        media={"image": MediaTokens((261,), (262,), 256), "audio": MediaTokens((263,), (264,), 256)},
+        pad=256,
+    )
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class ChatNames:
+    """Names of the special tokens in a tokenizer file. A turn reads `turn_begin header content turn_end separator`.
+
+    For each media part, the first (begin, pad, end) whose tokens all exist is taken; where none does, media have no
+    frame.
+    """
+
+    turn_begin: str = "<|im_start|>"
+    header: str = "{role}\n"
+    turn_end: str = "<|im_end|>"
+    separator: str = "\n"
+    pad: tuple[str, ...] = ("<|endoftext|>", "<|pad|>", "<pad>", "[PAD]")
+    media: Mapping[str, tuple[tuple[str, str, str], ...]] = field(
+        default_factory=lambda: {
+            "image": (("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),),
+            "audio": (
+                ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+                ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+            ),
+        }
+    )
+
+
+class FileTokenizer:
+    """A JSON file of the `tokenizers` library with ChatML-like special tokens.
+
+    Raises `TokenizerError` if the file is unreadable or lacks the tokens that frame a turn.
+    """
+
+    def __init__(self, path: str | Path, names: ChatNames | None = None):
+        names = names or ChatNames()
+        try:
+            content = Path(path).read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"data.tokenizer: {path} is no readable tokenizers JSON file: {error}") from error
+        # Text that merely spells a special token must not become one.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.layout = self._layout(names, str(path))
+        self.fingerprint = hashlib.blake2b(content + repr(names).encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _layout(self, names: ChatNames, path: str) -> ChatLayout:
+        find = self._tokenizer.token_to_id
+        turn_begin, turn_end = find(names.turn_begin), find(names.turn_end)
+        if turn_begin is None or turn_end is None:
+            raise TokenizerError(
+                f"data.tokenizer: {path} must have the tokens {names.turn_begin!r} and {names.turn_end!r}, which frame "
+                "a turn; use a chat tokenizer or add them to the file's added_tokens"
+            )
+        pad = next((i for i in map(find, names.pad) if i is not None), turn_end)
+        headers = {role: (turn_begin, *self.encode(names.header.format(role=role))) for role in ROLES}
+        media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
+        return ChatLayout(headers, turn_end, tuple(self.encode(names.separator)), media, pad)
+
+    def _media_tokens(self, triples: Sequence[tuple[str, str, str]], default_pad: int) -> MediaTokens:
+        for triple in triples:
+            begin, pad, end = map(self._tokenizer.token_to_id, triple)
+            if begin is not None and pad is not None and end is not None:
+                return MediaTokens((begin,), (end,), pad)
+        return MediaTokens((), (), default_pad)
+
+
+def load_tokenizer(path: str | Path | None) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: a file, or bytes where none is named."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """A media item of a rendered conversation: its `tokens` language tokens start at `slot`."""
+
+    phase: str
+    path: Path
+    shape: Shape
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a sequence of L tokens."""
+
+    tokens: NDArray[np.int32]  # [L]
+    targets: NDArray[np.int32]  # [L] the next token where it belongs to an answer (or ends it), else -1
+    positions: NDArray[np.int32]  # [L, 3] time, height, width
+    media: tuple[MediaSpan, ...]
+
+
+def render(
+    conversation: Conversation, tokenizer: Tokenizer, modalities: Mapping[str, Modality], shapes: Sequence[Shape]
+) -> Rendered:
+    """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by phase name.
+
+    Raises `ConversationError("no_encoder")` for a media part that no modality takes, and ValueError when the
+    number of shapes is not that of the media.
+    """
+    media = conversation.media
+    if len(shapes) != len(media):
+        raise ValueError(f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes")
+    layout, remaining, sequence = tokenizer.layout, iter(shapes), _Sequence()
+    for turn in conversation.turns:
+        answer = turn.role == "assistant"
+        sequence.add_text(layout.headers[turn.role])
+        for part in turn.parts:
+            if isinstance(part, Media):
+                modality = modality_of(part.part, modalities)
+                frame = layout.media[part.part]
+                sequence.add_text(frame.begin)
+                sequence.add_media(part.path, modality, next(remaining), frame.pad)
+                sequence.add_text(frame.end)
+            else:
+                sequence.add_text(tokenizer.encode(part.text), answer)
+        sequence.add_text((layout.turn_end,), answer)
+        sequence.add_text(layout.separator)
+    return sequence.finish()
+
+
+def modality_of(part: str, modalities: Mapping[str, Modality]) -> Modality:
+    """The modality that takes a media part. Raises `ConversationError("no_encoder")`."""
+    for modality in modalities.values():
+        if modality.part == part:
+            return modality
+    have = ", ".join(modalities) or "none"
+    raise ConversationError("no_encoder", f"holds an {part}, but no encoder of the model takes it (encoders: {have})")
+
+
+class _Sequence:
+    """Grows the arrays of a `Rendered`."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.answer: list[bool] = []
+        self.positions: list[NDArray[np.int32]] = []
+        self.media: list[MediaSpan] = []
+        self.next_position = 0
+
+    def add_text(self, ids: Sequence[int], answer: bool = False) -> None:
+        if not ids:
+            return
+        self.tokens += ids
+        self.answer += [answer] * len(ids)
+        line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
+        self._advance(np.repeat(line[:, None], 3, axis=1))
+
+    def add_media(self, path: Path, modality: Modality, shape: Shape, pad: int) -> None:
+        count = modality.tokens(shape)
+        self.media.append(MediaSpan(modality.name, path, shape, len(self.tokens), count))
+        self.tokens += [pad] * count
+        self.answer += [False] * count
+        self._advance(modality.token_positions(shape, self.next_position))
+
+    def finish(self) -> Rendered:
+        tokens = np.array(self.tokens, np.int32)
+        targets = np.full_like(tokens, -1)
+        targets[:-1] = np.where(self.answer[1:], tokens[1:], -1)
+        return Rendered(tokens, targets, np.concatenate(self.positions), tuple(self.media))
+
+    def _advance(self, positions: NDArray[np.int32]) -> None:
+        self.positions.append(positions)
+        self.next_position = int(positions.max()) + 1
