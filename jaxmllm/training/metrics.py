@@ -1,0 +1,290 @@
+"""What a run says about itself: metric records, a summary, a progress bar, rates and the count of compilations.
+
+    write(step, values) --> metrics.jsonl   one JSON object a line: {"step": 7, "time": ..., "loss": 2.3, ...}
+                        --> tensorboard/    numbers only
+                        --> wandb           if a project is named
+
+Only the main process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxmllm.config import ConfigError
+from jaxmllm.training.files import write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+WANDB_ID_FILE = "wandb_id.txt"
+
+Scalar = float | int | str | bool | None
+
+
+class MetricsWriter:
+    """Writes metric records of a run folder; on processes other than the main one every call does nothing.
+
+    A fresh run writes at once; a resumed one first calls `resume_from`. Numbers may be Python's, numpy's or JAX's
+    scalars (reading the latter waits for the device). JSON knows no NaN and no infinity: these become null in
+    JSON and stay what they are in TensorBoard.
+    """
+
+    def __init__(
+        self, run_directory: str | Path, tensorboard: bool = True, wandb: str | None = None, is_main: bool = True
+    ) -> None:
+        self.directory = Path(run_directory)
+        self._tensorboard, self._wandb, self._is_main = tensorboard, wandb, is_main
+        self._resumed_from: int | None = None
+        self._stream: TextIO | None = None
+        self._sinks: list[Sink] = []
+
+    @property
+    def path(self) -> Path:
+        """The metric records' file."""
+        return self.directory / METRICS_FILE
+
+    def resume_from(self, step: int) -> None:
+        """Drop records of steps after `step`, and a last line cut short by a kill, so that the file stays one
+        straight history. The file is replaced in one move."""
+        if self._stream is not None:
+            raise RuntimeError("resume_from must be called before the first write")
+        self._resumed_from = step
+        if self._is_main and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            records = [(line, _parsed(line)) for line in lines]
+            kept = [f"{line}\n" for line, record in records if record is not None and record["step"] <= step]
+            write_atomically(self.path, "".join(kept))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one record; it is on disk when this returns."""
+        if not self._is_main:
+            return
+        if self._stream is None:
+            self._open()
+        assert self._stream is not None
+        numbers = {name: _scalar(value) for name, value in values.items()}
+        record = {"step": step, "time": round(time.time(), 3), **{k: _finite(v) for k, v in numbers.items()}}
+        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+        self._stream.flush()
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json in one move; values may be nested dicts and lists."""
+        if self._is_main:
+            text = json.dumps(_json(summary), indent=2, allow_nan=False) + "\n"
+            write_atomically(self.directory / SUMMARY_FILE, text)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._tensorboard:
+            self._sinks.append(TensorBoardSink(self.directory / "tensorboard", self._resumed_from))
+        if self._wandb is not None:
+            self._sinks.append(WandbSink(self.directory, self._wandb))
+        self._stream = self.path.open("a", encoding="utf-8")
+
+
+class Sink(Protocol):
+    """Another place that metric records go to."""
+
+    def write(self, step: int, values: Mapping[str, Scalar]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files; those of steps after `resumed_from` that an earlier process wrote are purged on display."""
+
+    def __init__(self, directory: Path, resumed_from: int | None) -> None:
+        from tensorboardX import SummaryWriter  # slow to import, and needed by one process of many
+
+        purge = None if resumed_from is None else resumed_from + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=10)
+
+    def write(self, step: int, values: Mapping[str, Scalar]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run; its id is kept in the run folder, so that a resumed run continues it."""
+
+    def __init__(self, directory: Path, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.wandb={project!r} needs the wandb package: install jaxmllm[wandb] or set logging.wandb=null"
+            ) from error
+        id_file = directory / WANDB_ID_FILE
+        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+        self._run: Any = wandb.init(project=project, dir=str(directory), id=run_id, resume="allow")
+        write_atomically(id_file, f"{self._run.id}\n")
+
+    def write(self, step: int, values: Mapping[str, Scalar]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
+    """All complete records of a run, in the order written."""
+    lines = (Path(run_directory) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return [record for record in map(_parsed, lines) if record is not None]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """The record of a line; None for one that was cut short."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
+
+
+def _scalar(value: Any) -> Scalar:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        value = value.item()
+    if value is not None and not isinstance(value, int | float | str):
+        raise TypeError(f"a metric is a number or a text, not {type(value).__name__}")
+    return value
+
+
+def _finite(value: Scalar) -> Scalar:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {str(key): _json(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_json(value) for value in node]
+    return _finite(_scalar(node))
+
+
+# ---------------------------------------------------------------------------- progress
+
+
+class ProgressBar:
+    """Step, loss and speed as they change: a bar on a terminal, elsewhere a line at most every `line_seconds`."""
+
+    def __init__(
+        self, steps: int, first: int = 0, stream: TextIO | None = None, line_seconds: float = 10.0, visible: bool = True
+    ) -> None:
+        self._steps, self._line_seconds, self._visible = steps, line_seconds, visible
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._last_line = -math.inf
+        self._bar: Progress | None = None
+        if visible and self._console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=False)
+            self._task = self._bar.add_task("train", total=steps, completed=first, text="")
+            self._bar.start()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show that `step` steps are done, with a few named numbers, e.g. {"loss": 2.1, "examples/s": 31.0}."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif self._visible:
+            now = time.monotonic()
+            if now - self._last_line >= self._line_seconds or step >= self._steps:
+                self.print(f"step {step}/{self._steps}  {text}")
+                self._last_line = now
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._visible:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+# ---------------------------------------------------------------------------- rates
+
+
+class RateMeter:
+    """Amounts a second over the last `window` updates, e.g. of examples and of real tokens by phase."""
+
+    def __init__(self, window: int = 20, start: float | None = None) -> None:
+        first = time.monotonic() if start is None else start
+        self._marks: deque[tuple[float, dict[str, float]]] = deque([(first, {})], maxlen=window + 1)
+
+    def update(self, amounts: Mapping[str, float], now: float | None = None) -> dict[str, float]:
+        """Count `amounts`, done between the last update and `now` (seconds of the monotonic clock); the rates."""
+        self._marks.append((time.monotonic() if now is None else now, dict(amounts)))
+        (start, _), *counted = self._marks
+        seconds = max(counted[-1][0] - start, 1e-9)
+        names = dict.fromkeys(name for _, part in counted for name in part)
+        return {name: sum(part.get(name, 0.0) for _, part in counted) / seconds for name in names}
+
+
+# ---------------------------------------------------------------------------- compilations
+
+# Recorded by JAX around each hand-over of a program to XLA; one for every new program, none for a program in use.
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+class CompilationCounter:
+    """Counts the programs that XLA has been given since this counter was made, by `jit` or ahead of time.
+
+    A program that JAX's persistent cache already holds counts too: it is a new program to this process.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []  # of the functions, in order of compilation, e.g. "jit(update)"
+        self.seconds = 0.0  # spent compiling
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    @property
+    def count(self) -> int:
+        """Compilations so far."""
+        return len(self.names)
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
+        if event == _BACKEND_COMPILE:
+            self.names.append(str(details.get("fun_name", "unnamed")))
+            self.seconds += duration_secs

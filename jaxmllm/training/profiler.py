@@ -1,0 +1,38 @@
+"""A profile of a few steps, written for TensorBoard and Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class ProfilerWindow:
+    """Traces the steps start .. start + steps - 1 into `directory`; none when `steps` is 0."""
+
+    def __init__(self, directory: str | Path, start: int, steps: int) -> None:
+        # Processes of one host would write files of the same name.
+        part = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+        self.directory = Path(directory) / part
+        self._window = range(start, start + steps)
+        self._open = False
+
+    def before_step(self, step: int, pending: Any = None) -> None:
+        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of `pending`."""
+        wanted = step in self._window
+        if wanted == self._open:
+            return
+        jax.block_until_ready(pending)
+        if wanted:
+            jax.profiler.start_trace(self.directory)
+        else:
+            jax.profiler.stop_trace()
+        self._open = wanted
+
+    def close(self, pending: Any = None) -> None:
+        """Close a trace that the run's end has cut short."""
+        if self._open:
+            jax.block_until_ready(pending)
+            jax.profiler.stop_trace()
+            self._open = False

@@ -1,0 +1,142 @@
+"""Joining processes: the variables, and a real run of two processes over gloo."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.training.checkpoint import Checkpoints
+from jaxmllm.training.distributed import LaunchError, initialize_distributed
+
+ROOT = Path(__file__).parents[2]
+
+
+def variables(coordinator: str = "", processes: str = "", process_id: str = "") -> dict[str, str]:
+    values = {
+        "JAXMLLM_COORDINATOR": coordinator,
+        "JAXMLLM_PROCESSES": processes,
+        "JAXMLLM_PROCESS_ID": process_id,
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (variables(processes="2"), "JAXMLLM_COORDINATOR, JAXMLLM_PROCESS_ID not set"),
+        (variables("host:1", "2"), "JAXMLLM_PROCESS_ID not set"),
+        (variables("host", "2", "0"), "must be host:port"),
+        (variables("host:99999", "2", "0"), "must be host:port"),
+        (variables("host:1", "two", "0"), "JAXMLLM_PROCESSES='two' must be an integer of at least 1"),
+        (variables("host:1", "2", "-1"), "JAXMLLM_PROCESS_ID='-1' must be an integer of at least 0"),
+        (variables("host:1", "2", "2"), "JAXMLLM_PROCESS_ID=2 must be less than JAXMLLM_PROCESSES=2"),
+        (variables("auto", "2"), "unset JAXMLLM_PROCESSES"),
+    ],
+)
+def test_ill_formed_variables(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        initialize_distributed(environment)
+
+
+def test_what_is_asked_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *values, **options: calls.append((values, options)))
+    initialize_distributed({})
+    assert calls == []
+    initialize_distributed(variables("auto"))
+    initialize_distributed(variables("[::1]:4321", "3", "2"))
+    assert calls == [((), {}), (("[::1]:4321", 3, 2), {"cluster_detection_method": "deactivate"})]
+
+
+PROGRAM = """
+    import sys, time
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from jaxmllm.training.checkpoint import Checkpoints
+    from jaxmllm.training.distributed import initialize_distributed
+    from jaxmllm.training.signals import StopSignals
+
+    initialize_distributed()
+    assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    shardings = {"w": NamedSharding(mesh, P("fsdp")), "step": NamedSharding(mesh, P())}
+    abstract = {
+        "w": jax.ShapeDtypeStruct((8, 3), jnp.bfloat16, sharding=shardings["w"]),
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=shardings["step"]),
+    }
+
+    def step_forward(state):
+        return {"w": state["w"] + state["w"].mean() * 0 + 1, "step": state["step"] + 1}
+
+    update = jax.jit(step_forward, out_shardings=shardings, donate_argnums=0)
+    with Checkpoints(sys.argv[1], keep=1) as checkpoints, StopSignals() as stop:
+        state = checkpoints.restore(abstract)
+        for step in range(int(state["step"]) + 1, 10_000):
+            state = update(state)
+            jax.block_until_ready(state)
+            if step == 8:
+                print("running", flush=True)
+            time.sleep(0.01)
+            if stop.should_stop(step):
+                break
+        checkpoints.save(step, state)
+        checkpoints.wait()
+        print("stopped", step, checkpoints.steps, flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
+    """A checkpoint of this process goes on in two, a signal to one of them stops both, and comes back here."""
+    first = {"w": jnp.arange(24.0, dtype=jnp.bfloat16).reshape(8, 3), "step": jnp.int32(5)}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, first)
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = []
+    for index in range(2):
+        environment = os.environ | variables(coordinator, "2", str(index))
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        }
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert "running\n" in process.stdout, "it ended before it ran"
+        time.sleep(0.2)
+        processes[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    step = int(outputs[0].split()[1])
+    assert outputs[0] == f"stopped {step} [{step}]" and 8 < step < 9_999
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        last = checkpoints.restore(first)
+    assert int(last["step"]) == step
+    expected = np.asarray(first["w"])
+    for _ in range(step - 5):
+        expected = expected + jnp.bfloat16(1)
+    np.testing.assert_array_equal(np.asarray(last["w"]), expected)

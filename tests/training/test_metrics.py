@@ -1,0 +1,164 @@
+"""Metric records, rates, progress and the count of compilations."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.config import ConfigError
+from jaxmllm.training.metrics import CompilationCounter, MetricsWriter, ProgressBar, RateMeter, read_metrics
+
+
+def strict_json(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_records_are_valid_json_and_flushed(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"loss": jnp.float32(1.5), "rows": np.int64(3), "kind": "train", "grad_norm": float("nan")})
+        (line,) = writer.path.read_text().splitlines()
+        record = strict_json(line)
+        assert record.pop("time") > 0
+        assert record == {"step": 1, "loss": 1.5, "rows": 3, "kind": "train", "grad_norm": None}
+        with pytest.raises(TypeError, match="not list"):
+            writer.write(2, {"loss": [1.0]})
+
+
+def test_resume_keeps_one_straight_history(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "lo')  # cut short by a kill
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.resume_from(3)
+        writer.write(4, {"loss": -4.0})
+        with pytest.raises(RuntimeError, match="before the first write"):
+            writer.resume_from(3)
+    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, -4.0),
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run", is_main=False) as writer:
+        writer.resume_from(0)
+        writer.write(1, {"loss": 1.0})
+        writer.write_summary({"steps": 1})
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(7, {"loss": 2.5, "kind": "train"})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), []
+    while data:  # a record: length, its checksum, an Event, its checksum
+        size = int.from_bytes(data[:8], "little")
+        body = data[12 : 12 + size]
+        assert masked_crc32c(body) == int.from_bytes(data[12 + size : 16 + size], "little")
+        event = Event.FromString(body)
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + size :]
+    assert found == [(7, "loss", 2.5)]
+
+
+def test_wandb_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def init(**arguments: Any) -> Any:
+        calls.append(arguments["id"])
+        return SimpleNamespace(id="r1", log=lambda values, step: calls.append((step, values)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, tensorboard=False, wandb="project") as writer:
+            writer.write(step, {"loss": 1.0})
+    assert calls == [None, (1, {"loss": 1.0}), "r1", (2, {"loss": 1.0})]
+
+
+def test_missing_wandb_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging\.wandb='p' needs the wandb package"):
+        MetricsWriter(tmp_path, tensorboard=False, wandb="p").write(1, {})
+
+
+def test_summary(tmp_path: Path) -> None:
+    summary = {"steps": 10, "eval": {"loss": jnp.float32(0.5), "exact_match": {"picture": float("inf")}}, "m": (1, 2)}
+    MetricsWriter(tmp_path).write_summary(summary)
+    expected = {"steps": 10, "eval": {"loss": 0.5, "exact_match": {"picture": None}}, "m": [1, 2]}
+    assert strict_json((tmp_path / "summary.json").read_text()) == expected
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_progress_without_a_terminal_is_few_plain_lines() -> None:
+    stream = io.StringIO()
+    progress = ProgressBar(100, stream=stream, line_seconds=3600)
+    for step in range(1, 101):
+        progress.update(step, {"loss": 1 / step, "examples/s": 12.0})
+    progress.print("saved [step 100]")
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 1/100  loss 1  examples/s 12",
+        "step 100/100  loss 0.01  examples/s 12",
+        "saved [step 100]",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = io.StringIO()
+    progress = ProgressBar(100, stream=stream)
+    progress.update(42, {"loss": 1.25})
+    progress.close()
+    assert "42/100" in stream.getvalue() and "loss 1.25" in stream.getvalue()
+
+
+def test_rates_over_a_window() -> None:
+    meter = RateMeter(window=2, start=0.0)
+    assert meter.update({"examples": 8, "vision": 100}, now=2.0) == {"examples": 4.0, "vision": 50.0}
+    assert meter.update({"examples": 8}, now=4.0) == {"examples": 4.0, "vision": 25.0}
+    assert meter.update({"examples": 24}, now=6.0) == {"examples": 8.0}
+
+
+def test_one_compilation_a_shape_and_none_for_repeats() -> None:
+    inputs = [jax.device_put(np.ones(size, np.float32)) for size in (4, 4, 6, 4, 6)]
+    counter = CompilationCounter()
+    double = jax.jit(lambda x: x * 2)
+    counts = []
+    for x in inputs:
+        double(x).block_until_ready()
+        counts.append(counter.count)
+    assert counts == [1, 1, 2, 2, 2]
+
+    def triple(x: jax.Array) -> jax.Array:
+        return x * 3
+
+    compiled = jax.jit(triple).lower(jax.ShapeDtypeStruct((4,), jnp.float32)).compile()
+    assert counter.count == 3
+    for _ in range(3):
+        compiled(inputs[0]).block_until_ready()
+    assert counter.count == 3
+    assert counter.names[-1] == "jit(triple)"
+    assert counter.seconds > 0
+    counter.close()
+    jax.jit(lambda x: x - 1)(inputs[0])
+    assert counter.count == 3

@@ -1,0 +1,104 @@
+"""Stopping: in one process at once, in several after the same step."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxmllm.training.signals import Agreement, StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_asks_second_does_what_it_did(number: signal.Signals) -> None:
+    seen: list[int] = []
+    before = signal.signal(number, lambda *_: seen.append(number))
+    try:
+        with StopSignals() as stop:
+            assert not stop.should_stop(1)
+            os.kill(os.getpid(), number)
+            assert stop.requested and stop.should_stop(2)
+            assert seen == []
+            os.kill(os.getpid(), number)
+            assert seen == [number]
+        with StopSignals() as stop:
+            assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert seen == [number, number], "the handler is put back"
+    finally:
+        signal.signal(number, before)
+
+
+class MemoryBoard:
+    """The coordinator's key-value store, in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        if key in self.values and not allow_overwrite:
+            raise RuntimeError(f"{key} exists")
+        self.values[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in list(self.values.items()) if name.startswith(key)]
+
+
+@pytest.mark.parametrize("notified", [[1], [0, 2]])
+def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int]) -> None:
+    board, asked, stopped = MemoryBoard(), threading.Event(), {}
+    # Process 0 is the slowest: it holds the others back by at most three steps, as a queue of dispatched steps would.
+    reached = threading.Condition()
+    done = [0, 0, 0]
+
+    def train(process: int) -> None:
+        agreement = Agreement(board, "stop", process, 3, lambda: process in notified and asked.is_set(), 0.002)
+        agreement.start()
+        for step in range(1, 2000):
+            with reached:
+                reached.wait_for(lambda step=step: step - min(done) <= 3, timeout=20)
+                done[process] = step
+                reached.notify_all()
+            time.sleep(0.002 if process == 0 else 0.0)
+            if step == 20 and process == 1:
+                asked.set()
+            if agreement.should_stop(step):
+                stopped[process] = step
+                break
+        with reached:
+            done[process] = 10**6
+            reached.notify_all()
+        agreement.close()
+
+    threads = [threading.Thread(target=train, args=(process,)) for process in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(stopped) == {0, 1, 2}
+    assert len(set(stopped.values())) == 1 and 20 <= stopped[0] < 1999
+
+
+def test_a_process_that_ends_first_is_not_waited_for() -> None:
+    board = MemoryBoard()
+    early = Agreement(board, "stop", 0, 2, lambda: False, 0.002)
+    early.start()
+    assert not early.should_stop(10)
+    early.close()
+    late = Agreement(board, "stop", 1, 2, lambda: True, 0.002)
+    late.start()
+    assert not late.should_stop(9)
+    late._thread.join(5)
+    assert not late.should_stop(10)
+    assert late.should_stop(11)
+    late.close()
+
+
+def test_a_silent_process_is_named() -> None:
+    lone = Agreement(MemoryBoard(), "stop", 1, 2, lambda: True, 0.002, patience_seconds=0.05)
+    lone.start()
+    lone._thread.join(5)
+    with pytest.raises(RuntimeError, match=r"only processes \[1\] of 2 answered"):
+        lone.should_stop(1)
+    lone.close()
