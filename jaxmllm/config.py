@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 Auto = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float64"]
 AXES = ("data", "fsdp", "tensor")
+BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
 
 class ConfigError(ValueError):
@@ -85,7 +86,9 @@ class TowerConfig(Section):
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
         if self.width % (self.heads * 4):
-            raise ValueError(f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs")
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs"
+            )
         return self
 
 
@@ -314,7 +317,7 @@ def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
     """Validate a nested dict into a `Config`."""
     try:
         # JSON mode: strict about scalars, yet lists may become tuples.
-        return Config.model_validate_json(json.dumps(_numbers(tree)))
+        return Config.model_validate_json(json.dumps(_numbers(tree), default=str))
     except ValidationError as error:
         raise ConfigError(_explain(error, where)) from error
 
@@ -331,7 +334,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     node = tree
     for depth, name in enumerate(parents):
-        child = node.setdefault(name, {})
+        if node.get(name) is None:
+            node[name] = {}
+        child = node[name]
         if isinstance(child, list):
             raise ConfigError(
                 f"override {override!r}: {'.'.join(parents[: depth + 1])} is a list; give the whole list as its value"
@@ -348,7 +353,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _numbers(node: Any) -> Any:
     """YAML 1.1 reads 3e-4 as text; read such text as the number it is."""
     if isinstance(node, dict):
-        return {key: _numbers(value) for key, value in node.items()}
+        return {str(key): _numbers(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_numbers(value) for value in node]
     if isinstance(node, str) and "e" in node.lower() and node[:1] in "+-.0123456789":
@@ -360,20 +365,31 @@ def _numbers(node: Any) -> Any:
 
 
 def _explain(error: ValidationError, where: str) -> str:
-    lines = []
+    """One line: every offending key with what would be valid there."""
+    problems: dict[str, None] = {}
+    wanted: dict[tuple[str, str], list[str]] = {}  # a union reports each of its branches: gather them by key
     for item in error.errors():
-        location = [part for part in item["loc"] if not str(part).startswith(("constrained", "literal", "tuple", "int"))]
+        location = item["loc"]
         key = ".".join(map(str, location))
         if item["type"] == "extra_forbidden":
-            names = _fields_at(Config, location[:-1])
-            close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.4)
-            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {', '.join(sorted(names))}"
-            lines.append(f"unknown key {key!r}; {hint}")
+            *parents, last = location
+            names = _fields_at(Config, parents)
+            close = difflib.get_close_matches(str(last), names, n=1, cutoff=0.4)
+            nearest = ".".join(map(str, [*parents, *close]))
+            hint = f"did you mean {nearest!r}?" if close else f"valid here: {', '.join(sorted(names))}"
+            problems[f"unknown key {key!r}; {hint}"] = None
         elif item["type"] == "missing":
-            lines.append(f"missing key {key!r}")
+            problems[f"missing key {key!r}"] = None
+        elif item["type"] == "value_error":
+            problems[f"{key}: {item['msg'].removeprefix('Value error, ')}"] = None
         else:
-            lines.append(f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
-    return f"{where}: " + "; ".join(dict.fromkeys(lines))
+            key = ".".join(str(part) for part in location if not str(part).startswith(BRANCHES))
+            wanted.setdefault((key, repr(item["input"])), []).append(item["msg"].removeprefix("Input should be "))
+    for (key, value), branches in wanted.items():
+        # The schema is checked in JSON's words; the file is YAML.
+        valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
+        problems[f"{key}: must be {valid} (got {value})"] = None
+    return f"{where}: " + "; ".join(problems)
 
 
 def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:

@@ -1,0 +1,220 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from jaxmllm.config import Config, ConfigError, dump_config, load_config, parse_config
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+MINIMAL = """
+run: {directory: runs/x, steps: 10}
+model:
+  language: {width: 64, layers: 2, heads: 4, kv_heads: 2, head_size: 16, mlp_width: 128}
+  vision: {width: 32, layers: 1, heads: 2, mlp_width: 64}
+data:
+  sources: [{name: a, path: a.jsonl}]
+  batch_size: 8
+optimizer: {learning_rate: 0.001}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_repository_is_valid_and_says_how_to_run_it(config):
+    load_config(config)
+    head = config.read_text().split("\n\n")[0:4]
+    assert f"--config configs/{config.name}" in "\n".join(line for line in head if line.startswith("#"))
+
+
+def test_there_are_configs():
+    assert {"quickstart.yaml", "real-small.yaml"} <= {config.name for config in CONFIGS}
+
+
+def test_defaults_and_lists(path):
+    config = load_config(path)
+    assert config.model.encoders == ("vision",)
+    assert config.model.language.vocab_size == "auto"
+    assert config.data.sources[0].path == "a.jsonl"
+    assert config.data.sources[0].weight == 1.0
+    assert isinstance(config.data.sources, tuple)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rat=1.0", "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"),
+        ("optimiser={}", "unknown key 'optimiser'; did you mean 'optimizer'?"),
+        ("model.vision.patchsize=3", "unknown key 'model.vision.patchsize'; did you mean 'model.vision.patch_size'?"),
+        ("phases.vison.block=3", "unknown key 'phases.vison'; did you mean 'phases.vision'?"),
+        (
+            "components.projector.visions.freeze=true",
+            "unknown key 'components.projector.visions'; did you mean 'components.projector.vision'?",
+        ),
+        (
+            "data.sources=[{name: a, path: b, wieght: 1.0}]",
+            "unknown key 'data.sources.0.wieght'; did you mean 'data.so",
+        ),
+        ("optimizer.learning-rate=1.0", "unknown key 'optimizer.learning-rate'; did you mean"),
+        ("checkpoint.zzz=3", "unknown key 'checkpoint.zzz'; valid here: every, keep"),
+        ("evaluation.interval=5", "unknown key 'evaluation.interval'; valid here: every, examples"),
+    ],
+)
+def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
+    assert message in refusal(path, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=many", "run.steps: must be a valid integer (got 'many')"),
+        ("run.steps='64'", "run.steps: must be a valid integer (got '64')"),
+        ("run.steps=1.5", "run.steps: must be a valid integer (got 1.5)"),
+        ("run.steps=true", "run.steps: must be a valid integer (got True)"),
+        ("run.steps=0", "run.steps: must be greater than 0 (got 0)"),
+        ("run.steps=", "run.steps: must be a valid integer (got None)"),
+        ("run.directory=5", "run.directory: must be a valid string (got 5)"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: must be greater than 0"),
+        ("optimizer.schedule=linear", "optimizer.schedule: must be 'cosine' or 'constant' (got 'linear')"),
+        ("logging.tensorboard=1", "logging.tensorboard: must be a valid boolean (got 1)"),
+        ("phases.vision.capacities=abc", "phases.vision.capacities: must be a valid list or 'auto' (got 'abc')"),
+        ("model.language.vocab_size=-3", "model.language.vocab_size: must be greater than 0 or 'auto' (got -3)"),
+        ("components.vision.layout={heads: tensor}", "components.vision.layout.heads: must be a valid list"),
+        ("data=3", "data: must be a mapping (got 3)"),
+        ("model.language.heads=3", "model.language: heads (3) must be a multiple of kv_heads (2)"),
+        ("model.language.head_size=15", "model.language: head_size (15) must be even"),
+        ("model.language.rope_sections=[1, 2, 3]", "rope_sections (1, 2, 3) must add up to head_size / 2 = 8"),
+        ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
+        ("model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, chunk_frames: 20}", "chunk_frames (20) must be"),
+    ],
+)
+def test_ill_typed_values_name_the_key_the_type_and_the_value(path, override, message):
+    assert message in refusal(path, override)
+
+
+def test_all_problems_are_reported_at_once_with_the_file(path):
+    path.write_text(MINIMAL.replace("batch_size: 8", "batch: 8"))
+    message = refusal(path, "run.steps=x", "model.vision.heads=-1")
+    assert message.startswith(f"{path}: ")
+    for part in (
+        "missing key 'data.batch_size'",
+        "unknown key 'data.batch'; did you mean 'data.batch_size'?",
+        "run.steps: must be a valid integer",
+        "model.vision.heads: must be greater than 0",
+    ):
+        assert part in message
+
+
+def test_overrides_reach_scalars_lists_sections_and_absent_sections(path):
+    config = load_config(
+        path,
+        [
+            "optimizer.learning_rate=3e-4",
+            "mesh.fsdp=2",
+            "phases.vision.capacities=[1024, 128]",
+            "components.vision.layout.heads=[tensor]",
+            "data.sources=[{name: b, path: 'b=c.jsonl', weight: 2}]",
+            "model.vision=null",
+            "run.seed=1",
+            "run.seed=2",
+        ],
+    )
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.mesh.fsdp == 2
+    assert config.phases.vision.capacities == (1024, 128)
+    assert config.components.vision.layout == {"heads": ["tensor"]}
+    assert (config.data.sources[0].path, config.data.sources[0].weight) == ("b=c.jsonl", 2.0)
+    assert config.model.encoders == ()
+    assert config.run.seed == 2  # the last one wins
+
+
+def test_an_override_fills_a_section_left_empty(path):
+    path.write_text(MINIMAL + "mesh:\n")
+    assert load_config(path, ["mesh.tensor=2"]).mesh.tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps", "override 'run.steps' is not of the form dotted.key=value"),
+        ("=3", "override '=3' is not of the form dotted.key=value"),
+        ("run.steps.x=3", "run.steps is a value, not a section"),
+        ("data.sources.0.name=x", "data.sources is a list; give the whole list as its value"),
+        ("run=[1", "override 'run=[1': the value is not valid YAML"),
+    ],
+)
+def test_malformed_overrides(path, override, message):
+    assert message in refusal(path, override)
+
+
+@pytest.mark.parametrize("text", ["2e-3", "2E-3", "0.2e-2", ".002", "+2e-3", "0.002"])
+def test_scientific_notation_is_a_number(path, text):
+    assert load_config(path, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 0.002
+    path.write_text(MINIMAL.replace("0.001", text))
+    assert load_config(path).optimizer.learning_rate == 0.002
+
+
+def test_names_that_merely_look_numeric_stay_text(path):
+    config = load_config(path, ["run.directory=1e-layer", "data.tokenizer=2026-11-21"])
+    assert (config.run.directory, config.data.tokenizer) == ("1e-layer", "2026-11-21")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_the_dumped_config_reads_back_equal(config, tmp_path):
+    resolved = load_config(config, ["components.vision.layout.batch=[data, fsdp]", "phases.audio.capacities=[256]"])
+    again = tmp_path / "config.yaml"
+    again.write_text(dump_config(resolved))
+    assert load_config(again) == resolved
+
+
+@given(
+    rate=st.floats(min_value=1e-300, max_value=1e300),
+    directory=st.text(min_size=1),
+    seed=st.integers(0, 2**53),
+    capacities=st.lists(st.integers(1, 2**31), min_size=1, max_size=3),
+)
+def test_any_values_survive_a_dump(rate, directory, seed, capacities):
+    tree = yaml.safe_load(MINIMAL)
+    tree["optimizer"]["learning_rate"] = rate
+    tree["run"] |= {"directory": f"runs/{directory}", "seed": seed}
+    tree["phases"] = {"audio": {"capacities": capacities}}
+    config = parse_config(tree)
+    assert config.optimizer.learning_rate == rate
+    assert config.phases.audio.capacities == tuple(capacities)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_records_are_frozen(path):
+    config = load_config(path)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.steps = 3  # type: ignore[misc]
+    assert isinstance(config, Config)
+
+
+def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
+    path = tmp_path / "x.yaml"
+    assert refusal(path) == f"config file {path} does not exist"
+    path.write_text("run: [1,\n")
+    assert f"config file {path} is not valid YAML" in refusal(path)
+    assert "line 2" in refusal(path)
+    path.write_text("- 1\n")
+    assert "must hold a mapping of sections, not list" in refusal(path)
+    path.write_text("")
+    assert "must hold a mapping of sections, not NoneType" in refusal(path)
+    path.write_text("!!python/object/apply:os.getcwd []\n")
+    assert "is not valid YAML" in refusal(path)
