@@ -1,0 +1,54 @@
+"""The audio tower: a convolutional stem inside fixed-size chunks, then a transformer over each clip."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmllm.config import AudioConfig
+from jaxmllm.models.layers import Remat, RMSNorm, RowContext, encoder_block
+from jaxmllm.models.layers import bias, parameter, rotary_angles, run_stack, stacked, weight
+from jaxmllm.models.rows import EncoderRows
+from sharding.rules import Layout
+
+STRIDE = 4  # frames behind one token of the transformer: two convolutions of stride 2
+
+
+class HalvingConvolution(nnx.Module):
+    """Convolution of width 3 and stride 2 with zero padding at the start, written as one matrix product."""
+
+    def __init__(self, in_width: int, width: int, rngs: nnx.Rngs):
+        self.kernel = parameter(rngs, (3 * in_width, width), (None, "embed"), 3 * in_width)
+        self.bias = bias((width,), (None,))
+
+    def __call__(self, x: Float[Array, "R N T I"], layout: Layout) -> Float[Array, "R N T/2 D"]:
+        even, odd = x[:, :, 0::2], x[:, :, 1::2]
+        before = jnp.pad(odd[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
+        windows = jnp.concatenate([before, even, odd], axis=-1)
+        return jax.nn.gelu(windows @ weight(self.kernel, layout, x.dtype) + weight(self.bias, layout, x.dtype))
+
+
+class AudioTower(nnx.Module):
+    """Log-mel frames -> features at a quarter of the frame rate, bidirectional inside each clip.
+
+    The stem sees one chunk at a time, so a clip's features depend neither on its neighbours in the row nor on
+    where it stands.
+    """
+
+    def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.stem_mels = HalvingConvolution(config.mel_bins, config.width, rngs)
+        self.stem_width = HalvingConvolution(config.width, config.width, rngs)
+        self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
+        self.norm = RMSNorm(config.width, config.norm_epsilon)
+
+    def __call__(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, remat: Remat) -> Float[Array, "R C/4 D"]:
+        ranks, slots, mels = rows.features.shape
+        x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
+        x = self.stem_width(self.stem_mels(x, layout), layout)
+        x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", None, None))
+        angles = rotary_angles(rows.positions[:, ::STRIDE, :1], (self.config.head_size // 2,), self.config.rope_theta)
+        context = RowContext(layout, rows.segments[:, ::STRIDE], rows.query_tiles, rows.key_tiles, angles)
+        return self.norm(run_stack(self.layers, x, context, remat))

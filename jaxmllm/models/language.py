@@ -1,0 +1,71 @@
+"""The decoder of the Llama/Qwen family, over packed rows of text and routed media tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.config import LanguageConfig
+from jaxmllm.models.layers import Block, GatedMLP, Remat, RMSNorm, RowContext, SelfAttention
+from jaxmllm.models.layers import parameter, rotary_angles, run_stack, stacked, weight
+from jaxmllm.models.rows import LanguageRows
+from sharding.rules import Layout
+
+
+def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
+    """Rotary pairs of the (time, height, width) axes; by default 1/4, 3/8, 3/8 (Qwen2-VL, arXiv 2409.12191)."""
+    if config.rope_sections is not None:
+        return config.rope_sections
+    pairs = config.head_size // 2
+    spatial = 3 * pairs // 8
+    return pairs - 2 * spatial, spatial, spatial
+
+
+def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
+    """Causal grouped-query attention and a SwiGLU MLP."""
+    attention = SelfAttention(
+        rngs,
+        config.width,
+        config.heads,
+        config.kv_heads,
+        config.head_size,
+        causal=True,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        epsilon=config.norm_epsilon,
+    )
+    return Block(config.width, config.norm_epsilon, attention, GatedMLP(rngs, config.width, config.mlp_width))
+
+
+class Decoder(nnx.Module):
+    """Embedding, causal transformer, head. Attention never leaves an example's segment."""
+
+    def __init__(self, config: LanguageConfig, vocab_size: int, rngs: nnx.Rngs):
+        self.config = config
+        # Small entries: a tied head then starts with logits of unit size, and the first norm sets the scale anyway.
+        self.embedding = parameter(rngs, (vocab_size, config.width), ("vocab", "embed"), config.width)
+        self.layers = stacked(lambda rngs: decoder_block(config, rngs), config.layers, rngs)
+        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else parameter(rngs, (config.width, vocab_size), ("embed", "vocab"), config.width)
+        )
+
+    def embed(self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
+        return layout.constrain(weight(self.embedding, layout, dtype)[tokens], ("batch", None, None))
+
+    def output_weight(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "D V"]:
+        """The head's matrix, which the loss applies chunk by chunk."""
+        if self.head is None:
+            return weight(self.embedding, layout, dtype).T
+        return weight(self.head, layout, dtype)
+
+    def __call__(
+        self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, remat: Remat
+    ) -> Float[Array, "R C D"]:
+        """Embedded rows -> normed hidden states."""
+        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta)
+        context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
+        return self.norm(run_stack(self.layers, x, context, remat))

@@ -1,0 +1,233 @@
+"""The parts that all towers share: parameters with logical axes, norms, rotary positions, attention, MLPs, stacks.
+
+Letters: R ranks (rows), C slots of a row, D width, H heads, G key-value heads, K head size, F MLP width.
+Every parameter carries the names of its logical axes; `RowContext` carries what varies from row to row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.config import TowerConfig
+from jaxmllm.models.attention import attention
+from sharding.rules import Axes, Layout
+
+Remat = Literal["none", "dots", "full"]
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """What attention and positions need to know of the rows of one microbatch."""
+
+    layout: Layout
+    segments: Int[Array, "R C"]
+    query_tiles: Int[Array, "R Q 2"]
+    key_tiles: Int[Array, "R Q 2"]
+    angles: Float[Array, "R C K/2"]
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int | None = None) -> nnx.Param[Array]:
+    """Normal with standard deviation fan_in**-0.5; ones where no fan-in is given (norm scales)."""
+    if fan_in is None:
+        return nnx.Param(jnp.ones(shape), axes=axes)
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
+
+
+def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
+    return nnx.Param(jnp.zeros(shape), axes=axes)
+
+
+def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
+    """The parameter as a computation in `dtype` needs it: cast, then gathered."""
+    return layout.gathered(p[...].astype(dtype), p.axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+
+
+def rotary_angles(
+    positions: Int[Array, "R C A"], sections: tuple[int, ...], theta: float, dtype: Any = jnp.float32
+) -> Float[Array, "R C K/2"]:
+    """Rotation angles of positions with A axes; the first sections[0] pairs turn with axis 0, and so on.
+
+    Frequencies run on through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
+    the one-dimensional RoPE (arXiv 2104.09864) exactly.
+    """
+    pairs = sum(sections)
+    frequency = theta ** (-np.arange(pairs) / pairs)
+    return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
+
+
+def rotary_angles_2d(
+    positions: Int[Array, "R C 2"], pairs: int, theta: float, dtype: Any = jnp.float32
+) -> Float[Array, "R C K/2"]:
+    """Rotation angles of (row, column): half of the pairs each, both over the whole range of frequencies."""
+    frequency = np.tile(theta ** (-np.arange(pairs // 2) / (pairs // 2)), 2)
+    return _angles(positions, frequency, np.repeat(np.arange(2), pairs // 2), dtype)
+
+
+def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: Any) -> Array:
+    return positions[..., axis].astype(dtype) * jnp.asarray(frequency, dtype)
+
+
+def rotate(x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"]) -> Float[Array, "R C H K"]:
+    """Turn pairs (x[i], x[i + K/2]) by their angles."""
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention inside the segments of packed rows."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        causal: bool,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        epsilon: float = 1e-6,
+    ):
+        self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
+        self.key = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
+        self.value = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
+        self.out = parameter(rngs, (heads, head_size, width), ("heads", None, "embed"), heads * head_size)
+        self.query_bias = bias((heads, head_size), ("heads", None)) if qkv_bias else None
+        self.key_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
+        self.value_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
+        self.out_bias = bias((width,), (None,)) if out_bias else None
+        self.query_norm = RMSNorm(head_size, epsilon) if qk_norm else None
+        self.key_norm = RMSNorm(head_size, epsilon) if qk_norm else None
+        self.causal = causal
+
+    def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
+        layout = rows.layout
+        q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
+        k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
+        v = self._project(x, self.value, self.value_bias, None, rows)
+        q, k = rotate(q, rows.angles), rotate(k, rows.angles)
+        many, few = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+        attend = layout.local(
+            lambda *arrays: attention(*arrays, causal=self.causal),
+            in_axes=(many, few, few, ("batch", None), ("batch", None, None), ("batch", None, None)),
+            out_axes=many,
+        )
+        mixed = attend(q, k, v, rows.segments, rows.query_tiles, rows.key_tiles)
+        out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))
+        if self.out_bias is not None:
+            out += weight(self.out_bias, layout, x.dtype)
+        return layout.constrain(out, ("batch", None, None))
+
+    @staticmethod
+    def _project(
+        x: Array, p: nnx.Param[Array], b: nnx.Param[Array] | None, norm: RMSNorm | None, rows: RowContext
+    ) -> Array:
+        y = jnp.einsum("rcd,dhk->rchk", x, weight(p, rows.layout, x.dtype))
+        if b is not None:
+            y += weight(b, rows.layout, x.dtype)
+        y = rows.layout.constrain(y, ("batch", None, p.axes[1], None))
+        return norm(y) if norm is not None else y
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202), without biases."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int):
+        self.gate = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
+        self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
+        self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
+
+    def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
+        hidden = jax.nn.silu(x @ weight(self.gate, layout, x.dtype)) * (x @ weight(self.up, layout, x.dtype))
+        hidden = layout.constrain(hidden, ("batch", None, "mlp"))
+        return layout.constrain(hidden @ weight(self.down, layout, x.dtype), ("batch", None, None))
+
+
+class MLP(nnx.Module):
+    """Two biased matrices with GELU between them."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int, out_width: int | None = None):
+        out_width = out_width or width
+        self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
+        self.up_bias = bias((mlp_width,), ("mlp",))
+        self.down = parameter(rngs, (mlp_width, out_width), ("mlp", "embed"), mlp_width)
+        self.down_bias = bias((out_width,), (None,))
+
+    def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
+        hidden = jax.nn.gelu(x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype))
+        hidden = layout.constrain(hidden, ("batch", None, "mlp"))
+        out = hidden @ weight(self.down, layout, x.dtype) + weight(self.down_bias, layout, x.dtype)
+        return layout.constrain(out, ("batch", None, None))
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer layer; `attention` and `mlp` are made by the tower."""
+
+    def __init__(self, width: int, epsilon: float, attention: SelfAttention, mlp: GatedMLP | MLP):
+        self.attention_norm = RMSNorm(width, epsilon)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(width, epsilon)
+        self.mlp = mlp
+
+    def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
+        x = x + self.attention(self.attention_norm(x), rows)
+        return x + self.mlp(self.mlp_norm(x), rows.layout)
+
+
+def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
+    """A layer of an encoder tower: bidirectional attention and an MLP, with biases."""
+    attention = SelfAttention(
+        rngs,
+        config.width,
+        config.heads,
+        config.heads,
+        config.head_size,
+        causal=False,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    return Block(config.width, config.norm_epsilon, attention, MLP(rngs, config.width, config.mlp_width))
+
+
+def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs) -> Block:
+    """One module whose parameters hold all layers, with a leading `layers` axis."""
+    create = nnx.vmap(make_block, in_axes=(0,), out_axes=0)
+    return nnx.split_rngs(splits=layers)(create)(rngs)
+
+
+def run_stack(blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat) -> Float[Array, "R C D"]:
+    """Scan over the layers. `remat`: none keeps all, dots keeps matrix products, full keeps layer inputs alone."""
+    graph, parameters = nnx.split(blocks)
+
+    def layer(x: Array, parameters: nnx.State) -> tuple[Array, None]:
+        return nnx.merge(graph, parameters)(x, rows), None
+
+    if remat == "full":
+        layer = jax.checkpoint(layer)
+    elif remat == "dots":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    x, _ = jax.lax.scan(layer, x, parameters)
+    return x

@@ -1,0 +1,172 @@
+"""The composition: any subset of encoders over the decoder, as named components with their own layout and policy.
+
+    rows --tower--> features --projector--> language tokens --(pool, exchange)--> decoder --> hidden states
+
+A component is the unit of freezing, learning rate, dtype, remat, layout, metrics and checkpoints. Parameters are a
+dict {component name: pytree}; modules exist only while a function is traced.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxmllm.config import ComponentConfig, ComponentsConfig, ModelConfig
+from jaxmllm.models.audio import AudioTower
+from jaxmllm.models.language import Decoder
+from jaxmllm.models.projector import Projector
+from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.models.vision import VisionTower
+from sharding.rules import Layout, make_layout
+
+Params = dict[str, Any]  # component name -> nested dict of arrays
+
+
+@dataclass(frozen=True)
+class Component:
+    """One named part of the model: its module, where it lies, how it trains."""
+
+    name: str
+    make: Callable[[nnx.Rngs], nnx.Module]
+    graph: nnx.GraphDef[Any]
+    axes: Any  # logical axes, a tree like the parameters
+    shapes: Any  # jax.ShapeDtypeStruct, likewise
+    layout: Layout
+    settings: ComponentConfig
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.settings.compute_dtype)
+
+    def module(self, params: Params) -> Any:
+        """The module with the parameters of this component; for use inside traced functions."""
+        return nnx.merge(self.graph, params[self.name])
+
+
+@dataclass(frozen=True)
+class MLLM:
+    """A model whose components are data; all methods but `init` and `abstract` are for traced code."""
+
+    config: ModelConfig
+    vocab_size: int
+    components: dict[str, Component]
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(name for name, component in self.components.items() if not component.settings.freeze)
+
+    def layout(self, phase: str) -> Layout:
+        return self.components[phase].layout
+
+    def init(self, seed: int, dtype: str) -> Params:
+        """Fresh parameters on the mesh. Each component's depend on (seed, its name) alone."""
+        return {name: _init(component, seed, dtype) for name, component in self.components.items()}
+
+    def abstract(self, dtype: str) -> Params:
+        """Shapes, types and shardings of the parameters."""
+        return {
+            name: jax.tree.map(
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+                component.shapes,
+                shardings(component),
+            )
+            for name, component in self.components.items()
+        }
+
+    def features(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R C D"]:
+        """Run the tower of an encoder phase."""
+        component = self.components[phase]
+        return component.module(params)(rows, component.layout, component.dtype, component.settings.remat)
+
+    def project(self, params: Params, phase: str, features: Float[Array, "R C D"]) -> Float[Array, "R T O"]:
+        """Turn a tower's features into language tokens."""
+        component = self.components[f"projector.{phase}"]
+        return component.module(params)(features.astype(component.dtype), component.layout)
+
+    def hidden(
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+    ) -> tuple[Float[Array, "R C D"], Float[Array, "D V"]]:
+        """Normed hidden states of language rows, and the head's matrix. `media` holds the routed tokens."""
+        component = self.components["language"]
+        decoder: Decoder = component.module(params)
+        text = decoder.embed(rows.tokens, component.layout, component.dtype)
+        x = jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
+        hidden = decoder(x, rows, component.layout, component.settings.remat)
+        return hidden, decoder.output_weight(component.layout, component.dtype)
+
+
+def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh) -> MLLM:
+    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be."""
+    language = config.language
+    makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
+    if config.vision is not None:
+        vision = config.vision
+        makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
+        makers["projector.vision"] = (
+            settings.projector.vision,
+            lambda rngs: Projector(vision.width, vision.merge**2, language.width, rngs),
+        )
+    if config.audio is not None:
+        audio = config.audio
+        makers["audio"] = settings.audio, lambda rngs: AudioTower(audio, rngs)
+        makers["projector.audio"] = (
+            settings.projector.audio,
+            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
+        )
+    makers["language"] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
+    components = {}
+    for name, (setting, make) in makers.items():
+        overrides = dict(setting.layout)
+        if name.startswith("projector."):  # a projector runs on the ranks of its tower
+            overrides.setdefault("batch", list(components[name.removeprefix("projector.")].layout.batch_axes))
+        layout = make_layout(mesh, overrides, f"components.{name}.layout")
+        components[name] = _component(name, make, layout, setting)
+    return MLLM(config, vocab_size, components)
+
+
+def shardings(component: Component) -> Any:
+    """Shardings of a component's parameters."""
+    return jax.tree.map(lambda leaf, axes: component.layout.sharding(axes.names), component.shapes, component.axes)
+
+
+@dataclass(frozen=True)
+class _AxisNames:
+    """Logical axes of one parameter; a leaf for tree functions, which a tuple would not be."""
+
+    names: tuple[str | None, ...]
+
+
+def _component(
+    name: str, make: Callable[[nnx.Rngs], nnx.Module], layout: Layout, settings: ComponentConfig
+) -> Component:
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    shapes = nnx.to_pure_dict(state)
+    axes = nnx.to_pure_dict(jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    for (path, leaf), names in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(axes), strict=True):
+        layout.check(f"{name}{jax.tree_util.keystr(path)}", leaf.shape, names.names)
+    return Component(name, make, graph, axes, shapes, layout, settings)
+
+
+def _axis_names(variable: nnx.Variable[Any]) -> _AxisNames:
+    names: tuple[str | None, ...] = variable.axes
+    stacked = len(variable.get_value().shape) - len(names)
+    return _AxisNames(("layers",) * stacked + names)
+
+
+def _init(component: Component, seed: int, dtype: str) -> Any:
+    def create() -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))
+        parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)
+
+    return jax.jit(create, out_shardings=shardings(component))()
+
+

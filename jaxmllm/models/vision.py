@@ -1,0 +1,33 @@
+"""The vision tower: a transformer over the patches of images at native resolution (NaViT packing, arXiv 2307.06304)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmllm.config import VisionConfig
+from jaxmllm.models.layers import Remat, RMSNorm, RowContext, encoder_block
+from jaxmllm.models.layers import bias, parameter, rotary_angles_2d, run_stack, stacked, weight
+from jaxmllm.models.rows import EncoderRows
+from sharding.rules import Layout
+
+
+class VisionTower(nnx.Module):
+    """Patches -> features, bidirectional inside each image, rotary positions by (row, column)."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+        self.config = config
+        patch = config.patch_size**2 * 3
+        self.patch = parameter(rngs, (patch, config.width), (None, "embed"), patch)
+        self.patch_bias = bias((config.width,), (None,))
+        self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
+        self.norm = RMSNorm(config.width, config.norm_epsilon)
+
+    def __call__(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, remat: Remat) -> Float[Array, "R C D"]:
+        pixels = rows.features.astype(dtype) / 127.5 - 1
+        x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
+        x = layout.constrain(x, ("batch", None, None))
+        angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta)
+        context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
+        return self.norm(run_stack(self.layers, x, context, remat))

@@ -1,0 +1,43 @@
+"""python -m jaxmllm.train --config configs/quickstart.yaml [--resume] [dotted.key=value ...]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxmllm.config import ConfigError, load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxmllm.train", description="Train a multimodal language model.")
+    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run folder")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the file")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    import jax
+
+    from jaxmllm.training.distributed import initialize_distributed
+
+    jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
+    initialize_distributed()  # before anything asks JAX for devices
+
+    from jaxmllm.training.build import USER_ERRORS, build_run
+    from jaxmllm.training.loop import train
+
+    try:
+        train(build_run(config), resume=options.resume)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

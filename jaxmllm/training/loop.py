@@ -1,0 +1,218 @@
+"""The training loop: host steps in, metrics, checkpoints and evaluations out.
+
+    next batch (prepared ahead) -> put -> train (asynchronous) -> read the metrics of the step before
+
+Reading one step late keeps the devices busy: while step k runs, the host prepares step k + 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxmllm.data.fill import HostStep
+from jaxmllm.data.pipeline import train_iterator
+from jaxmllm.training.build import Run
+from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
+from jaxmllm.training.evaluate import evaluate
+from jaxmllm.training.metrics import MetricsWriter, ProgressBar, RateMeter
+from jaxmllm.training.profiler import ProfilerWindow
+from jaxmllm.training.signals import StopSignals
+from jaxmllm.training.step import TrainState
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says at which step, why, and what to do."""
+
+
+def train(run: Run, resume: bool = False) -> dict[str, Any]:
+    """Train to the last step, or to a SIGTERM; returns the summary that it also writes to summary.json.
+
+    Raises `TrainingError` after too many non-finite updates or undecodable media, `CheckpointError` when the run
+    folder cannot be continued.
+    """
+    config = run.config
+    started = time.monotonic()
+    report = Report(run)
+    with (
+        Checkpoints(run.directory / "checkpoints", config.checkpoint.keep) as checkpoints,
+        MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
+        StopSignals() as stop,
+    ):
+        state, step = _begin(run, checkpoints, writer, resume)
+        progress = ProgressBar(config.run.steps, step, visible=run.is_main)
+        profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
+        batches = train_iterator(run.batches, step, config.run.steps, config.data.workers, config.data.prefetch)
+        pending: Pending | None = None
+        stopped = False
+        try:
+            while step < config.run.steps and not stopped:
+                asked = time.monotonic()
+                batch = next(batches)
+                waited = time.monotonic() - asked
+                for failure in batch.failures:
+                    progress.print(f"step {step + 1}: masked: {failure}")
+                profiler.before_step(step, state.step)
+                state, metrics = run.programs.train(state, run.programs.put(batch))
+                step += 1
+                if pending is not None:
+                    report.write(pending, writer, progress)
+                pending = Pending(step, batch, metrics, waited)
+
+                stopped = stop.should_stop(step)
+                last = stopped or step == config.run.steps
+                if last or _due(step, config.checkpoint.every):
+                    report.write(pending, writer, progress)  # never keep a state that the limits forbid
+                    pending = None
+                    checkpoints.save(step, state)
+                if run.evaluation is not None and not stopped and (last or _due(step, config.evaluation.every)):
+                    report.evaluation = evaluate(run.programs, state.params, run.evaluation, run.sources)
+                    writer.write(step, {f"eval/{name}": value for name, value in _flat(report.evaluation).items()})
+                    progress.print(f"step {step}: held-out {_text(report.evaluation)}")
+                    report.pause()
+        finally:
+            batches.close()
+            profiler.close(state.step)
+            progress.close()
+        checkpoints.wait()
+        summary = report.summary(step, time.monotonic() - started)
+        writer.write_summary(summary)
+    return summary
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose programs were started and whose metrics are read later; `step` steps are then done."""
+
+    step: int
+    batch: HostStep
+    metrics: dict[str, jax.Array]
+    waited: float  # seconds for data
+
+
+@dataclass
+class Report:
+    """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs."""
+
+    run: Run
+    evaluation: dict[str, Any] | None = None
+    loss: float | None = None
+    _rates: RateMeter = field(default_factory=RateMeter)
+    _last: float = field(default_factory=time.monotonic)
+    _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _paused: float = 0.0
+
+    def write(self, pending: Pending, writer: MetricsWriter, progress: ProgressBar) -> None:
+        """Read the metrics of a step, which waits until it has run; raise `TrainingError` past a limit."""
+        values = jax.device_get(pending.metrics)
+        record = self._record(pending, values)
+        self.loss = record["loss"]
+        if pending.step % self.run.config.logging.every == 0 or pending.step == self.run.config.run.steps:
+            writer.write(pending.step, record)
+        progress.update(pending.step, {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record})
+        self._enforce(pending.step, values)
+
+    def pause(self) -> None:
+        """Time since the last record was spent on something that is not a step."""
+        self._last = time.monotonic()
+
+    def summary(self, steps: int, seconds: float) -> dict[str, Any]:
+        """The content of summary.json; fractions and ratios are over all steps of this process."""
+        phases = self.run.programs.spec.phases
+        fractions = {p: self._sums[f"{p}/real"] / self._sums[f"{p}/slots"] for p in phases if self._sums[f"{p}/slots"]}
+        costs = {p: self._sums[f"{p}/slowest"] / self._sums[f"{p}/mean"] for p in phases if self._sums[f"{p}/mean"]}
+        return {
+            "steps": steps,
+            "loss": self.loss,
+            "compilations": self.run.compilations.count,
+            "eval": self.evaluation,
+            "real_token_fraction": fractions,
+            "max_over_mean_cost": costs,
+            "rejected": self.run.rejected,
+            "wall_seconds": seconds,
+        }
+
+    def _record(self, pending: Pending, values: dict[str, Any]) -> dict[str, Any]:
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        statistics, run = pending.batch.statistics, self.run
+        amounts = {"examples/s": float(len(pending.batch.examples))}
+        for phase in run.programs.spec.phases:
+            amounts[f"{phase}/tokens/s"] = statistics[f"{phase}/real"]
+            for name in ("real", "slots", "slowest", "mean"):
+                self._sums[f"{phase}/{name}"] += statistics[f"{phase}/{name}"]
+        record: dict[str, Any] = {
+            name: values[name] for name in ("loss", "learning_rate", "gradient_norm", "skipped", "failed_media")
+        }
+        record["masked_targets"] = values["masked_targets"]
+        for source, loss, targets in zip(run.sources, values["loss_by_source"], values["targets_by_source"], strict=True):
+            if targets:
+                record[f"loss/{source}"] = loss
+        record |= self._rates.update(amounts, now)
+        record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in _SUMMED}
+        if run.peak_flops is not None:
+            flops = sum(statistics[f"{phase}/flops"] for phase in run.programs.spec.phases)
+            record["mfu"] = flops / (seconds * run.peak_flops * jax.device_count())
+        record["step_seconds"] = seconds
+        record["data_wait_seconds"] = pending.waited
+        record["compilations"] = run.compilations.count
+        return {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+
+    def _enforce(self, step: int, values: dict[str, Any]) -> None:
+        config = self.run.config
+        if values["skipped_in_row"] >= config.optimizer.max_skipped:
+            raise TrainingError(
+                f"step {step}: loss or gradients were not finite for {values['skipped_in_row']} steps in a row "
+                f"(loss {values['loss']}, gradient norm {values['gradient_norm']}); resume from the last checkpoint "
+                f"with a lower optimizer.learning_rate, or allow more with optimizer.max_skipped"
+            )
+        if values["failed_media"] > config.data.max_failed_media:
+            raise TrainingError(
+                f"step {step}: {values['failed_media']} media items could not be decoded so far, more than "
+                f"data.max_failed_media = {config.data.max_failed_media}; the lines above name them: mend or remove "
+                f"them, or raise the limit"
+            )
+
+
+_SUMMED = ("real", "slots", "slowest", "mean", "flops")  # statistics that become rates and ratios
+
+
+def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter, resume: bool) -> tuple[TrainState, int]:
+    """Restore the latest checkpoint, or start afresh in an empty run folder."""
+    saved = read_config(run.directory)
+    latest = checkpoints.latest_step
+    if saved is not None and not resume:
+        raise CheckpointError(
+            f"{run.directory} already holds a run; pass --resume to continue it, or choose another run.directory"
+        )
+    if saved is not None:
+        check_compatible(saved, run.config)
+    if latest is None:
+        state, step = run.programs.init(run.config.run.seed), 0
+    else:
+        state, step = checkpoints.restore(run.programs.state), latest
+    if saved is not None:
+        writer.resume_from(step)
+    if run.is_main:
+        write_config(run.directory, run.config)
+    return state, step
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _text(evaluation: dict[str, Any]) -> str:
+    matches = "  ".join(f"{source} {share:.1%}" for source, share in evaluation["exact_match"].items())
+    return f"loss {evaluation['loss']:.4f}  exact match: {matches}"

@@ -1,0 +1,152 @@
+"""Cross-entropy whose logits exist for one chunk of tokens at a time, and its sums by source.
+
+Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sharding.rules import Layout
+
+
+class Sums(NamedTuple):
+    """Sums over the target tokens that count, by rank and source; adding two microbatches' sums is exact."""
+
+    loss: Float[Array, "R N"]
+    targets: Float[Array, "R N"]
+    exact: Float[Array, "R N"]  # examples whose every target is the argmax
+    examples: Float[Array, "R N"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def token_losses(
+    hidden: Float[Array, "R C D"], head: Float[Array, "D V"], targets: Int[Array, "R C"], chunk: int, layout: Layout
+) -> tuple[Float[Array, "R C"], Bool[Array, "R C"]]:
+    """Cross-entropy of every token whose target is >= 0 (else 0), and whether the target is the argmax.
+
+    At most R * chunk * V logits exist at one time, forward and backward; the head's gradient accumulates in at
+    least float32.
+    """
+    losses, hits, _ = _forward(hidden, head, targets, chunk, layout)
+    return losses, hits
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
+) -> tuple[Array, Array, Array]:
+    def one(_: None, chunk_of: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
+        x, target = chunk_of
+        logits = _logits(x, head, layout)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+        counts = target >= 0
+        return None, (
+            jnp.where(counts, normalizer - chosen, 0),
+            counts & (chosen >= logits.max(axis=-1)),
+            normalizer,
+        )
+
+    _, chunks = jax.lax.scan(one, None, (_split(hidden, chunk), _split(targets, chunk)))
+    losses, hits, normalizers = (_join(part) for part in chunks)
+    return losses, hits, normalizers
+
+
+def _forward_rule(
+    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    losses, hits, normalizers = _forward(hidden, head, targets, chunk, layout)
+    return (losses, hits), (hidden, head, targets, normalizers)
+
+
+def _backward_rule(
+    chunk: int, layout: Layout, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
+    hidden, head, targets, normalizers = residuals
+    d_losses = jnp.where(targets >= 0, cotangents[0], 0)
+
+    def one(d_head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, target, normalizer, d_loss = chunk_of
+        probability = jnp.exp(_logits(x, head, layout) - normalizer[..., None])
+        hot = target[..., None] == jnp.arange(head.shape[1])
+        d_logits = ((probability - hot) * d_loss[..., None]).astype(x.dtype)
+        d_logits = layout.constrain(d_logits, ("batch", None, "vocab"))
+        d_head += jnp.einsum("rcd,rcv->dv", x, d_logits, preferred_element_type=d_head.dtype)
+        return d_head, jnp.einsum("rcv,dv->rcd", d_logits, head)
+
+    d_head = jnp.zeros(head.shape, jnp.promote_types(head.dtype, jnp.float32))
+    parts = tuple(_split(array, chunk) for array in (hidden, targets, normalizers, d_losses))
+    d_head, d_hidden = jax.lax.scan(one, layout.constrain(d_head, (None, "vocab")), parts)
+    return _join(d_hidden).astype(hidden.dtype), d_head.astype(head.dtype), None
+
+
+token_losses.defvjp(_forward_rule, _backward_rule)
+
+
+def chunk_size(capacity: int, largest: int) -> int:
+    """The largest divisor of the row capacity that both it and `largest` share."""
+    return math.gcd(capacity, largest)
+
+
+def sums_by_source(
+    layout: Layout,
+    sources: int,
+    losses: Float[Array, "R C"],
+    hits: Bool[Array, "R C"],
+    counted: Bool[Array, "R C"],
+    segments: Int[Array, "R C"],
+    source_of: Int[Array, "R S"],
+) -> Sums:
+    """Per rank and source: loss, target tokens, examples, and examples answered exactly."""
+
+    def on_device(losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array) -> Sums:
+        dtype, segment_source = losses.dtype, source_of[0]
+        segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
+        token_source = jnp.append(segment_source, -1)[segment]
+        by_token = (token_source[:, None] == jnp.arange(sources)).astype(dtype)
+        has_target = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0], mode="drop")
+        missed = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0] & ~hits[0], mode="drop")
+        by_segment = (segment_source[:, None] == jnp.arange(sources)).astype(dtype)
+        return Sums(
+            loss=(losses[0] @ by_token)[None],
+            targets=(counted[0].astype(dtype) @ by_token)[None],
+            exact=((has_target & ~missed).astype(dtype) @ by_segment)[None],
+            examples=(has_target.astype(dtype) @ by_segment)[None],
+        )
+
+    axes = ("batch",)
+    return layout.local(on_device, (axes,) * 5, axes)(losses, hits, counted, segments, source_of)
+
+
+def failed_examples(
+    layout: Layout, failed: Bool[Array, "R C"], segments: Int[Array, "R C"], max_segments: int
+) -> Bool[Array, "R C"]:
+    """Spread a token's failure over its whole example: targets that follow an undecodable image carry no loss."""
+
+    def on_device(failed: Array, segments: Array) -> Array:
+        any_failed = jnp.zeros(max_segments + 1, bool).at[segments[0]].max(failed[0])
+        return any_failed[segments[0]][None]
+
+    axes = ("batch",)
+    return layout.local(on_device, (axes, axes), axes)(failed, segments)
+
+
+def _logits(x: Array, head: Array, layout: Layout) -> Array:
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("rcd,dv->rcv", x, head, preferred_element_type=accumulate)
+    return layout.constrain(logits, ("batch", None, "vocab"))
+
+
+def _split(x: Array, chunk: int) -> Array:
+    """[R, C, ...] -> [C / chunk, R, chunk, ...]"""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+
+def _join(chunks: Array) -> Array:
+    return jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1, *chunks.shape[3:])

@@ -1,0 +1,353 @@
+"""The step's functions compiled ahead of the first step, and driven by the host.
+
+How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is a loop count, so
+no program is ever compiled again:
+
+    zero pools; encode x M; exchange x rounds; decode_and_grad x M; exchange^T x rounds; encode_grad x M; update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmllm.balance.plan import PlanSpec
+from jaxmllm.data.fill import HostStep
+from jaxmllm.data.modality import Modality
+from jaxmllm.models.rows import (
+    EncoderRows,
+    LanguageRows,
+    TokenPool,
+    abstract_encoder_rows,
+    abstract_language_rows,
+    abstract_pool,
+)
+from jaxmllm.training.loss import Sums
+from jaxmllm.training.optimizer import make_optimizer
+from jaxmllm.training.step import Step, TrainState
+from sharding.route import Exchange
+from sharding.rules import Layout
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile: its arguments' shapes and shardings, those of its result, and what it may overwrite."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: Any  # tree of ShapeDtypeStruct
+    donated: tuple[int, ...] = ()
+
+    def compile(self) -> Callable[..., Any]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.result)
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        return jitted.lower(*self.arguments).compile()
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A `HostStep` whose arrays are on the devices."""
+
+    host: HostStep
+    rows: dict[str, list[Any]]  # EncoderRows or LanguageRows, by phase and microbatch
+    tables: dict[str, list[tuple[jax.Array, ...]]]  # (send, pick, place, back), by encoder phase and round
+
+
+class Programs:
+    """The compiled programs of a run: `put` a batch on the devices, `train` on it or `evaluate` it.
+
+    `blocks` are the attention blocks by phase. Compiling happens here, once, in threads.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        spec: PlanSpec,
+        modalities: Mapping[str, Modality],
+        blocks: Mapping[str, int],
+        param_dtype: str,
+    ):
+        self.step = step
+        self.spec = spec
+        self.encoders = tuple(spec.routes)
+        self.layouts: dict[str, Layout] = {phase: step.model.layout(phase) for phase in spec.phases}
+        self.mesh = self.layouts[LANGUAGE].mesh
+        self.exchanges = {
+            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE]) for phase in self.encoders
+        }
+        self.params = step.model.abstract(param_dtype)
+        self.param_dtype = param_dtype
+        self.pools = self._abstract_pools()
+        self.state = self._abstract_state()
+        jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
+        for phase in self.encoders:
+            jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
+        with ThreadPoolExecutor() as threads:
+            self.compiled = dict(zip(jobs, threads.map(Job.compile, jobs.values()), strict=True))
+
+    # ------------------------------------------------------------------ running
+
+    def init(self, seed: int) -> TrainState:
+        """A fresh state on the mesh."""
+        params = self.step.model.init(seed, self.param_dtype)
+        return jax.jit(self.step.init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state))(params)
+
+    def put(self, batch: HostStep) -> DeviceStep:
+        """Start the transfer of this host's rows and tables."""
+        rows = {
+            phase: [_row_type(phase)(**self._put_rows(phase, arrays)) for arrays in microbatches]
+            for phase, microbatches in batch.rows.items()
+        }
+        tables = {
+            phase: [
+                tuple(self._put_table(phase, table) for table in (r.send, r.pick, r.place, r.back)) for r in rounds
+            ]
+            for phase, rounds in batch.rounds.items()
+        }
+        return DeviceStep(batch, rows, tables)
+
+    def train(self, state: TrainState, batch: DeviceStep) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step. Nothing here waits for the devices."""
+        grads, sums, failed = self.gradients(state.params, batch)
+        return self.compiled["update"](state, grads, sums, self._targets(batch), failed)
+
+    def gradients(self, params: Any, batch: DeviceStep) -> tuple[Any, Sums, jax.Array]:
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
+        source; and the number of media items that could not be decoded."""
+        run, host = self.compiled, batch.host
+        pools, starts, failed = self._encode(params, batch)
+        d_pools = [run["zero", "d_language"]() for _ in pools]
+        grads, sums, scale = run["zero", "grads"](), run["zero", "sums"](), 1 / self._targets(batch)
+        for m, rows in enumerate(batch.rows[LANGUAGE]):
+            pool, decode = host.pools[LANGUAGE][m], run["decode", host.capacities[LANGUAGE][m]]
+            own, language = self._grads(grads, LANGUAGE), self._components(params, LANGUAGE)
+            d_pools[pool], own, sums = decode(language, rows, pools[pool], scale, d_pools[pool], own, sums)
+            grads |= own
+        for phase in self.encoders:
+            if self.step.trainable_of(phase) and batch.rows[phase]:
+                grads |= self._encoder_grads(phase, params, batch, starts[phase], d_pools, self._grads(grads, phase))
+        return grads, sums, failed
+
+    def _targets(self, batch: DeviceStep) -> np.ndarray:
+        return np.asarray(batch.host.targets, self._real_dtype)
+
+    def evaluate(self, params: Any, batch: DeviceStep, sums: Sums | None = None) -> Sums:
+        """Add a batch's sums by rank and source to `sums` (none: zero)."""
+        pools, _, _ = self._encode(params, batch)
+        sums = self.compiled["zero", "sums"]() if sums is None else sums
+        for m, rows in enumerate(batch.rows[LANGUAGE]):
+            capacity, pool = batch.host.capacities[LANGUAGE][m], batch.host.pools[LANGUAGE][m]
+            sums = self.compiled["evaluate", capacity](self._components(params, LANGUAGE), rows, pools[pool], sums)
+        return sums
+
+    def totals(self, sums: Sums) -> Sums:
+        """Sums over the ranks: [N], whole on every host."""
+        return self.compiled["totals"](sums)
+
+    def _encode(self, params: Any, batch: DeviceStep) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
+        """Language pools with all media tokens, what each encoder's backward starts from, and failed items."""
+        run, host = self.compiled, batch.host
+        language_pools = [run["zero", LANGUAGE]() for _ in range(max(host.pools[LANGUAGE], default=0) + 1)]
+        starts: dict[str, list[Any]] = {}
+        failed = run["zero", "failed"]()
+        for phase in self.encoders:
+            pools = [run["zero", phase]() for _ in range(max(host.pools[phase], default=-1) + 1)]
+            starts[phase] = []
+            for m, rows in enumerate(batch.rows[phase]):
+                pool, at = host.pools[phase][m], np.int32(host.pool_offsets[phase][m])
+                pools[pool], features, failed = run["encode", phase, host.capacities[phase][m]](
+                    self._components(params, phase), rows, pools[pool], at, failed
+                )
+                starts[phase].append(rows if features is None else features)
+            for r, (send, pick, _, _) in zip(host.rounds[phase], batch.tables[phase], strict=True):
+                language_pools[r.target] = run["forward", phase](pools[r.source], language_pools[r.target], send, pick)
+        return language_pools, starts, failed
+
+    def _encoder_grads(
+        self, phase: str, params: Any, batch: DeviceStep, starts: list[Any], d_language: list[jax.Array], grads: Any
+    ) -> Any:
+        run, host = self.compiled, batch.host
+        d_pools = [run["zero", f"d_{phase}"]() for _ in range(max(host.pools[phase]) + 1)]
+        for r, (_, _, place, back) in zip(host.rounds[phase], batch.tables[phase], strict=True):
+            d_pools[r.source] = run["transposed", phase](d_language[r.target], d_pools[r.source], place, back)
+        for m, start in enumerate(starts):
+            pool, at = host.pools[phase][m], np.int32(host.pool_offsets[phase][m])
+            encode_grad = run["encode_grad", phase, host.capacities[phase][m]]
+            grads = encode_grad(self._components(params, phase), start, d_pools[pool], at, grads)
+        return grads
+
+    # ------------------------------------------------------------------ compiling
+
+    def _common_jobs(self) -> dict[Any, Job]:
+        grads = {name: self.params[name] for phase in self.spec.phases for name in self.step.trainable_of(phase)}
+        sums = self._abstract_sums()
+        pool, failed = self.pools[LANGUAGE], self._scalar(np.int32)
+        update = jax.eval_shape(self.step.update, self.state, grads, sums, self._scalar(), failed)[1]
+        metrics = jax.tree.map(lambda leaf: self._replicated(leaf.shape, leaf.dtype), update)
+        return {
+            ("zero", LANGUAGE): _zeros(pool),
+            ("zero", "d_language"): _zeros(pool.tokens),
+            ("zero", "grads"): _zeros(grads),
+            ("zero", "sums"): _zeros(sums),
+            ("zero", "failed"): _zeros(failed),
+            "totals": Job(
+                lambda sums: jax.tree.map(lambda x: x.sum(0), sums),
+                (sums,),
+                jax.tree.map(lambda leaf: self._replicated(leaf.shape[1:], leaf.dtype), sums),
+            ),
+            "update": Job(
+                self.step.update, (self.state, grads, sums, self._scalar(), failed), (self.state, metrics), (0, 1)
+            ),
+        }
+
+    def _language_jobs(self, block: int) -> dict[Any, Job]:
+        spec, layout = self.spec.phases[LANGUAGE], self.layouts[LANGUAGE]
+        params, grads = self._components(self.params, LANGUAGE), self._grads(self.params, LANGUAGE)
+        pool, sums = self.pools[LANGUAGE], self._abstract_sums()
+        jobs: dict[Any, Job] = {}
+        for capacity in spec.capacities:
+            rows = abstract_language_rows(layout, capacity, spec.max_segments, block)
+            jobs["decode", capacity] = Job(
+                self.step.decode_and_grad,
+                (params, rows, pool, self._scalar(), pool.tokens, grads, sums),
+                (pool.tokens, grads, sums),
+                (4, 5, 6),
+            )
+            jobs["evaluate", capacity] = Job(self.step.evaluate, (params, rows, pool, sums), sums, (3,))
+        return jobs
+
+    def _encoder_jobs(self, phase: str, modality: Modality, block: int) -> dict[Any, Job]:
+        step, layout, exchange = self.step, self.layouts[phase], self.exchanges[phase]
+        params, grads = self._components(self.params, phase), self._grads(self.params, phase)
+        pool, language_pool = self.pools[phase], self.pools[LANGUAGE]
+        pairs, pick, back = self._abstract_tables(phase)
+        at, failed = self._scalar(np.int32), self._scalar(np.int32)
+        jobs = {
+            ("zero", phase): _zeros(pool),
+            ("forward", phase): Job(exchange.forward, (pool, language_pool, pairs, pick), language_pool, (1,)),
+        }
+        if step.trainable_of(phase):
+            jobs["zero", f"d_{phase}"] = _zeros(pool.tokens)
+            jobs["transposed", phase] = Job(
+                exchange.transposed, (language_pool.tokens, pool.tokens, pairs, back), pool.tokens, (1,)
+            )
+        for capacity in self.spec.phases[phase].capacities:
+            rows = abstract_encoder_rows(layout, capacity, modality, block)
+
+            def encode(*arguments: Any) -> Any:
+                return step.encode(phase, *arguments)
+
+            def encode_grad(*arguments: Any) -> Any:
+                return step.encode_grad(phase, *arguments)
+
+            features = jax.eval_shape(encode, params, rows, pool, at, failed)[1]
+            if features is not None:
+                features = jax.ShapeDtypeStruct(features.shape, features.dtype, sharding=layout.rows)
+            jobs["encode", phase, capacity] = Job(
+                encode, (params, rows, pool, at, failed), (pool, features, failed), (2,)
+            )
+            if step.trainable_of(phase):
+                start = rows if features is None else features
+                jobs["encode_grad", phase, capacity] = Job(
+                    encode_grad, (params, start, pool.tokens, at, grads), grads, (4,)
+                )
+        return jobs
+
+    # ------------------------------------------------------------------ shapes
+
+    def _components(self, params: Any, phase: str) -> Any:
+        return {name: params[name] for name in self.step.components_of(phase)}
+
+    def _grads(self, grads: Any, phase: str) -> Any:
+        return {name: grads[name] for name in self.step.trainable_of(phase)}
+
+    def _abstract_pools(self) -> dict[str, TokenPool]:
+        language = self.step.model.components[LANGUAGE]
+        width = self.step.model.config.language.width
+        slots = {phase: route.encoder_pool for phase, route in self.spec.routes.items()}
+        slots[LANGUAGE] = max((route.language_pool for route in self.spec.routes.values()), default=1)
+        return {phase: abstract_pool(self.layouts[phase], slots[phase], width, language.dtype) for phase in slots}
+
+    def _abstract_state(self) -> TrainState:
+        state = jax.eval_shape(self.step.init, self.params)
+        trained = {name: self.params[name] for name in self.step.model.trainable}
+        optimizer = optax.tree_utils.tree_map_params(
+            make_optimizer(self.step.optimizer),
+            lambda _, parameter: parameter,
+            state.optimizer,
+            trained,
+            transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+        )
+        counts = {
+            name: self._scalar(np.int32) for name in TrainState._fields if name not in ("params", "optimizer")
+        }
+        return TrainState(params=self.params, optimizer=optimizer, **counts)
+
+    def _abstract_sums(self) -> Sums:
+        layout = self.layouts[LANGUAGE]
+        array = jax.ShapeDtypeStruct((layout.ranks, self.step.sources), self._real_dtype, sharding=layout.rows)
+        return Sums(*(array for _ in Sums._fields))
+
+    def _abstract_tables(self, phase: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        route, sharding = self.spec.routes[phase], self.exchanges[phase].tables
+        ranks = math.prod(route.grid.shape)
+        shapes = ((route.grid.shape[0], route.pair_slots), (route.language_pool,), (route.encoder_pool,))
+        return tuple(jax.ShapeDtypeStruct((ranks, *shape), np.int32, sharding=sharding) for shape in shapes)
+
+    @property
+    def _real_dtype(self) -> Any:
+        """Losses and sums: float32, or float64 when the parameters are."""
+        return jnp.promote_types(self.param_dtype, np.float32)
+
+    def _scalar(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return self._replicated((), dtype or self._real_dtype)
+
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P()))
+
+    # ------------------------------------------------------------------ transfer
+
+    def _put_rows(self, phase: str, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        layout = self.layouts[phase]
+        return {name: _put(array, layout.rows, layout.ranks) for name, array in arrays.items()}
+
+    def _put_table(self, phase: str, table: np.ndarray) -> jax.Array:
+        return _put(table, self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape))
+
+
+def local_ranks(sharding: NamedSharding, ranks: int) -> tuple[int, ...]:
+    """Which of [R, ...]'s ranks this host must supply, ascending."""
+    indices = sharding.addressable_devices_indices_map((ranks,)).values()
+    return tuple(sorted({_start(index) for index in indices}))
+
+
+def _put(local: np.ndarray, sharding: NamedSharding, ranks: int) -> jax.Array:
+    """A global array [R, ...] of which this host holds the ranks that `local_ranks` names."""
+    place = {rank: row for row, rank in enumerate(local_ranks(sharding, ranks))}
+    return jax.make_array_from_callback(
+        (ranks, *local.shape[1:]), sharding, lambda index: local[place[_start(index)] :][:1]
+    )
+
+
+def _start(index: tuple[slice, ...]) -> int:
+    return index[0].start or 0
+
+
+def _row_type(phase: str) -> type[LanguageRows] | type[EncoderRows]:
+    return LanguageRows if phase == LANGUAGE else EncoderRows
+
+
+def _zeros(tree: Any) -> Job:
+    return Job(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree), (), tree)

@@ -1,0 +1,214 @@
+"""The device half of a step: pure functions over pytrees, each compiled once for every row capacity.
+
+    encode            rows -> tokens written into the encoder pool
+    (exchange         encoder pool -> language pool: sharding/route.py)
+    decode_and_grad   rows, pool -> sums, language gradients, gradients of the pool
+    (exchange^T       gradients back to the encoder ranks)
+    encode_grad       rows, gradients of the pool -> encoder gradients
+    update            gradients, sums -> new state, metrics
+
+Gradients arrive with their final scale, one over the planned number of target tokens of the whole batch, so adding
+microbatches is all there is to accumulation. `update` rescales by planned / actual when undecodable media masked
+some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.config import OptimizerConfig
+from jaxmllm.models.mllm import MLLM, Params
+from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.training.loss import Sums, chunk_size, failed_examples, sums_by_source, token_losses
+from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
+from sharding.route import put_rows, take_rows
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds: the data state is the step number."""
+
+    params: Params
+    optimizer: Any
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]  # updates skipped so far because something was not finite
+    skipped_in_row: Int[Array, ""]
+    failed_media: Int[Array, ""]  # media items so far whose body could not be decoded
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step's functions for one model; `sources` is the number of sources that losses are reported for."""
+
+    model: MLLM
+    optimizer: OptimizerConfig
+    steps: int
+    sources: int
+
+    def components_of(self, phase: str) -> tuple[str, ...]:
+        """Names of the components that a phase runs."""
+        return ("language",) if phase == "language" else (phase, f"projector.{phase}")
+
+    def trainable_of(self, phase: str) -> tuple[str, ...]:
+        """Trainable components of a phase; without any, its backward programs do not exist."""
+        return tuple(name for name in self.components_of(phase) if name in self.model.trainable)
+
+    def keeps_features(self, phase: str) -> bool:
+        """Whether backward starts from the features of a frozen tower instead of running it again."""
+        return self.trainable_of(phase) == (f"projector.{phase}",)
+
+    # ------------------------------------------------------------------ encoders
+
+    def encode(
+        self,
+        phase: str,
+        params: Params,
+        rows: EncoderRows,
+        pool: TokenPool,
+        at: Int[Array, ""],
+        failed: Int[Array, ""],
+    ) -> tuple[TokenPool, Array | None, Int[Array, ""]]:
+        """Write the rows' tokens into the pool from slot `at` and count the items that could not be decoded.
+
+        The second result is what `encode_grad` starts from, where that is not the rows.
+        """
+        features = self.model.features(params, phase, rows)
+        tokens = self.model.project(params, phase, features).astype(pool.tokens.dtype)
+        pool = TokenPool(
+            jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, at, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), at, axis=1),
+        )
+        return pool, (features if self.keeps_features(phase) else None), failed + rows.failed.sum()
+
+    def encode_grad(
+        self,
+        phase: str,
+        params: Params,
+        start: EncoderRows | Array,
+        d_pool: Float[Array, "R W D"],
+        at: Int[Array, ""],
+        grads: Params,
+    ) -> Params:
+        """Add the gradients of a microbatch's trainable components; recomputes the forward from `start`."""
+        trainable, frozen = self._split(params, phase)
+
+        def tokens_of(trainable: Params) -> Array:
+            everything = trainable | frozen
+            features = start if self.keeps_features(phase) else self.model.features(everything, phase, start)
+            return self.model.project(everything, phase, features)
+
+        tokens, pull = jax.vjp(tokens_of, trainable)
+        d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, at, tokens.shape[1], axis=1)
+        return jax.tree.map(jnp.add, grads, pull(d_tokens.astype(tokens.dtype))[0])
+
+    # ------------------------------------------------------------------ language
+
+    def decode(
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"], valid: Array
+    ) -> tuple[Float[Array, ""], Sums]:
+        """Sum of the losses of the rows' target tokens, and the sums by source."""
+        layout = self.model.layout("language")
+        hidden, head = self.model.hidden(params, rows, media)
+        chunk = chunk_size(rows.tokens.shape[1], self.model.config.language.loss_chunk)
+        losses, hits = token_losses(hidden, head, rows.targets, chunk, layout)
+        missing = (rows.media >= 0) & (valid == 0)
+        failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
+        counted = (rows.targets >= 0) & ~failed
+        losses = jnp.where(counted, losses, 0)
+        return losses.sum(), sums_by_source(layout, self.sources, losses, hits, counted, rows.segments, rows.sources)
+
+    def decode_and_grad(
+        self,
+        params: Params,
+        rows: LanguageRows,
+        pool: TokenPool,
+        scale: Float[Array, ""],
+        d_pool: Float[Array, "R W D"],
+        grads: Params,
+        sums: Sums,
+    ) -> tuple[Float[Array, "R W D"], Params, Sums]:
+        """Add one microbatch's gradients (of the language model and of the pool) and sums."""
+        layout = self.model.layout("language")
+        media, valid = self._arrived(rows, pool)
+        trainable, frozen = self._split(params, "language")
+
+        def objective(trainable: Params, media: Array) -> tuple[Array, Sums]:
+            total, sums = self.decode(trainable | frozen, rows, media, valid)
+            return total * scale, sums
+
+        (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trainable, media)
+        return (
+            put_rows(layout, d_media, rows.media, d_pool),
+            jax.tree.map(jnp.add, grads, d_params),
+            jax.tree.map(jnp.add, sums, new),
+        )
+
+    def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
+        """Add one microbatch's sums, without gradients."""
+        return jax.tree.map(jnp.add, sums, self.decode(params, rows, *self._arrived(rows, pool))[1])
+
+    def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
+        layout = self.model.layout("language")
+        return take_rows(layout, pool.tokens, rows.media), take_rows(layout, pool.valid, rows.media)
+
+    # ------------------------------------------------------------------ update
+
+    def init(self, params: Params) -> TrainState:
+        trainable = {name: params[name] for name in sorted(self.model.trainable)}
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(params, make_optimizer(self.optimizer).init(trainable), zero, zero, zero, zero)
+
+    def update(
+        self, state: TrainState, grads: Params, sums: Sums, planned: Float[Array, ""], failed: Int[Array, ""]
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
+        targets = sums.targets.sum()
+        rescale = planned / jnp.maximum(targets, 1)
+        grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
+        loss = sums.loss.sum() / jnp.maximum(targets, 1)
+        norm = optax.global_norm(grads)
+        rate = learning_rate(self.optimizer, self.steps, state.step)
+        usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (targets > 0)
+
+        trainable = {name: state.params[name] for name in grads}
+        clipped = clip_by_norm(grads, norm, self.optimizer.clip_norm)
+        updates, optimizer = make_optimizer(self.optimizer).update(clipped, state.optimizer, trainable)
+        params = dict(state.params)
+        for name in grads:
+            component_rate = rate * self.model.components[name].settings.learning_rate_scale
+            params[name] = jax.tree.map(
+                lambda p, u, r=component_rate: jnp.where(usable, p - r.astype(p.dtype) * u, p),
+                trainable[name],
+                updates[name],
+            )
+        optimizer = jax.tree.map(lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer)
+        new = TrainState(
+            params,
+            optimizer,
+            state.step + 1,
+            state.skipped + ~usable,
+            jnp.where(usable, 0, state.skipped_in_row + 1),
+            state.failed_media + failed,
+        )
+        metrics = {
+            "loss": loss,
+            "loss_by_source": sums.loss.sum(0) / jnp.maximum(sums.targets.sum(0), 1),
+            "targets_by_source": sums.targets.sum(0),
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "skipped": new.skipped,
+            "skipped_in_row": new.skipped_in_row,
+            "failed_media": new.failed_media,
+            "masked_targets": planned - targets,
+        }
+        return new, metrics
+
+    def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
+        """(trainable, frozen) components of a phase."""
+        trainable = {name: params[name] for name in self.trainable_of(phase)}
+        return trainable, {name: params[name] for name in self.components_of(phase) if name not in trainable}

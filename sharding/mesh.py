@@ -1,0 +1,35 @@
+"""The device mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+class MeshError(ValueError):
+    """A mesh or layout that the devices or the arrays cannot have."""
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with the named axes, in the given order, over all devices (or those given).
+
+    One size may be -1: it takes the devices that the others leave. Axis types are named explicitly because
+    `jax.make_mesh` defaults to Explicit, under which shard_map refuses unsharded inputs.
+    Raises `MeshError` when the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    free = [name for name, size in sizes.items() if size == -1]
+    wrong = {name: size for name, size in sizes.items() if size < 1 and size != -1}
+    if wrong or len(free) > 1:
+        raise MeshError(f"mesh sizes {dict(sizes)} must be positive; -1 is allowed once, for 'the rest'")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if len(devices) % fixed or (not free and fixed != len(devices)):
+        raise MeshError(
+            f"mesh {dict(sizes)} needs {'a multiple of ' if free else ''}{fixed} devices but there are {len(devices)}; "
+            f"change the mesh sizes or start with another number of devices"
+        )
+    shape = [len(devices) // fixed if size == -1 else size for size in sizes.values()]
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)

@@ -1,0 +1,120 @@
+"""Logical axes -> mesh axes, one `Layout` per component.
+
+Parameters and activations name their axes by meaning ("embed", "heads", "batch"); a layout says which mesh
+axes each of them is split over. Two components may have different layouts on one mesh: an encoder can count
+`tensor` as one more data axis, which gives it more ranks than the language model has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import MeshError
+
+Axes = tuple[str | None, ...]
+
+DEFAULT_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),  # R: rows of a microbatch
+    "layers": (),
+    "embed": ("fsdp",),  # a parameter's model width; gathered before use
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+COMPUTE_AXES = ("heads", "kv_heads", "mlp", "vocab")  # stay split during the computation, so never over a batch axis
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one component lies on the mesh."""
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+        return dict(self.rules).get(name, ()) if name else ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return self.mesh_axes("batch")
+
+    @property
+    def ranks(self) -> int:
+        """R: rows computed side by side, one on each rank."""
+        return self.size("batch")
+
+    def size(self, name: str) -> int:
+        """Number of parts a logical axis is split into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+
+    def spec(self, axes: Axes) -> P:
+        return P(*(self.mesh_axes(name) or None for name in axes))
+
+    def sharding(self, axes: Axes) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Sharding of [R, ...] arrays: one row on every rank."""
+        return self.sharding(("batch",))
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def gathered(self, weight: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter as the computation needs it: whole but for the compute axes (the all-gather of FSDP)."""
+        return self.constrain(weight, tuple(name if name in COMPUTE_AXES else None for name in axes))
+
+    def local(self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any) -> Callable[..., Any]:
+        """Run `function` on each device's own part, e.g. a kernel whose loop bounds are that rank's data."""
+        is_axes = lambda node: isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node)  # noqa: E731
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(self.spec(axes) for axes in in_axes),
+            out_specs=jax.tree.map(self.spec, out_axes, is_leaf=is_axes),
+            check_vma=False,
+        )
+
+    def check(self, name: str, shape: Sequence[int], axes: Axes) -> None:
+        """Raise `MeshError` when `shape` cannot be split as `axes` say."""
+        for length, axis in zip(shape, axes, strict=True):
+            if axis is not None and length % self.size(axis):
+                raise MeshError(
+                    f"{name}: axis {axis!r} of length {length} cannot be split over mesh axes "
+                    f"{self.mesh_axes(axis)} of {self.size(axis)} devices; change the mesh or this component's layout"
+                )
+
+
+def make_layout(mesh: Mesh, overrides: Mapping[str, Sequence[str]] | None = None, where: str = "layout") -> Layout:
+    """The default rules with overrides. Mesh axes named for `batch` are taken from the compute axes that the
+    overrides do not name, so `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
+
+    Raises `MeshError` for unknown axes.
+    """
+    overrides = overrides or {}
+    for name, axes in overrides.items():
+        if name not in DEFAULT_RULES:
+            raise MeshError(f"{where}: unknown logical axis {name!r}; known: {', '.join(DEFAULT_RULES)}")
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}")
+    rules = {name: _in_mesh_order(mesh, overrides.get(name, axes)) for name, axes in DEFAULT_RULES.items()}
+    for name in COMPUTE_AXES:
+        clash = set(rules[name]) & set(rules["batch"])
+        if clash and name in overrides:
+            raise MeshError(f"{where}: mesh axes {sorted(clash)} are named for both 'batch' and {name!r}")
+        rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
+    return Layout(mesh, tuple(rules.items()))
+
+
+def _in_mesh_order(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
