@@ -1,0 +1,306 @@
+"""The pipeline as a function of (seed, step): the same elements however they are asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.config import SourceConfig
+from jaxmllm.data.corpus import Corpus as RealCorpus
+from jaxmllm.data.fill import HostStep, LocalRanks
+from jaxmllm.data.images import Images
+from jaxmllm.data.modality import MediaError
+from jaxmllm.data.pipeline import (
+    StepFiller,
+    batch_examples,
+    evaluation_order,
+    evaluation_steps,
+    example_order,
+    sample_batches,
+    steps,
+    train_iterator,
+)
+from jaxmllm.data.text import ByteTokenizer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+
+@dataclass(frozen=True)
+class Squares:
+    """A modality whose item of shape (tokens, number) holds its number in every slot; each seventh is broken."""
+
+    name: str = "vision"
+    features: int = 2
+    slots_per_token: int = 4
+    attention_stride: int = 1
+
+    @property
+    def dtype(self):
+        return np.dtype(np.float32)
+
+    def length(self, shape):
+        return shape[0] * 4
+
+    def load(self, path, shape):
+        if shape[1] % 7 == 0:
+            raise MediaError("decode", f"{path}: broken body")
+        return np.full((self.length(shape), 2), shape[1], np.float32)
+
+    def positions(self, shape):
+        return np.zeros((self.length(shape), 2), np.int32)
+
+    def real_slots(self, shape):
+        return np.ones(self.length(shape), np.bool_)
+
+
+@dataclass(frozen=True)
+class Span:
+    phase: str
+    path: Path
+    shape: tuple[int, int]
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    media: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Example i has 6 + i % 9 tokens, and i % 3 media items of one token each."""
+
+    members: tuple[tuple[str, float, np.ndarray], ...]
+    modalities: dict[str, Squares] = field(default_factory=lambda: {"vision": Squares()})
+
+    def example(self, i):
+        tokens = np.full(6 + i % 9, i + 1, np.int32)
+        media = tuple(Span("vision", Path(f"{i}-{k}"), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
+        return Rendered(tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media)
+
+    def source_of(self, i):
+        return next(n for n, (_, _, examples) in enumerate(self.members) if i in examples)
+
+    def gather(self, examples):
+        rendered = [self.example(int(i)) for i in examples]
+        lengths = np.array([len(r.tokens) for r in rendered], np.int64)
+        count = np.array([len(r.media) for r in rendered])
+        slot = np.array([span.slot for r in rendered for span in r.media], np.int32)
+        ones = np.ones(count.sum(), np.int64)
+        order = np.arange(len(rendered), dtype=np.int32)
+        return BatchItems(
+            examples,
+            int(lengths.sum()),
+            {
+                "vision": PhaseItems(4 * ones, 4 * ones, np.repeat(order, count), ones.astype(np.int32), slot),
+                "language": PhaseItems(lengths, lengths, order, lengths.astype(np.int32), np.zeros_like(order)),
+            },
+        )
+
+
+def make_corpus() -> Corpus:
+    return Corpus((("many", 3.0, np.arange(0, 40)), ("few", 1.0, np.arange(40, 50))))
+
+
+def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
+    grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
+    spec = PlanSpec(
+        {
+            "vision": PhaseSpec("vision", 2, (16,), 4, 4, 10, 1),
+            "language": PhaseSpec("language", 2, (32,), 8, 1, 10, 1),
+        },
+        {"vision": RouteSpec(grid, encoder_pool=16, language_pool=64, pair_slots=8)},
+    )
+    local = LocalRanks({"vision": ranks, "language": ranks}, {"vision": ranks})
+    return StepFiller(corpus, spec, local, {"vision": 8, "language": 8}, threads=2)
+
+
+def assert_equal_steps(one: HostStep, other: HostStep) -> None:
+    assert (one.step, one.targets, one.failures) == (other.step, other.targets, other.failures)
+    assert (one.capacities, one.pools, one.pool_offsets) == (other.capacities, other.pools, other.pool_offsets)
+    np.testing.assert_array_equal(one.examples, other.examples)
+    assert one.rows.keys() == other.rows.keys() and one.rounds.keys() == other.rounds.keys()
+    for phase in one.rows:
+        for mine, theirs in zip(one.rows[phase], other.rows[phase], strict=True):
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                assert mine[name].dtype == theirs[name].dtype
+                np.testing.assert_array_equal(mine[name], theirs[name], err_msg=f"{phase} {name}")
+    for phase in one.rounds:
+        for mine, theirs in zip(one.rounds[phase], other.rounds[phase], strict=True):
+            assert (mine.source, mine.target) == (theirs.source, theirs.target)
+            for name in ("send", "pick", "place", "back"):
+                np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+
+
+def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
+    reference = steps(make_filler(make_corpus()), batch_size=8, seed=3)
+    again = steps(make_filler(make_corpus()), batch_size=8, seed=3)
+    for start, stop, workers in [(0, 5, 0), (2, 6, 2), (4, 5, 0)]:
+        iterator = train_iterator(again, start, stop, workers=workers, prefetch=3)
+        found = list(iterator)
+        iterator.close()
+        assert [step.step for step in found] == list(range(start, stop))
+        for step in found:
+            assert_equal_steps(step, reference[step.step])
+    assert list(train_iterator(again, 4, 4)) == []
+
+
+def test_an_error_in_a_worker_reaches_the_caller():
+    filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
+    small = PhaseSpec("language", 2, (8,), 8, 1, 10, 1)  # examples of up to 14 tokens
+    broken = replace(filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small}))
+    iterator = train_iterator(steps(broken, 8, seed=0), 0, 2, workers=1)
+    with pytest.raises(ValueError, match="language"):
+        next(iterator)
+    iterator.close()
+
+
+def test_hosts_plan_alike_and_fill_their_own_rows():
+    corpus = make_corpus()
+    whole = steps(make_filler(corpus), 8, seed=1)[9]
+    for rank in (0, 1):
+        part = steps(make_filler(corpus, (rank,)), 8, seed=1)[9]
+        np.testing.assert_array_equal(part.examples, whole.examples)
+        assert part.capacities == whole.capacities
+        for phase in whole.rows:
+            for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
+                np.testing.assert_array_equal(mine["segments"], full["segments"][rank : rank + 1])
+
+
+def test_a_step_holds_its_examples_once_each():
+    corpus = make_corpus()
+    dataset = steps(make_filler(corpus), 8, seed=1)
+    for number in (0, 31):
+        step = dataset[number]
+        tokens = Counter(int(t) - 1 for row in step.rows["language"] for t in row["tokens"].ravel() if t)
+        drawn = Counter(step.examples.tolist())
+        assert tokens == Counter({i: count * (6 + i % 9) for i, count in drawn.items()})
+        media = [2 * i + k + 1 for i in step.examples.tolist() for k in range(i % 3)]
+        features = np.concatenate([row["features"][..., 0].ravel() for row in step.rows["vision"]])
+        assert Counter(features[features > 0].astype(int).tolist()) == Counter(4 * [m for m in media if m % 7])
+        assert len(step.failures) == sum(m % 7 == 0 for m in media)
+        arrived = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
+        assert arrived == len(media) == sum(int((round_.pick >= 0).sum()) for round_ in step.rounds["vision"])
+
+
+def test_each_source_is_a_new_permutation_every_epoch():
+    (_, _, numbers), seen = make_corpus().members[0], []
+    order = example_order(make_corpus().members[:1], seed=5)
+    for epoch in range(3):
+        drawn = [int(order[i]) for i in range(epoch * 40, epoch * 40 + 40)]
+        assert sorted(drawn) == numbers.tolist()
+        seen.append(tuple(drawn))
+    assert len(set(seen)) == 3 and tuple(numbers) not in seen
+    neighbour = example_order(make_corpus().members[:1], seed=6)
+    assert tuple(int(neighbour[i]) for i in range(40)) not in seen  # seeds do not replay one another's epochs
+
+
+def test_mixture_follows_the_weights_and_loses_nothing():
+    order = example_order(make_corpus().members, seed=0)
+    drawn = np.array([order[i] for i in range(1600)])
+    assert abs((drawn < 40).mean() - 0.75) < 0.01
+    few = drawn[drawn >= 40]
+    for epoch in range(len(few) // 10):
+        assert sorted(few[10 * epoch : 10 * epoch + 10]) == list(range(40, 50))
+
+
+def test_source_without_examples_is_refused():
+    with pytest.raises(ValueError, match=r"'empty' of data\.sources"):
+        example_order((("empty", 1.0, np.zeros(0, np.int64)),), seed=0)
+
+
+def test_examples_of_a_step_are_known_without_loading():
+    corpus = make_corpus()
+    order, dataset = example_order(corpus.members, seed=2), steps(make_filler(corpus), 8, seed=2)
+    for step in (0, 1, 1_000_000):
+        np.testing.assert_array_equal(batch_examples(order, 8, step), dataset[step].examples)
+    batches = sample_batches(order, corpus, 8, 3)
+    assert [b.examples.tolist() for b in batches] == [batch_examples(order, 8, k).tolist() for k in range(3)]
+
+
+def test_evaluation_visits_every_example_once():
+    corpus = make_corpus()
+    found = list(train_iterator(evaluation_steps(make_filler(corpus), 16), 0, 4))
+    assert [len(step.examples) for step in found] == [16, 16, 16, 2]
+    assert np.concatenate([step.examples for step in found]).tolist() == list(range(50))
+    assert sum(step.targets for step in found) == sum(6 + i % 9 for i in range(50))
+    dataset = evaluation_steps(make_filler(corpus), 16, limit=20)
+    assert len(dataset) == 2
+    limited = np.concatenate([dataset[k].examples for k in range(2)])
+    assert len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4  # sources keep their shares
+
+
+def test_steps_beyond_a_finite_order_are_refused():
+    order = evaluation_order(make_corpus().members)
+    assert batch_examples(order, 16, 3).tolist() == [48, 49]
+    with pytest.raises(IndexError, match="step 4 of 16 examples is outside an order of 50"):
+        batch_examples(order, 16, 4)
+    assert len(sample_batches(order, make_corpus(), 16, 99)) == 4
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A corpus of real files: ten examples over six pictures, the body of one of which is cut off."""
+    rng = np.random.default_rng(0)
+    for k in range(6):
+        pixels = rng.integers(0, 255, (8 * (k % 3 + 1), 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{k}.png")
+    body = (tmp_path / "5.png").read_bytes()
+    (tmp_path / "5.png").write_bytes(body[: len(body) // 2])
+    records = [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": f"{i % 6}.png"}, {"type": "text", "text": "?"}],
+                },
+                {"role": "assistant", "content": "a" * (i + 1)},
+            ]
+        }
+        for i in range(10)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    source = SourceConfig(name="pictures", path=str(tmp_path / "data.jsonl"))
+    images = Images(4, 2, 8 * 8, 64 * 64)
+    return RealCorpus.open([source], ByteTokenizer(), {"vision": images}, progress=False)
+
+
+def test_real_files_reach_the_rows_through_a_worker(pictures):
+    filler = make_filler(pictures)
+    phases = {
+        "vision": replace(filler.spec.phases["vision"], capacities=(32,), max_segments=8),
+        "language": replace(filler.spec.phases["language"], capacities=(64,)),
+    }
+    filler = replace(filler, spec=replace(filler.spec, phases=phases))
+    (step,) = train_iterator(steps(filler, 10, seed=0), 0, 1, workers=1)
+    assert sorted(step.examples.tolist()) == list(range(10))
+    images, wanted = pictures.modalities["vision"], []
+    for number in step.examples.tolist():
+        for span in pictures.example(number).media:
+            if Path(span.path).name != "5.png":
+                wanted.append(images.load(Path(span.path), span.shape))
+    filled = []
+    for row in step.rows["vision"]:
+        tokens = np.repeat(row["valid"], images.slots_per_token, axis=1)
+        filled.append(row["features"][tokens])
+        assert not row["features"][~tokens].any()
+    wanted, filled = np.concatenate(wanted), np.concatenate(filled)
+    np.testing.assert_array_equal(filled[np.lexsort(filled.T)], wanted[np.lexsort(wanted.T)])
+    assert len(step.failures) == 1 and "5.png" in step.failures[0]
+    assert sum(int(row["failed"].sum()) for row in step.rows["vision"]) == 1
+    targets = np.concatenate([row["targets"][row["targets"] >= 0] for row in step.rows["language"]])
+    assert (targets == ord("a")).sum() == sum(range(1, 11)) and len(targets) == step.targets
