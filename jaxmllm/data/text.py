@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -125,23 +125,26 @@ class FileTokenizer:
     def __init__(self, path: str | Path, names: ChatNames | None = None):
         names = names or ChatNames()
         try:
-            content = Path(path).read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            self._json = Path(path).read_text(encoding="utf-8")
+            self._tokenizer = _literal_tokenizer(self._json)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"data.tokenizer: {path} is no readable tokenizers JSON file: {error}") from error
-        # Text that merely spells a special token must not become one.
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout = self._layout(names, str(path))
-        self.fingerprint = hashlib.blake2b(content + repr(names).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b((self._json + repr(names)).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tokenizer = _literal_tokenizer(self._json)
 
     def _layout(self, names: ChatNames, path: str) -> ChatLayout:
         find = self._tokenizer.token_to_id
@@ -162,6 +165,16 @@ class FileTokenizer:
             if begin is not None and pad is not None and end is not None:
                 return MediaTokens((begin,), (end,), pad)
         return MediaTokens((), (), default_pad)
+
+
+def _literal_tokenizer(text: str) -> tokenizers.Tokenizer:
+    """A tokenizer that takes text literally: what merely spells a special token does not become one. (The library
+    forgets this setting when it is pickled.)"""
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:

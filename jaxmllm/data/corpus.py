@@ -1,0 +1,236 @@
+"""All sources of a run as one numbered set of examples.
+
+indexes --concatenate--> columns --gather(examples)--> BatchItems, what a step plan is made from
+example number --byte offset--> JSONL line --render--> tokens, targets, positions, media spans
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhaseItems
+from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
+from jaxmllm.data.conversation import parse_conversation, parse_json
+from jaxmllm.data.images import Images
+from jaxmllm.data.index import DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.modality import Modality
+from jaxmllm.data.sounds import Sounds
+from jaxmllm.data.text import Rendered, Tokenizer, render
+
+LANGUAGE = "language"
+SHOWN = 5  # refusals quoted in an error
+
+_RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.sounds.max_seconds or split the clip"}
+
+
+def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
+    """The modalities of the model's encoders by phase, in model order."""
+    made: dict[str, Modality] = {}
+    for phase in model.encoders:
+        if phase == "vision" and model.vision is not None:
+            made[phase] = Images(
+                model.vision.patch_size, model.vision.merge, data.images.min_pixels, data.images.max_pixels
+            )
+        if phase == "audio" and model.audio is not None:
+            made[phase] = Sounds(
+                data.sounds.sample_rate,
+                data.sounds.window,
+                data.sounds.hop,
+                model.audio.mel_bins,
+                model.audio.chunk_frames,
+                model.audio.merge,
+                data.sounds.max_seconds,
+            )
+    return made
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The examples of several indexes, numbered through: those of index i follow those of index i - 1.
+
+    Frozen and made of plain arrays, so that it travels to worker processes.
+    """
+
+    indexes: tuple[LengthIndex, ...]
+    weights: tuple[float, ...]  # of the indexes, for mixing
+    tokenizer: Tokenizer
+    modalities: Mapping[str, Modality]
+
+    @classmethod
+    def open(
+        cls,
+        sources: Sequence[SourceConfig],
+        tokenizer: Tokenizer,
+        modalities: Mapping[str, Modality],
+        cache: str | Path | None = None,
+        progress: bool = True,
+    ) -> Corpus:
+        """Read or build the index of every source (see `build_index`). Raises `DataError`."""
+        folder = None if cache is None else Path(cache)
+        indexes = tuple(build_index(source, tokenizer, modalities, folder, progress) for source in sources)
+        return cls(indexes, tuple(source.weight for source in sources), tokenizer, modalities)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @cached_property
+    def members(self) -> tuple[tuple[str, float, Longs], ...]:
+        """(name, weight, example numbers) of each configured source."""
+        return tuple(
+            (index.source, weight, np.arange(start, start + len(index)))
+            for index, weight, start in zip(self.indexes, self.weights, self._starts[:-1].tolist(), strict=True)
+        )
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The labels by which losses are reported: the records' own "source", else the configured name. Sorted."""
+        return tuple(sorted({label for index in self.indexes for label in index.labels}))
+
+    def source_of(self, example: int) -> int:
+        """Number in `sources` of an example."""
+        return int(self._label[example])
+
+    def id(self, example: int) -> str:
+        index, local = self._locate(example)
+        return str(index.id[local])
+
+    def gather(self, examples: Longs) -> BatchItems:
+        """Lengths of a batch of example numbers [B], which may repeat."""
+        columns = self._columns
+        first, counts = columns["item_start"][examples], columns["item_count"][examples]
+        owner = np.repeat(np.arange(len(examples), dtype=np.int32), counts)
+        items = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        phases = {}
+        for number, phase in enumerate(self.modalities):
+            mine = columns["item_phase"][items] == number
+            chosen = items[mine]
+            lengths = {name: columns[f"item_{name}"][chosen] for name in ("length", "real")}
+            phases[phase] = PhaseItems(
+                **lengths,
+                example=owner[mine],
+                tokens=columns["item_tokens"][chosen].astype(np.int32),
+                slot=columns["item_slot"][chosen].astype(np.int32),
+            )
+        length = columns["language_length"][examples]
+        numbers = np.arange(len(examples), dtype=np.int32)
+        phases[LANGUAGE] = PhaseItems(length, length, numbers, length.astype(np.int32), np.zeros_like(numbers))
+        return BatchItems(np.asarray(examples, np.int64), int(columns["targets"][examples].sum()), phases)
+
+    def example(self, example: int) -> Rendered:
+        """Read and render one example; shapes come from the index, no media file is touched.
+
+        Raises `DataError` when the JSONL file is no longer what was indexed.
+        """
+        index, local = self._locate(example)
+        with index.path.open("rb") as file:
+            file.seek(int(index.offset[local]))
+            line = file.readline()
+        id, where = str(index.id[local]), f"{index.path}:{index.line[local]}"
+        try:
+            conversation = parse_conversation(parse_json(line), index.root, default_id=id, default_source=index.source)
+            rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
+        except ValueError as error:
+            raise DataError(f"{where}: not the record {id!r} that was indexed: {error}; start the run again") from error
+        if conversation.id != id or len(rendered.tokens) != index.language_length[local]:
+            raise DataError(f"{where}: not the record {id!r} that was indexed; start the run again")
+        return rendered
+
+    @property
+    def rejected(self) -> tuple[Rejected, ...]:
+        return tuple(rejected for index in self.indexes for rejected in index.rejected)
+
+    def rejected_counts(self) -> dict[str, int]:
+        """Refused examples by reason, most frequent first."""
+        return dict(Counter(rejected.reason for rejected in self.rejected).most_common())
+
+    def check_rejected(self, max_rejected: float) -> None:
+        """Raise `DataError` when more than this share of all records was refused, or all of them."""
+        rejected = self.rejected
+        total = len(self) + len(rejected)
+        if len(self) and len(rejected) <= max_rejected * total:
+            return
+        counts = ", ".join(f"{count} {reason}" for reason, count in self.rejected_counts().items()) or "none"
+        quoted = "".join(f"\n  {one}" for one in rejected[:SHOWN])
+        more = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
+        raise DataError(
+            f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
+            f"and at least one must remain; by reason: {counts}.{quoted}{more}\n"
+            "Mend the records, or raise data.max_rejected to train without them."
+        )
+
+    def refuse(self, limits: Mapping[str, int]) -> Corpus:
+        """The corpus without the examples that hold an item longer than `limits[phase]` slots, the largest row of
+        each phase; they are in `rejected` as longer_than_row. Examples are numbered anew."""
+        indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
+        return Corpus(indexes, self.weights, self.tokenizer, self.modalities)
+
+    def fingerprint(self) -> str:
+        """Equal on two hosts exactly if they would plan and number everything alike."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.sources, self.weights, list(self.modalities), self.tokenizer.fingerprint)).encode())
+        for index in self.indexes:
+            digest.update(repr((index.source, len(index), len(index.item_length))).encode())
+            digest.update(index.id.tobytes() + index.offset.tobytes() + index.item_shape.tobytes())
+        digest.update(self._label.tobytes() + b"".join(column.tobytes() for column in self._columns.values()))
+        return digest.hexdigest()
+
+    @cached_property
+    def _starts(self) -> Longs:
+        return np.concatenate([[0], np.cumsum([len(index) for index in self.indexes], dtype=np.int64)]).astype(np.int64)
+
+    @cached_property
+    def _label(self) -> Ints:
+        number = {label: n for n, label in enumerate(self.sources)}
+        tables = [np.array([number[label] for label in index.labels], np.int32)[index.label] for index in self.indexes]
+        return np.concatenate([np.zeros(0, np.int32), *tables])
+
+    @cached_property
+    def _columns(self) -> dict[str, Longs]:
+        """Example and item columns of all indexes on end; item_start counts over all items."""
+        names = ("language_length", "targets", "item_phase", "item_length", "item_real", "item_tokens", "item_slot")
+        none = np.zeros(0, np.int64)
+        columns = {
+            name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(np.int64)
+            for name in names
+        }
+        columns["item_count"] = np.concatenate([none, *(np.diff(index.item_start) for index in self.indexes)])
+        columns["item_start"] = np.cumsum(columns["item_count"]) - columns["item_count"]
+        return columns
+
+    def _locate(self, example: int) -> tuple[LengthIndex, int]:
+        if not 0 <= example < len(self):
+            raise IndexError(f"example {example} of {len(self)}")
+        number = int(np.searchsorted(self._starts, example, side="right")) - 1
+        return self.indexes[number], int(example - self._starts[number])
+
+
+def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
+    """(example, reason, message) of the examples with an item beyond the limits; the first such item speaks."""
+    refused: dict[int, str] = {}
+    for number, phase in enumerate(index.phases):
+        if phase not in limits:
+            continue
+        for item in np.flatnonzero((index.item_phase == number) & (index.item_length > limits[phase])):
+            example = int(np.searchsorted(index.item_start, item, side="right")) - 1
+            path = index.root / index.media.path[index.item_media[item]]
+            refused.setdefault(
+                example,
+                f"{path} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
+                f"{limits[phase]}: {_RESIZED_BY.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
+            )
+    limit = limits.get(LANGUAGE)
+    for example in () if limit is None else np.flatnonzero(index.language_length > limit).tolist():
+        refused.setdefault(
+            example,
+            f"the conversation is {index.language_length[example]} tokens long, but the largest language row holds "
+            f"{limit}: shorten it, lower data.images.max_pixels or data.sounds.max_seconds (fewer media tokens), or "
+            f"raise phases.{LANGUAGE}.capacities",
+        )
+    return [(example, "longer_than_row", message) for example, message in sorted(refused.items())]

@@ -1,0 +1,142 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxmllm.data.conversation import (
+    Conversation,
+    ConversationError,
+    Media,
+    Text,
+    Turn,
+    parse_conversation,
+    parse_json,
+)
+
+ANSWER = {"role": "assistant", "content": "A cat."}
+
+
+def parse(record: object, root: Path) -> Conversation:
+    return parse_conversation(record, root, default_id="s:1", default_source="s")
+
+
+def refusal(record: object, root: Path) -> ConversationError:
+    with pytest.raises(ConversationError) as caught:
+        parse(record, root)
+    return caught.value
+
+
+def test_content_parts(tmp_path: Path) -> None:
+    content = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "What "},
+        {"type": "text", "text": "<image>?"},
+        {"type": "audio", "audio": "sub/b.flac"},
+    ]
+    got = parse({"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]}, tmp_path)
+    image, sound = Media("image", tmp_path / "a.png"), Media("audio", tmp_path / "sub/b.flac")
+    assert got == Conversation(
+        "7", "cats", (Turn("user", (image, Text("What <image>?"), sound)), Turn("assistant", (Text("A cat."),)))
+    )
+    assert got.media == (image, sound)
+
+
+def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
+    parts = [
+        {"type": "text", "text": "See "},
+        {"type": "image", "image": "a.png"},
+        {"type": "image", "image": "b.png"},
+        {"type": "text", "text": " hear "},
+        {"type": "audio", "audio": "c.wav"},
+    ]
+    second = [{"type": "image", "image": "d.png"}]
+    by_parts = {"messages": [{"role": "user", "content": parts}, ANSWER, {"role": "user", "content": second}, ANSWER]}
+    by_lists = {
+        "images": ["a.png", "b.png", "d.png"],
+        "audios": ["c.wav"],
+        "messages": [
+            {"role": "user", "content": "See <image><image> hear <audio>"},
+            ANSWER,
+            {"role": "user", "content": "<image>"},
+            ANSWER,
+        ],
+    }
+    assert parse(by_parts, tmp_path) == parse(by_lists, tmp_path)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    got = parse({"messages": [ANSWER]}, tmp_path)
+    assert (got.id, got.source) == ("s:1", "s")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "words"),
+    [
+        ([], "wrong_type", "a JSON object, not a list"),
+        ({}, "missing_field", "no 'messages'"),
+        ({"messages": "hello"}, "wrong_type", "messages must be a list"),
+        ({"messages": ["hello"]}, "wrong_type", "messages[0] must be an object"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            "unknown_role",
+            "'robot'; roles are system, user, assistant",
+        ),
+        ({"messages": [{"role": "user"}]}, "missing_field", "messages[0] has no 'content'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", "a string or a list, not a number"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "wrong_type", "content[0] must be an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "film"}]}]}, "unknown_part", "'film'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "missing_field", "no 'image'"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no_assistant_turn", "nothing to learn"),
+        ({"messages": []}, "no_assistant_turn", "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "invalid_text", "not Unicode"),
+        ({"messages": [ANSWER], "id": ["x"]}, "wrong_type", "'id'"),
+        ({"messages": [ANSWER], "id": "x" * 300}, "wrong_type", "256"),
+        ({"messages": [ANSWER], "images": "a.png"}, "wrong_type", "'images' must be a list"),
+    ],
+)
+def test_refusals(record: object, reason: str, words: str, tmp_path: Path) -> None:
+    error = refusal(record, tmp_path)
+    assert error.reason == reason
+    assert words in str(error)
+
+
+@pytest.mark.parametrize("images", [["a.png"], ["a.png", "b.png", "c.png"], []])
+def test_placeholder_count_names_both_counts(images: list[str], tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "<image> or <image>?"}, ANSWER]
+    error = refusal({"images": images, "messages": messages}, tmp_path)
+    assert error.reason == "placeholder_mismatch"
+    assert f"2 <image> placeholders in string contents but {len(images)} paths" in str(error)
+
+
+def picture(path: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": [{"type": "image", "image": path}]}, ANSWER]}
+
+
+def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "root-beside"
+    (root / "sub").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "a.png").write_bytes(b"")
+    os.symlink(outside, root / "link")
+    escapes = ("../root-beside/a.png", "sub/../../x.png", str(root / "a.png"), "link/a.png", "/etc/passwd", ".")
+    assert [refusal(picture(path), root).reason for path in escapes] == ["path_escapes_root"] * len(escapes)
+    assert refusal(picture("a\0.png"), root).reason == "wrong_type"
+    assert parse(picture("sub/../a.png"), root).media[0].path == root / "a.png"
+
+
+def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "root")
+    assert parse(picture("a.png"), tmp_path / "root").media[0].path == tmp_path / "real/a.png"
+
+
+@pytest.mark.parametrize("line", [b'{"a": ', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
+def test_malformed_json(line: bytes) -> None:
+    with pytest.raises(ConversationError) as caught:
+        parse_json(line)
+    assert caught.value.reason == "malformed_json"
+
+
+def test_byte_order_mark_is_ignored() -> None:
+    assert parse_json(b"\xef\xbb\xbf" + json.dumps({"a": "é"}).encode()) == {"a": "é"}

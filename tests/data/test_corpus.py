@@ -1,0 +1,193 @@
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
+from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.images import Images
+from jaxmllm.data.index import DataError
+from jaxmllm.data.sounds import Sounds
+from jaxmllm.data.text import ByteTokenizer
+
+LANGUAGE = {"width": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 16, "mlp_width": 16}
+TOWER = {"width": 16, "layers": 1, "heads": 1, "mlp_width": 16}
+MODEL = ModelConfig.model_validate(
+    {"language": LANGUAGE, "vision": {**TOWER, "patch_size": 4}, "audio": {**TOWER, "mel_bins": 40, "chunk_frames": 32}}
+)
+
+
+def data(*sources: SourceConfig) -> DataConfig:
+    return DataConfig.model_validate({"sources": sources, "batch_size": 2, "images": {"min_pixels": 64}})
+
+
+MODALITIES = modalities(MODEL, data())
+
+
+def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
+    content = "<image>" * images + words + "<audio>" * sounds
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": words.upper()}]
+    return {**keys, "images": ["a.png"] * images, "audios": ["c.wav"] * sounds, "messages": messages}
+
+
+def write(path: Path, *records: dict[str, Any] | str) -> None:
+    lines = [line if isinstance(line, str) else json.dumps(line) for line in records]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[SourceConfig, ...]:
+    Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
+    soundfile.write(tmp_path / "c.wav", np.zeros(8000), 16_000)
+    write(
+        tmp_path / "first.jsonl",
+        record("both", 2, 1, id="f0", source="zebra"),
+        record("text", id="f1"),
+        "{",
+        record("sound", 0, 2, id="f2", source="apple"),
+    )
+    write(tmp_path / "second.jsonl", record("long words", 1, id="s0", source="apple"), record("x", id="s1"))
+    return (
+        SourceConfig(name="first", path=str(tmp_path / "first.jsonl"), weight=3.0),
+        SourceConfig(name="second", path=str(tmp_path / "second.jsonl")),
+    )
+
+
+@pytest.fixture
+def corpus(sources: tuple[SourceConfig, ...]) -> Corpus:
+    return Corpus.open(sources, ByteTokenizer(), MODALITIES)
+
+
+def test_modalities_follow_the_model() -> None:
+    assert list(MODALITIES) == ["vision", "audio"]
+    assert MODALITIES["vision"] == Images(4, 2, 64, 1024 * 1024)
+    assert MODALITIES["audio"] == Sounds(16_000, 400, 160, 40, 32, 2, 60.0)
+    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), data()) == {}
+
+
+def test_numbering(corpus: Corpus) -> None:
+    assert len(corpus) == 5
+    assert [corpus.id(i) for i in range(5)] == ["f0", "f1", "f2", "s0", "s1"]
+    assert corpus.sources == ("apple", "first", "second", "zebra")
+    assert [corpus.sources[corpus.source_of(i)] for i in range(5)] == ["zebra", "first", "apple", "apple", "second"]
+    assert [(name, weight, list(numbers)) for name, weight, numbers in corpus.members] == [
+        ("first", 3.0, [0, 1, 2]),
+        ("second", 1.0, [3, 4]),
+    ]
+    for beyond in (-1, 5):
+        with pytest.raises(IndexError):
+            corpus.example(beyond)
+
+
+def test_gather_agrees_with_rendering_one_by_one(corpus: Corpus) -> None:
+    batch = np.array([3, 0, 4, 0, 2], np.int64)
+    items = corpus.gather(batch)
+    rendered = [corpus.example(int(i)) for i in batch]
+    assert items.examples.tolist() == batch.tolist()
+    assert items.targets == sum(int((one.targets >= 0).sum()) for one in rendered)
+    assert list(items.phases) == ["vision", "audio", "language"]
+    for phase, modality in MODALITIES.items():
+        spans = [(n, span) for n, one in enumerate(rendered) for span in one.media if span.phase == phase]
+        got = items.phases[phase]
+        assert got.example.tolist() == [n for n, _ in spans]
+        assert got.length.tolist() == [modality.length(span.shape) for _, span in spans]
+        assert got.real.tolist() == [modality.real(span.shape) for _, span in spans]
+        assert got.tokens.tolist() == [span.tokens for _, span in spans]
+        assert got.slot.tolist() == [span.slot for _, span in spans]
+        assert (got.length.dtype, got.example.dtype) == (np.int64, np.int32)
+    language = items.phases["language"]
+    assert language.length.tolist() == language.real.tolist() == [len(one.tokens) for one in rendered]
+    assert language.example.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gather_of_text_alone_and_of_nothing(corpus: Corpus) -> None:
+    for batch in ([1, 4], []):
+        items = corpus.gather(np.array(batch, np.int64))
+        assert len(items.phases["vision"].length) == len(items.phases["audio"].length) == 0
+        assert len(items.phases["language"].length) == len(batch)
+
+
+def test_example_reads_its_own_line(corpus: Corpus) -> None:
+    texts = [ByteTokenizer().decode(corpus.example(i).tokens.tolist()) for i in range(5)]
+    assert texts == ["bothBOTH", "textTEXT", "soundSOUND", "long wordsLONG WORDS", "xX"]
+    assert [span.path.name for span in corpus.example(0).media] == ["a.png", "a.png", "c.wav"]
+
+
+def test_a_file_that_changed_under_the_run_is_an_error(corpus: Corpus, tmp_path: Path) -> None:
+    write(tmp_path / "second.jsonl", record("short", 1, id="s0"), record("x", id="s2"))
+    for i in (3, 4):
+        with pytest.raises(DataError, match=rf"second\.jsonl:{i - 2}: not the record 's{i - 3}'"):
+            corpus.example(i)
+    assert len(corpus.example(0).tokens)
+
+
+def test_it_travels_to_worker_processes(corpus: Corpus) -> None:
+    copy = pickle.loads(pickle.dumps(corpus))
+    assert copy.fingerprint() == corpus.fingerprint()
+    np.testing.assert_array_equal(copy.example(0).tokens, corpus.example(0).tokens)
+
+
+def test_fingerprint_sees_data_and_order(corpus: Corpus, sources: tuple[SourceConfig, ...], tmp_path: Path) -> None:
+    def open_again(order: int = 1) -> str:
+        return Corpus.open(sources[::order], ByteTokenizer(), MODALITIES).fingerprint()
+
+    before = corpus.fingerprint()
+    assert before == open_again() != open_again(-1)
+    assert before != corpus.refuse({"vision": 23}).fingerprint()
+    Image.new("RGB", (16, 24)).save(tmp_path / "a.png")  # as many patches, in another grid
+    assert before != open_again()
+
+
+def test_rejected_share(corpus: Corpus) -> None:
+    assert corpus.rejected_counts() == {"malformed_json": 1}
+    corpus.check_rejected(1 / 6)
+    with pytest.raises(DataError) as caught:
+        corpus.check_rejected(0.16)
+    message = str(caught.value)
+    assert "1 of 6 examples are refused" in message and "1 malformed_json" in message
+    assert "first.jsonl:3: not valid JSON" in message and "data.max_rejected" in message
+
+
+def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:
+    write(tmp_path / "bad.jsonl", *["{"] * 8)
+    source = SourceConfig(name="bad", path=str(tmp_path / "bad.jsonl"))
+    with pytest.raises(DataError, match="and 3 more"):
+        Corpus.open([source], ByteTokenizer(), MODALITIES).check_rejected(1.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept", "words"),
+    [
+        (
+            {"vision": 23, "audio": 64},
+            ["f1", "f2", "s1"],
+            "a.png takes 24 slots .* holds 23: lower data.images.max_pixels",
+        ),
+        (
+            {"audio": 63},
+            ["f1", "s0", "s1"],
+            "c.wav takes 64 slots .* data.sounds.max_seconds .*phases.audio.capacities",
+        ),
+        ({"language": 10}, ["s1"], "tokens long, .* holds 10: .*phases.language.capacities"),
+        ({"vision": 24, "audio": 64, "language": 100}, ["f0", "f1", "f2", "s0", "s1"], None),
+    ],
+)
+def test_examples_longer_than_a_row(limits: dict[str, int], kept: list[str], words: str | None, corpus: Corpus) -> None:
+    less = corpus.refuse(limits)
+    assert [less.id(i) for i in range(len(less))] == kept
+    assert less.rejected_counts().get("longer_than_row", 0) == 5 - len(kept)
+    assert [list(numbers) for _, _, numbers in less.members] == [
+        [i for i, id in enumerate(kept) if id[0] == source] for source in "fs"
+    ]
+    for phase, items in less.gather(np.arange(len(less))).phases.items():
+        assert (items.length <= limits.get(phase, 10**6)).all()
+    if words is not None:
+        with pytest.raises(DataError, match=words):
+            less.check_rejected(0.0)
+    assert all(less.example(i).tokens.size for i in range(len(less)))
+    assert len(corpus) == 5

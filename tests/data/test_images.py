@@ -1,0 +1,217 @@
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from jaxmllm.data.images import MAX_ASPECT_RATIO, Images
+from jaxmllm.data.modality import MediaError
+
+IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
+
+
+def reason(path: Path, shape: tuple[int, int] | None = None, images: Images = IMAGES) -> str:
+    with pytest.raises(MediaError) as caught:
+        if shape is None:
+            images.measure(path)
+        else:
+            images.load(path, shape)
+    assert str(path) in str(caught.value)
+    return caught.value.reason
+
+
+def picture(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def flat(image: Image.Image, path: Path) -> list[float]:
+    """Mean colour after loading."""
+    image.save(path)
+    return IMAGES.load(path, IMAGES.measure(path)).reshape(-1, 3).mean(0).tolist()
+
+
+@given(height=st.integers(1, 400), width=st.integers(1, 400), least=st.integers(1, 40), spare=st.integers(0, 60))
+def test_grid_bounds(height: int, width: int, least: int, spare: int) -> None:
+    most = (least + spare) * 64
+    images = Images(patch_size=4, merge=2, min_pixels=least * 64, max_pixels=most)
+    rows, columns = images.grid(height, width)
+    assert rows % 2 == columns % 2 == 0 and rows >= 2 and columns >= 2
+    assert rows * columns * 16 <= most
+    if spare >= least + 2 * least**0.5 + 2 and max(height, width) <= 4 * min(height, width):
+        assert rows * columns * 16 >= least * 64
+    assert images.grid(width, height) == (columns, rows)
+
+
+@given(height=st.integers(8, 2000), width=st.integers(8, 2000))
+def test_grid_is_native_resolution_or_the_same_shape_smaller(height: int, width: int) -> None:
+    rows, columns = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 10_000).grid(height, width)
+    scale = min(1, (640_000 / (height * width)) ** 0.5)
+    if rows > 2 and columns > 2:  # a side shorter than a cell may not keep its ratio
+        assert abs(rows * 4 - height * scale) <= 8 and abs(columns * 4 - width * scale) <= 8
+
+
+def test_grid_of_extreme_shapes() -> None:
+    assert IMAGES.grid(1, 150) == (2, 38)
+    assert IMAGES.grid(1, 30_000) == (2, 60)
+    assert IMAGES.grid(30_000, 1) == (60, 2)
+    assert IMAGES.grid(1, 1) == (2, 2)
+
+
+def test_patches_against_a_loop(tmp_path: Path) -> None:
+    image = picture(16, 24)
+    image.save(tmp_path / "a.png")
+    shape = IMAGES.measure(tmp_path / "a.png")
+    assert shape == (4, 6)
+    got, positions = IMAGES.load(tmp_path / "a.png", shape), IMAGES.positions(shape)
+    pixels, slot = np.asarray(image), 0
+    for group_row in range(2):
+        for group_column in range(3):
+            for row in (2 * group_row, 2 * group_row + 1):
+                for column in (2 * group_column, 2 * group_column + 1):
+                    patch = pixels[row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
+                    np.testing.assert_array_equal(got[slot], patch.reshape(-1))
+                    assert positions[slot].tolist() == [row, column]
+                    slot += 1
+    assert got.shape == (24, IMAGES.features) == (IMAGES.length(shape), 48) and got.dtype == IMAGES.dtype
+    assert IMAGES.real(shape) == 24 and IMAGES.real_slots(shape).all() and len(IMAGES.real_slots(shape)) == 24
+
+
+def test_token_positions() -> None:
+    assert IMAGES.token_positions((4, 6), 10).tolist() == [
+        [10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)
+    ]
+    assert IMAGES.tokens((4, 6)) == 6 == IMAGES.length((4, 6)) // IMAGES.slots_per_token
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp"])
+def test_formats(name: str, tmp_path: Path) -> None:
+    assert flat(Image.new("RGB", (24, 16), (200, 30, 60)), tmp_path / name) == pytest.approx([200, 30, 60], abs=4)
+
+
+def test_modes(tmp_path: Path) -> None:
+    size, path = (24, 16), tmp_path / "a.png"
+    assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
+    assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
+    assert flat(Image.new("RGBA", size, (0, 100, 200, 0)), path) == [255, 255, 255]
+    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx([204, 224, 244], abs=1)
+    assert flat(Image.new("LA", size, (0, 51)), path) == pytest.approx([204, 204, 204], abs=1)
+    assert flat(Image.fromarray(np.full((16, 24), 90 * 257, np.uint16)), path) == [90, 90, 90]
+    palette = Image.new("P", size, 1)
+    palette.putpalette([1, 2, 3, 10, 20, 30])
+    assert flat(palette, path) == [10, 20, 30]
+    palette.info["transparency"] = 1
+    assert flat(palette, path) == [255, 255, 255]
+    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), tmp_path / "a.jpg") == pytest.approx([255, 0, 0], abs=8)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (24, 16))
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    upright = image
+    for method in {
+        2: [Image.Transpose.FLIP_LEFT_RIGHT],
+        3: [Image.Transpose.ROTATE_180],
+        4: [Image.Transpose.FLIP_TOP_BOTTOM],
+        5: [Image.Transpose.ROTATE_90, Image.Transpose.FLIP_TOP_BOTTOM],
+        6: [Image.Transpose.ROTATE_270],
+        7: [Image.Transpose.ROTATE_270, Image.Transpose.FLIP_TOP_BOTTOM],
+        8: [Image.Transpose.ROTATE_90],
+    }.get(orientation, []):
+        upright = upright.transpose(method)
+    image.save(tmp_path / name, exif=exif, quality=95)
+    upright.save(tmp_path / "upright.png")
+    shape = IMAGES.measure(tmp_path / name)
+    assert shape == IMAGES.measure(tmp_path / "upright.png") == ((6, 4) if orientation >= 5 else (4, 6))
+    got = IMAGES.load(tmp_path / name, shape).astype(int)
+    assert np.abs(got - IMAGES.load(tmp_path / "upright.png", shape)).mean() < 5
+
+
+def test_measure_reads_the_header_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("a.png", "a.jpg", "a.webp"):
+        picture(16, 24).save(tmp_path / name, exif=exif)
+    picture(16, 24).save(tmp_path / "plain.png")
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
+    assert [IMAGES.measure(tmp_path / name) for name in ("a.png", "a.jpg", "plain.png")] == [(6, 4), (6, 4), (4, 6)]
+
+
+def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
+    gradient = np.linspace(0, 255, 1600).astype(np.uint8)
+    Image.fromarray(np.broadcast_to(gradient, (1200, 1600)).copy()).save(tmp_path / "a.jpg")
+    shape = IMAGES.measure(tmp_path / "a.jpg")
+    got = IMAGES.load(tmp_path / "a.jpg", shape)
+    columns = got.reshape(shape[0] // 2, shape[1] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
+    np.testing.assert_allclose(columns, np.linspace(0, 255, len(columns)), atol=6)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert reason(tmp_path / "absent.png") == "missing_file"
+    assert reason(tmp_path) == "missing_file"
+
+
+def test_broken_headers(tmp_path: Path) -> None:
+    picture(16, 24).save(tmp_path / "a.png")
+    whole = (tmp_path / "a.png").read_bytes()
+    for name, content in {"empty.png": b"", "cut.png": whole[:20], "text.jpg": b"hello", "film.gif": b"GIF89a"}.items():
+        (tmp_path / name).write_bytes(content)
+        assert reason(tmp_path / name) == "broken_image_header"
+
+
+def test_a_cut_webp_is_refused_early(tmp_path: Path) -> None:
+    picture(160, 160).save(tmp_path / "a.webp")
+    whole = (tmp_path / "a.webp").read_bytes()
+    (tmp_path / "a.webp").write_bytes(whole[: len(whole) // 2])
+    assert reason(tmp_path / "a.webp") == "broken_image_header"
+
+
+def test_broken_bodies_are_found_when_loading(tmp_path: Path) -> None:
+    image = picture(160, 160)
+    for name in ("a.png", "a.jpg"):
+        image.save(tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        shape = IMAGES.measure(tmp_path / name)
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        assert IMAGES.measure(tmp_path / name) == shape
+        assert reason(tmp_path / name, shape) == "undecodable_image"
+    image.save(tmp_path / "b.png")
+    damaged = bytearray((tmp_path / "b.png").read_bytes())
+    damaged[200:240] = bytes(40)
+    (tmp_path / "b.png").write_bytes(damaged)
+    assert reason(tmp_path / "b.png", IMAGES.measure(tmp_path / "b.png")) == "undecodable_image"
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    picture(16, 24).save(tmp_path / "a.png")
+    assert reason(tmp_path / "a.png", (4, 4)) == "shape_changed"
+
+
+def test_decompression_bombs(tmp_path: Path) -> None:
+    for name, side in (("bomb.png", 30_000), ("large.png", 10_000)):
+        header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+        chunks = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + struct.pack(">I", 4) + b"IDAT"
+        (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    assert reason(tmp_path / "bomb.png") == reason(tmp_path / "large.png") == "image_too_large"
+
+
+def test_extreme_aspect_ratio(tmp_path: Path) -> None:
+    Image.new("RGB", (MAX_ASPECT_RATIO, 1)).save(tmp_path / "thin.png")
+    Image.new("RGB", (MAX_ASPECT_RATIO + 1, 1)).save(tmp_path / "thinner.png")
+    shape = IMAGES.measure(tmp_path / "thin.png")
+    assert IMAGES.load(tmp_path / "thin.png", shape).shape == (IMAGES.length(shape), 48)
+    assert reason(tmp_path / "thinner.png") == "extreme_aspect_ratio"
+
+
+def test_impossible_settings_name_the_key() -> None:
+    with pytest.raises(ValueError, match=r"data\.images\.max_pixels \(100\)"):
+        Images(14, 2, 1, 100)
+    with pytest.raises(ValueError, match=r"data\.images\.min_pixels"):
+        Images(4, 2, 5000, 1000)

@@ -1,0 +1,203 @@
+import io
+import math
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxmllm.data.modality import MediaError
+from jaxmllm.data.mpeg import count_samples
+from jaxmllm.data.sounds import Sounds, log_mel, mel_filters
+
+SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
+
+
+def noise(count: int) -> np.ndarray:
+    return np.random.default_rng(count).uniform(-0.5, 0.5, count)
+
+
+def tone(hertz: float, seconds: float, rate: int) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
+
+
+def reason(path: Path, shape: tuple[int, int] | None = None) -> str:
+    with pytest.raises(MediaError) as caught:
+        if shape is None:
+            SOUNDS.measure(path)
+        else:
+            SOUNDS.load(path, shape)
+    assert str(path) in str(caught.value)
+    return caught.value.reason
+
+
+def mel(hertz: float) -> float:
+    return 3 * hertz / 200 if hertz < 1000 else 15 + 27 * math.log(hertz / 1000, 6.4)
+
+
+def reference_log_mel(samples: np.ndarray, rate: int, window: int, hop: int, bins: int) -> np.ndarray:
+    """In float64, by definition: mirrored ends, one frame after the other, a direct Fourier sum."""
+    half, count = window // 2, len(samples)
+    period = max(1, 2 * (count - 1))
+    mirror = [min(i % period, period - i % period) for i in range(-half, count + window)]
+    padded = samples.astype(np.float64)[mirror]
+    n = np.arange(window)
+    hann = np.sin(np.pi * n / window) ** 2
+    fourier = np.exp(-2j * np.pi * np.outer(np.arange(half + 1), n) / window)
+    edges = np.linspace(0, mel(rate / 2), bins + 2)
+    hertz = np.array([m * 200 / 3 if m < 15 else 1000 * 6.4 ** ((m - 15) / 27) for m in edges])
+    filters = np.zeros((half + 1, bins))
+    for k in range(half + 1):
+        f = k * rate / window
+        for b in range(bins):
+            low, centre, high = hertz[b : b + 3]
+            if low < f < high:
+                height = (f - low) / (centre - low) if f <= centre else (high - f) / (high - centre)
+                filters[k, b] = height * 2 / (high - low)
+    power = [np.abs(fourier @ (hann * padded[i * hop : i * hop + window])) ** 2 for i in range(math.ceil(count / hop))]
+    decades = np.log10(np.maximum(np.array(power) @ filters, 1e-10))
+    return (np.maximum(decades, decades.max() - 8) + 4) / 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 160, 161, 400, 3000])
+def test_log_mel_against_the_definition(count: int) -> None:
+    samples = noise(count).astype(np.float32)
+    got = log_mel(samples, 16_000, 400, 160, 40)
+    assert got.shape == (math.ceil(count / 160), 40) and got.dtype == np.float32
+    np.testing.assert_allclose(got, reference_log_mel(samples, 16_000, 400, 160, 40), atol=2e-4)
+
+
+def test_mel_filters_peak_in_order() -> None:
+    filters = mel_filters(16_000, 400, 40)
+    centres = filters.argmax(0)
+    assert (np.diff(centres) >= 0).all() and (filters >= 0).all() and (filters.sum(0) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.mp3"])
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (16_000, 2), (44_100, 2), (48_000, 1)])
+def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_path: Path) -> None:
+    mono = tone(1000, 0.7, rate)
+    soundfile.write(tmp_path / name, np.stack([mono] * channels, axis=1), rate)
+    shape = SOUNDS.measure(tmp_path / name)
+    assert shape == (70, 1)
+    got = SOUNDS.load(tmp_path / name, shape)
+    assert got.shape == (96, 40) == (SOUNDS.length(shape), SOUNDS.features) and got.dtype == SOUNDS.dtype
+    assert not got[70:].any() and np.isfinite(got).all()
+    band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
+    assert abs(int(np.median(got[5:65].argmax(1))) - band) <= 1
+
+
+def test_channels_are_averaged(tmp_path: Path) -> None:
+    left = noise(4000)
+    soundfile.write(tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT")
+    soundfile.write(tmp_path / "silence.wav", np.zeros(4000), 16_000, subtype="FLOAT")
+    np.testing.assert_array_equal(*(SOUNDS.load(tmp_path / f"{name}.wav", (25, 1)) for name in ("stereo", "silence")))
+
+
+def test_lengths_and_positions(tmp_path: Path) -> None:
+    for samples, frames in [(1, 1), (159, 1), (160, 1), (161, 2), (32 * 160, 32), (32 * 160 + 1, 33)]:
+        soundfile.write(tmp_path / "a.wav", noise(samples), 16_000)
+        shape = SOUNDS.measure(tmp_path / "a.wav")
+        assert shape == (frames, 1)
+        assert len(SOUNDS.load(tmp_path / "a.wav", shape)) == SOUNDS.length(shape) == math.ceil(frames / 32) * 32
+        assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
+    assert [SOUNDS.tokens((frames, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
+    assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
+    assert SOUNDS.token_positions((33, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
+    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride) == (8, 4)
+
+
+def test_short_clips_at_odd_rates(tmp_path: Path) -> None:
+    for rate in (4000, 11_025, 22_050, 96_000):
+        for samples in (1, 2, 7, 50):
+            soundfile.write(tmp_path / "a.wav", noise(samples), rate)
+            shape = SOUNDS.measure(tmp_path / "a.wav")
+            assert shape[0] == math.ceil(math.ceil(samples * 16_000 / rate) / 160)
+            assert np.isfinite(SOUNDS.load(tmp_path / "a.wav", shape)).all()
+
+
+def test_empty_audio(tmp_path: Path) -> None:
+    for name in ("a.wav", "a.flac"):
+        soundfile.write(tmp_path / name, np.zeros(0), 16_000)
+        assert reason(tmp_path / name) == "empty_audio"
+    (tmp_path / "b.ogg").write_bytes(b"")
+    assert reason(tmp_path / "b.ogg") == "empty_audio"
+
+
+def test_too_long(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000 * 5 + 1), 8000)
+    with pytest.raises(MediaError, match=r"data\.sounds\.max_seconds = 5") as caught:
+        SOUNDS.measure(tmp_path / "a.wav")
+    assert caught.value.reason == "audio_too_long"
+
+
+def test_missing_and_broken_headers(tmp_path: Path) -> None:
+    assert reason(tmp_path / "absent.wav") == "missing_file"
+    for name in ("a.wav", "a.raw", "a.mp3", "a.ogg"):
+        (tmp_path / name).write_bytes(b"hello" * 20)
+        assert reason(tmp_path / name) == "broken_audio_header"
+
+
+def test_a_truncated_body_is_found_when_loading(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.flac", noise(32_000), 16_000)
+    shape, whole = SOUNDS.measure(tmp_path / "a.flac"), (tmp_path / "a.flac").read_bytes()
+    (tmp_path / "a.flac").write_bytes(whole[: len(whole) // 2])
+    assert SOUNDS.measure(tmp_path / "a.flac") == shape
+    assert reason(tmp_path / "a.flac", shape) in ("truncated_audio", "undecodable_audio")
+
+
+def test_samples_that_are_not_finite(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.full(800, np.nan), 16_000, subtype="FLOAT")
+    assert reason(tmp_path / "a.wav", (5, 1)) == "undecodable_audio"
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", noise(800), 16_000)
+    assert reason(tmp_path / "a.wav", (6, 1)) == "shape_changed"
+
+
+def test_a_body_a_little_off_its_header_is_padded_or_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soundfile.write(tmp_path / "a.wav", noise(8000), 16_000)
+    shape, read = SOUNDS.measure(tmp_path / "a.wav"), soundfile.read
+    for difference, fits in [(-1280, True), (1280, True), (-1281, False), (1281, False)]:
+
+        def other(*arguments: object, by: int = difference, **options: object) -> tuple[np.ndarray, int]:
+            samples, rate = read(*arguments, **options)
+            return np.resize(samples, (len(samples) + by, 1)), rate
+
+        monkeypatch.setattr(soundfile, "read", other)
+        if fits:
+            assert SOUNDS.load(tmp_path / "a.wav", shape).shape == (SOUNDS.length(shape), 40)
+        else:
+            assert reason(tmp_path / "a.wav", shape) == "truncated_audio"
+
+
+def strip_info_frame(mp3: bytes) -> bytes:
+    """What an encoder writes that does not store the length."""
+    second = mp3.index(mp3[:2], 4)
+    return mp3[second:]
+
+
+@pytest.mark.parametrize("rate", [22_050, 44_100])
+def test_mp3_without_a_stored_length(rate: int, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    quiet_then_loud = np.concatenate([np.zeros(rate), noise(rate)])  # a changing bit rate defeats estimates from size
+    soundfile.write(buffer, quiet_then_loud, rate, format="MP3", bitrate_mode="VARIABLE")
+    mp3 = buffer.getvalue()
+    assert count_samples(mp3) is None
+    bare = strip_info_frame(mp3)
+    id3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
+    for content in (bare, id3 + bare, bare + b"TAG" + bytes(125)):
+        (tmp_path / "a.mp3").write_bytes(content)
+        samples, _ = soundfile.read(tmp_path / "a.mp3")
+        assert count_samples(content) == len(samples)
+        shape = SOUNDS.measure(tmp_path / "a.mp3")
+        assert SOUNDS.load(tmp_path / "a.mp3", shape).shape == (SOUNDS.length(shape), 40)
+
+
+def test_eight_bit_wave_from_another_writer(tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 1, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(range(256)) * 10)
+    assert SOUNDS.measure(tmp_path / "a.wav") == (32, 1)
