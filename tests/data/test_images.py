@@ -194,6 +194,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
     assert reason(tmp_path / "a.png", (4, 4)) == "shape_changed"
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_decompression_bombs(tmp_path: Path) -> None:
     for name, side in (("bomb.png", 30_000), ("large.png", 10_000)):
         header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
