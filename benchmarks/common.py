@@ -1,0 +1,78 @@
+"""What the benchmarks share: arguments, interleaved timing, tables and the JSON record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser that already knows `--json` and `--seed`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write one JSON object")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def median_seconds(functions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:
+    """Median wall seconds of each function, results awaited.
+
+    Every round calls each function once, so that a slow moment of the machine touches all alike; a first round,
+    not counted, compiles.
+    """
+    seconds: dict[Key, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Right-aligned table; floats with three significant digits, None as a dash."""
+
+    def text(cell: Any) -> str:
+        if cell is None:
+            return "-"
+        return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*map(text, row))
+    Console().print(table)
+
+
+def write_json(path: Path | None, benchmark: str, seed: int, generator: str, **results: Any) -> None:
+    """Write one object with the results, what the data were made from, and on what they were measured.
+
+    `generator` says in words how the data follow from the seed; without a path nothing is written.
+    """
+    if path is None:
+        return
+    versions = {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    record = {
+        "benchmark": benchmark,
+        "seed": seed,
+        "generator": generator,
+        "versions": versions,
+        "device": jax.devices()[0].device_kind,
+        **results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
