@@ -126,20 +126,21 @@ class Images:
         """Patch grid of a picture of `height` x `width` pixels.
 
         The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is at most
-        max_pixels, and at least min_pixels wherever whole cells allow both.
+        max_pixels, and at least min_pixels unless rounding to cells would then exceed the former. All in integers, so
+        that every host finds the same grid.
         """
         cell, most = self.cell_size, self.max_pixels // self.cell_size**2
         rows, columns = max(1, round(height / cell)), max(1, round(width / cell))
         if rows * columns > most:
-            shrink = math.sqrt(self.max_pixels / (height * width)) / cell
-            rows, columns = max(1, math.floor(height * shrink)), max(1, math.floor(width * shrink))
+            rows = max(1, math.isqrt(self.max_pixels * height // (width * cell**2)))
+            columns = max(1, math.isqrt(self.max_pixels * width // (height * cell**2)))
         elif rows * columns * cell**2 < self.min_pixels:
-            enlarge = math.sqrt(self.min_pixels / (height * width)) / cell
-            rows, columns = math.ceil(height * enlarge), math.ceil(width * enlarge)
+            rows = 1 + math.isqrt((self.min_pixels * height - 1) // (width * cell**2))
+            columns = 1 + math.isqrt((self.min_pixels * width - 1) // (height * cell**2))
         # A side raised to one cell, or tight bounds, can still exceed the area: the longer side gives way.
         short = min(rows, columns, math.isqrt(most))
         long = min(max(rows, columns), most // short)
-        rows, columns = (short, long) if rows <= columns else (long, short)
+        rows, columns = (short, long) if height <= width else (long, short)
         return rows * self.merge, columns * self.merge
 
     def _shape(self, image: Image.Image, path: Path) -> Shape:
