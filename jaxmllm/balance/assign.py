@@ -1,0 +1,195 @@
+"""Placing the items of one phase: which row, which microbatch, which rank.
+
+Rows cost their capacity, whatever is in them, so their number comes first; only then their contents.
+
+    for counts in row_counts(..):   rows of each class a rank, fewest slots first
+        fill R * counts rows        longest first, best fit; keep the filling whose ranks wait least
+    arrange                         rows of like cost into one microbatch, then rows onto ranks
+
+Letters: N items, R ranks, M microbatches, K row classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from jaxmllm.balance.pack import best_fit, first_fit, lay_out, longest_first, sums_by
+from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
+
+
+def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
+    """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under row capacities).
+
+    Returns:
+      The plan, with `pool` and `pool_offset` left at zero: routes.py sets them.
+
+    Raises:
+      ValueError: an item is longer than the largest capacity.
+    """
+    _check_lengths(spec, items)
+    cost = item_costs(spec, items.length)
+    anyone = np.zeros(len(cost), np.int64)
+    for counts in row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1)):
+        capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
+        fillings = (
+            longest_first(items.length, cost, capacity, spec.max_segments),
+            best_fit(items.length, capacity, spec.max_segments),
+        )
+        arranged = [_arrange(row_of, cost, counts, spec) for row_of in fillings if row_of is not None]
+        if arranged:
+            best = min(arranged, key=lambda placing: placing.waits)
+            return _phase_plan(spec, counts, best.microbatch, best.rank, items.length)
+    raise AssertionError("one row for every item always suffices")
+
+
+def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePlan:
+    """Pack every item on the rank it is given, in order: what happens without balancing.
+
+    Args:
+      rank: [N] rank of each item.
+    """
+    _check_lengths(spec, items)
+    fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
+    own = [np.flatnonzero(rank == number) for number in fullest_first]
+    for counts in row_counts(spec.capacities, row_needs(spec, items.length, rank, spec.ranks)):
+        capacity = np.repeat(np.array(spec.capacities, np.int64), counts)
+        microbatch = np.empty(len(rank), np.int64)
+        for members in own:
+            row_of = first_fit(items.length[members], capacity, spec.max_segments)
+            if row_of is None:
+                break
+            microbatch[members] = row_of
+        else:
+            return _phase_plan(spec, counts, microbatch, rank, items.length)
+    raise AssertionError("one row for every item always suffices")
+
+
+def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
+    """linear * length + quadratic * length**2, shifted right until any sum of them is below 2**53: [N].
+
+    Sums are then exact as int64 and as float64, on every host alike.
+    """
+    longest = int(length.max(initial=0))
+    largest = spec.linear * longest + spec.quadratic * longest**2
+    before = max(0, largest.bit_length() - 62)  # a product must fit int64
+    after = max(0, (len(length) * largest).bit_length() - 53 - before)
+    return ((spec.linear >> before) * length + (spec.quadratic >> before) * length**2) >> after
+
+
+@dataclass(frozen=True)
+class RowNeeds:
+    """What no packing can do without, per rank: for each class, slots and rows of that class or a larger one."""
+
+    slots: Longs  # [K]
+    rows: Longs  # [K]
+
+
+def row_needs(spec: PhaseSpec, length: Longs, owner: Longs, owners: int) -> RowNeeds:
+    """Lower bounds on the rows of a rank.
+
+    Args:
+      length: [N] slots.
+      owner: [N] number of the group of ranks an item may go to.
+      owners: groups, of `spec.ranks / owners` ranks each: 1 when items move freely, R when none moves.
+    """
+    ranks = spec.ranks // owners
+    slots, rows = [], []
+    for below in (*spec.capacities[1:], 0):
+        bound = length > below  # fits no smaller class
+        alone = bound & (length > spec.capacities[0] // 2)  # no two of them share a row
+        slots.append(_ceil(sums_by(owner[bound], length[bound], owners).max(initial=0), ranks))
+        members = np.bincount(owner[bound], minlength=owners).max(initial=0)
+        singles = np.bincount(owner[alone], minlength=owners).max(initial=0)
+        rows.append(max(_ceil(members, ranks * spec.max_segments), _ceil(singles, ranks)))
+    return RowNeeds(np.array(slots, np.int64), np.array(rows, np.int64))
+
+
+def row_counts(capacities: tuple[int, ...], needs: RowNeeds) -> Iterator[Longs]:
+    """Rows of each class a rank, [K]: every combination that meets the needs, fewest slots first, then fewest rows.
+
+    Smaller classes never add up to a row of a larger one: that row would hold as much in fewer microbatches.
+    Without items the only combination is no row.
+    """
+    if not needs.rows.any():
+        yield np.zeros(len(capacities), np.int64)
+        return
+    sizes = np.array(capacities, np.int64)
+    tails = _smaller_rows(capacities)
+    for first in itertools.count(int(needs.slots[-1]) // capacities[0]):
+        counts = np.concatenate([np.full((len(tails), 1), first), tails], axis=1)
+        enough = (np.cumsum(counts * sizes, axis=1) >= needs.slots) & (np.cumsum(counts, axis=1) >= needs.rows)
+        yield from counts[enough.all(axis=1)]
+
+
+@lru_cache(maxsize=1024)
+def _smaller_rows(capacities: tuple[int, ...]) -> Longs:
+    """Counts of all classes but the first that stay below one row of it, in the order of `row_counts`: [n, K - 1]."""
+    tails = np.array(list(_tails(capacities[1:], capacities[0])), np.int64)
+    return tails[np.lexsort((tails.sum(axis=1), tails @ np.array(capacities[1:], np.int64)))]
+
+
+def _tails(capacities: tuple[int, ...], below: int) -> Iterator[tuple[int, ...]]:
+    """Counts of the given classes whose slots stay under `below`, and so on inside each class."""
+    if not capacities:
+        yield ()
+        return
+    for count in range((below - 1) // capacities[0] + 1):
+        for tail in _tails(capacities[1:], min(capacities[0], below - count * capacities[0])):
+            yield (count, *tail)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    microbatch: Longs  # [N]
+    rank: Longs  # [N]
+    waits: int  # sum over microbatches of the slowest rank's row
+
+
+def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Placing:
+    """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of each to the rank
+    that has least so far."""
+    row_cost = sums_by(row_of, cost, int(counts.sum()) * spec.ranks)
+    class_of = np.repeat(np.arange(len(counts)), counts * spec.ranks)
+    rows = np.lexsort((-row_cost, class_of)).reshape(-1, spec.ranks)  # [M, R], descending in each microbatch
+    ranks = np.empty_like(rows)
+    total = np.zeros(spec.ranks, np.int64)
+    for number, members in enumerate(rows):
+        ranks[number] = np.argsort(total, kind="stable")
+        total[ranks[number]] += row_cost[members]
+    microbatch_of, rank_of = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
+    microbatch_of[rows] = np.arange(len(rows))[:, None]
+    rank_of[rows] = ranks
+    return _Placing(microbatch_of[row_of], rank_of[row_of], int(row_cost[rows[:, 0]].sum()))
+
+
+def _phase_plan(spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs) -> PhasePlan:
+    capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
+    offset, segment = lay_out(microbatch * spec.ranks + rank, length)
+    return PhasePlan(
+        capacity=capacity,
+        pool=np.zeros_like(capacity),
+        pool_offset=np.zeros_like(capacity),
+        microbatch=microbatch.astype(np.int32),
+        rank=rank.astype(np.int32),
+        offset=offset,
+        segment=segment,
+    )
+
+
+def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
+    if (items.length > spec.capacities[0]).any():
+        worst = int(items.length.argmax())
+        raise ValueError(
+            f"an item of phase {spec.name!r} has {items.length[worst]} slots (example {items.example[worst]} of the "
+            f"batch), but its largest row holds {spec.capacities[0]}: raise phases.{spec.name}.capacities or "
+            f"phases.{spec.name}.max_capacity, or limit the size of items"
+        )
+
+
+def _ceil(amount: int | np.integer, parts: int) -> int:
+    return -(-int(amount) // parts)
