@@ -1,0 +1,80 @@
+"""Random global batches and specs that several of the tests plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+
+ENCODERS = {"vision": 4, "audio": 8}  # slots per language token
+
+
+def random_batch(seed: int, examples: int, media: int = 3, longest: int = 512, text: int = 100) -> BatchItems:
+    """Log-normal lengths: up to `media` items of each encoder an example (half of the examples have none), no media
+    longer than `longest` slots. An example's language sequence interleaves text and media tokens."""
+    random = np.random.default_rng(seed)
+    columns = {name: [] for name in (*ENCODERS, "language")}
+    for example in range(examples):
+        slot = 0
+        for name, per_token in ENCODERS.items():
+            for _ in range(random.integers(0, media + 1) * random.integers(0, 2)):
+                tokens = int(np.clip(random.lognormal(2, 1), 1, longest // per_token))
+                slot += int(random.integers(0, 9))
+                length = tokens * per_token
+                real = length - int(random.integers(0, per_token))
+                columns[name].append((length, real, example, tokens, slot))
+                slot += tokens
+        length = slot + int(np.clip(random.lognormal(np.log(text), 0.8), 1, 4 * text))
+        columns["language"].append((length, length, example, 0, 0))
+    phases = {}
+    for name, rows in columns.items():
+        length, real, example, tokens, slot = np.array(rows, np.int64).reshape(-1, 5).T
+        phases[name] = PhaseItems(length, real, *(part.astype(np.int32) for part in (example, tokens, slot)))
+    return BatchItems(np.arange(examples) + 1000, int(phases["language"].length.sum()), phases)
+
+
+def grid_of(shape: tuple[int, int, int]) -> ExchangeGrid:
+    a, e, n = shape
+    return ExchangeGrid(
+        np.arange(a * e, dtype=np.int32).reshape(a, e),
+        np.arange(a * n, dtype=np.int32).reshape(n, a).T.copy(),  # any numbering is allowed
+    )
+
+
+def spec_for(
+    batch: BatchItems,
+    grids: dict[str, tuple[int, int, int]],
+    classes: int = 1,
+    mode: str = "phases",
+    max_segments: int = 64,
+    pool: int | None = None,
+    pair: int = 64,
+) -> PlanSpec:
+    """A spec whose largest rows just hold the largest items; `pool` tokens beyond the least a pool must hold."""
+    phases, routes = {}, {}
+    language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
+    ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {"language": language_ranks}
+    for name, count in ranks.items():
+        granule = 2 * ENCODERS.get(name, 4)
+        largest = -(-int(batch.phases[name].length.max(initial=1)) // granule) * granule
+        capacities = tuple(sorted({max(granule, largest // 3**k // granule * granule) for k in range(classes)}))[::-1]
+        phases[name] = PhaseSpec(name, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
+    for name, shape in grids.items():
+        encoder = phases[name].capacities[0] // ENCODERS[name] + (pool or 0)
+        language = phases["language"].capacities[0] + (pool or 0)
+        routes[name] = RouteSpec(grid_of(shape), encoder, language, pair)
+    return PlanSpec(phases, routes, mode)
+
+
+class Make:
+    """The builders above, as one fixture."""
+
+    batch = staticmethod(random_batch)
+    grid = staticmethod(grid_of)
+    spec = staticmethod(spec_for)
+
+
+@pytest.fixture(scope="session")
+def make() -> type[Make]:
+    return Make

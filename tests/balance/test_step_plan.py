@@ -1,0 +1,115 @@
+"""Whole plans: valid on random batches, the same on every host, and honest about what they waste."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.plan import StepPlan
+from jaxmllm.balance.step_plan import plan_step, validate
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 100_000),
+    examples=st.integers(1, 40),
+    media=st.sampled_from([0, 1, 4]),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    wide=st.booleans(),
+    classes=st.integers(1, 3),
+    max_segments=st.sampled_from([1, 4, 64]),
+    mode=st.sampled_from(["phases", "none"]),
+    pool=st.sampled_from([0, 512]),
+)
+def test_plans_are_valid(make, seed, examples, media, ranks, wide, classes, max_segments, mode, pool):
+    batch = make.batch(seed, examples, media)
+    grid = (ranks // 2, 2, 1) if wide and ranks > 1 else (ranks, 1, 1)
+    grids = {"vision": grid, "audio": (grid[0], 1, 1)}
+    validate(plan := plan_step(batch, spec := make.spec(batch, grids, classes, mode, max_segments, pool)), batch, spec)
+    for name, phase in spec.phases.items():
+        rows = plan.statistics[f"{name}/rows"]
+        assert rows == plan.statistics[f"{name}/microbatches"] * phase.ranks
+        assert (f"{name}/real_token_fraction" in plan.statistics) == (rows > 0)
+        if rows:
+            assert 0 < plan.statistics[f"{name}/real_token_fraction"] <= 1
+            assert 1 <= plan.statistics[f"{name}/max_over_mean"] <= phase.ranks
+            assert plan.statistics[f"{name}/max_over_mean"] <= plan.statistics[f"{name}/synchronised"] * (1 + 1e-12)
+
+
+def arrays(plan: StepPlan) -> list[np.ndarray]:
+    records = [
+        *plan.phases.values(),
+        *plan.routes.values(),
+        *(r for route in plan.routes.values() for r in route.rounds),
+    ]
+    return [value for record in records for value in vars(record).values() if isinstance(value, np.ndarray)]
+
+
+def test_plans_repeat_exactly_and_are_integers(make):
+    batch = make.batch(7, 32)
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
+    one, other = arrays(plan_step(batch, spec)), arrays(plan_step(batch, spec))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert {a.dtype for a in one} == {np.dtype(np.int32)}
+
+
+def test_statistics_against_plain_loops(make):
+    batch = make.batch(11, 20)
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
+    plan = plan_step(batch, spec)
+    for name, phase in spec.phases.items():
+        rows, items = plan.phases[name], batch.phases[name]
+        load = np.zeros((rows.microbatches, phase.ranks))
+        for item, length in enumerate(items.length):
+            load[rows.microbatch[item], rows.rank[item]] += phase.linear * length + phase.quadratic * length**2
+        slots = sum(int(capacity) for capacity in rows.capacity) * phase.ranks
+        assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(items.real.sum() / slots)
+        assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
+        assert plan.statistics[f"{name}/synchronised"] == pytest.approx(load.max(1).sum() / load.mean(1).sum())
+
+
+def test_balancing_beats_leaving_examples_where_they_are(make):
+    waste = {}
+    for mode in ("none", "phases"):
+        totals = np.zeros(3)
+        for seed in range(5):
+            batch = make.batch(seed, 64)
+            spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, mode=mode, pool=4096)
+            statistics = plan_step(batch, spec).statistics
+            totals += [statistics[f"{phase}/synchronised"] for phase in ("vision", "audio", "language")]
+        waste[mode] = totals / 5
+    assert (waste["phases"] < 0.75 * waste["none"]).all()
+
+
+def corrupted(plan: StepPlan, phase: str, **changes) -> StepPlan:
+    return dataclasses.replace(plan, phases=plan.phases | {phase: dataclasses.replace(plan.phases[phase], **changes)})
+
+
+def test_validation_finds_what_is_wrong(make):
+    batch = make.batch(13, 24)
+    spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)}, pool=2048)
+    plan = plan_step(batch, spec)
+    vision, route = plan.phases["vision"], plan.routes["vision"]
+    validate(plan, batch, spec)
+
+    def fails(broken: StepPlan, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            validate(broken, batch, spec)
+
+    fails(corrupted(plan, "vision", rank=vision.rank + 1), "rank number")
+    fails(corrupted(plan, "vision", rank=1 - vision.rank), "every token")
+    fails(corrupted(plan, "vision", segment=vision.segment + 1), "segments")
+    fails(corrupted(plan, "vision", offset=np.zeros_like(vision.offset)), "overlap")
+    fails(corrupted(plan, "vision", offset=vision.offset + 400), "beyond its row")
+    fails(corrupted(plan, "vision", microbatch=vision.microbatch[:-1]), "one entry an item")
+    for table in ("send", "pick", "place", "back"):
+        turn = route.rounds[0]
+        spoiled = np.where(getattr(turn, table) >= 0, (getattr(turn, table) + 1) % 8, -1).astype(np.int32)
+        broken = dataclasses.replace(route, rounds=(dataclasses.replace(turn, **{table: spoiled}), *route.rounds[1:]))
+        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)")
+    moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
+    fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")
