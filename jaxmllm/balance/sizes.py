@@ -1,0 +1,274 @@
+"""Choosing the fixed sizes of a run, once, from sampled batches: row classes, segments, pools, pair slots.
+
+    sampled batches --candidates, by a bound--> a few best --really packed--> capacities, max_segments
+                    --places of the items--> pools and pair slots: nearly every step needs one pool and one round
+
+Row classes minimise, summed over the samples, the slots of a rank plus `MICROBATCH_TOLL` of its load for every
+microbatch, since each is a dispatch of its own and gathers sharded parameters anew: one percent of padding is worth
+one microbatch. Fewer classes win ties, for each is a program to compile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxmllm.balance.assign import RowNeeds, assign, assign_in_place, row_counts, row_needs
+from jaxmllm.balance.cost import PhaseFlops
+from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.routes import media_tokens, pair_volume
+from jaxmllm.balance.step_plan import home_ranks, place_items
+from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
+
+MICROBATCH_TOLL = 0.01
+RATIOS = (2, 4, 8, 16)  # tried between one row class and the next, beside fractions of the load
+FRACTIONS = 8  # the load is cut into 1 to so many rows more than it needs at least
+BEAM = 8  # sets of classes that get another class
+PACKED = 6  # sets that are really packed
+EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
+HEAD_ROOM = 8  # one part in so many is added to what the samples needed
+
+Capacities = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PhaseNeeds:
+    """What decides the rows of one phase beside the samples."""
+
+    name: str
+    ranks: int
+    granule: int  # capacities are multiples of it: whole attention blocks, whole language tokens
+    slots_per_token: int  # 1 for language
+    longest: int  # slots of the largest item of the whole data; 0 without any
+    flops: PhaseFlops
+    config: PhaseConfig
+
+
+def choose_sizes(
+    samples: Sequence[BatchItems],
+    phases: Sequence[PhaseNeeds],
+    grids: Mapping[str, ExchangeGrid],
+    balance: BalanceConfig,
+) -> PlanSpec:
+    """Fill in every size that the config leaves to `auto`, and check the others.
+
+    Args:
+      samples: global batches drawn as training will draw them; 16 do, 64 leave less to chance.
+      phases: encoder phases in model order, then "language".
+      grids: by encoder phase.
+      balance: mode, pool_slots, pair_slots.
+
+    Raises:
+      ConfigError: a size of the config is not a multiple of the granule, or too small for the largest item.
+    """
+    language_ranks = next(needs.ranks for needs in phases if needs.name == "language")
+    specs = {}
+    for needs in phases:
+        loads = _loads(samples, needs, grids, language_ranks if balance.mode == "none" else None)
+        specs[needs.name] = _choose_rows(needs, loads)
+    longest = {needs.name: needs.longest for needs in phases}
+    return PlanSpec(specs, _choose_routes(samples, specs, longest, grids, balance), balance.mode)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The items of one phase in one sampled batch, and the rank of each if they may not move."""
+
+    items: PhaseItems
+    home: Longs | None
+    slots: int  # of the fullest rank, when rows could be cut anywhere
+
+    def needs(self, spec: PhaseSpec) -> RowNeeds:
+        length = self.items.length
+        if self.home is None:
+            return row_needs(spec, length, np.zeros(len(length), np.int64), 1)
+        return row_needs(spec, length, self.home, spec.ranks)
+
+    def plan(self, spec: PhaseSpec) -> PhasePlan:
+        return assign(spec, self.items) if self.home is None else assign_in_place(spec, self.items, self.home)
+
+
+def _loads(
+    samples: Sequence[BatchItems], needs: PhaseNeeds, grids: Mapping[str, ExchangeGrid], language_ranks: int | None
+) -> list[_Load]:
+    """Loads of the samples that have items of the phase; `language_ranks` is given when items stay at home."""
+    loads = []
+    for batch in samples:
+        items = batch.phases[needs.name]
+        if not len(items.length):
+            continue
+        if language_ranks is None:
+            loads.append(_Load(items, None, -(-int(items.length.sum()) // needs.ranks)))
+        else:
+            home = home_ranks(batch, needs.name, language_ranks, grids)
+            loads.append(_Load(items, home, int(sums_by(home, items.length, needs.ranks).max())))
+    return loads
+
+
+def _choose_rows(needs: PhaseNeeds, loads: Sequence[_Load]) -> PhaseSpec:
+    config = needs.config
+    explicit = config.capacities
+    capacities = _choose_capacities(needs, loads) if explicit == "auto" else _checked(explicit, needs)
+    if config.max_segments != "auto":
+        return _spec(needs, capacities, config.max_segments)
+    free = _spec(needs, capacities)
+    most = max((int(load.plan(free).segment.max()) for load in loads), default=0)
+    return replace(free, max_segments=_with_head_room(most, 4))
+
+
+def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
+    largest = needs.config.max_capacity // needs.granule * needs.granule
+    least = _up(max(needs.longest, 1), needs.granule)
+    if largest < least:
+        raise ConfigError(
+            f"phases.{needs.name}.max_capacity = {needs.config.max_capacity} is too small: the largest item has "
+            f"{needs.longest} slots and rows come in multiples of {needs.granule}; raise it to {least} or limit the "
+            f"size of items"
+        )
+    if not loads:
+        return (least,)
+
+    def bound(spec: PhaseSpec, load: _Load) -> tuple[int, int]:
+        exact = load.needs(spec)
+        slots = exact.slots.copy()
+        slots[-1] = max(slots[-1], math.ceil(load.slots / EXPECTED_FILL))
+        counts = next(row_counts(spec.capacities, RowNeeds(slots, exact.rows)))
+        return int(counts @ np.array(spec.capacities)), int(counts.sum())
+
+    def packed(spec: PhaseSpec, load: _Load) -> tuple[int, int]:
+        plan = load.plan(spec)
+        return int(plan.capacity.sum(dtype=np.int64)), plan.microbatches
+
+    sizes = _sizes(needs, loads, largest)
+    best = _best(((max(size, least),) for size in {least, *sizes}), needs, loads, bound, BEAM)
+    for _ in range(needs.config.row_classes - 1):
+        more = {
+            (*capacities, size)
+            for capacities in best
+            for size in {*sizes, *(_up(capacities[-1] // ratio, needs.granule) for ratio in RATIOS)}
+            if size < capacities[-1]
+        }
+        best = _best({*best, *more}, needs, loads, bound, BEAM)
+    return _best(best[:PACKED], needs, loads, packed, 1)[0]
+
+
+def _sizes(needs: PhaseNeeds, loads: Sequence[_Load], largest: int) -> set[int]:
+    """Capacities of which 1, 2, .. rows hold the median or the largest load of the samples."""
+    slots = np.array([load.slots for load in loads])
+    sizes = set()
+    for load in (float(np.median(slots)), float(slots.max())):
+        fewest = math.ceil(load / largest)
+        for rows in range(fewest, fewest + FRACTIONS):
+            sizes |= {_up(math.ceil(load / fill / rows), needs.granule) for fill in (1.0, EXPECTED_FILL)}
+    return {size for size in sizes if size <= largest}
+
+
+def _best(
+    candidates: Iterable[Capacities],
+    needs: PhaseNeeds,
+    loads: Sequence[_Load],
+    rows: Callable[[PhaseSpec, _Load], tuple[int, int]],
+    count: int,
+) -> list[Capacities]:
+    """The candidates of least score, with `rows` telling (slots of a rank, microbatches) of a load."""
+
+    def score(capacities: Capacities) -> float:
+        spec = _spec(needs, capacities)
+        return sum(
+            slots + MICROBATCH_TOLL * load.slots * number for load in loads for slots, number in [rows(spec, load)]
+        )
+
+    return sorted(set(candidates), key=lambda capacities: (score(capacities), len(capacities), capacities))[:count]
+
+
+def _checked(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
+    key = f"phases.{needs.name}.capacities"
+    for capacity in capacities:
+        if capacity % needs.granule:
+            near = _up(capacity, needs.granule)
+            raise ConfigError(
+                f"{key}: {capacity} is not a multiple of {needs.granule} (whole attention blocks and whole language "
+                f"tokens); use {near}, or change phases.{needs.name}.block"
+            )
+    if len(set(capacities)) < len(capacities) or not capacities:
+        raise ConfigError(f"{key} must be one or more different numbers, not {list(capacities)}")
+    if max(capacities) < needs.longest:
+        raise ConfigError(
+            f"{key}: the largest, {max(capacities)}, is too small for the largest item ({needs.longest} slots); raise "
+            f"it to {_up(needs.longest, needs.granule)} or limit the size of items"
+        )
+    return tuple(sorted(capacities, reverse=True))
+
+
+def _spec(needs: PhaseNeeds, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
+    """The phase with the given rows; without `max_segments` any number of items may share one."""
+    return PhaseSpec(
+        name=needs.name,
+        ranks=needs.ranks,
+        capacities=capacities,
+        max_segments=capacities[0] if max_segments is None else max_segments,
+        slots_per_token=needs.slots_per_token,
+        linear=needs.flops.linear,
+        quadratic=needs.flops.quadratic,
+    )
+
+
+# ---------------------------------------------------------------------------- routes
+
+
+def _choose_routes(
+    samples: Sequence[BatchItems],
+    specs: Mapping[str, PhaseSpec],
+    longest: Mapping[str, int],
+    grids: Mapping[str, ExchangeGrid],
+    balance: BalanceConfig,
+) -> dict[str, RouteSpec]:
+    if not grids:
+        return {}
+    plans = [place_items(batch, specs, grids, balance.mode) for batch in samples]
+    language = specs["language"]
+    arriving = [
+        media_tokens(batch, plan["language"], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
+        for batch, plan in zip(samples, plans, strict=True)
+    ]
+    language_pool = _pool("language", arriving, language.capacities[0], balance)
+    routes = {}
+    for phase, grid in grids.items():
+        per_token = specs[phase].slots_per_token
+        leaving = [int(plan[phase].capacity.sum(dtype=np.int64)) // per_token for plan in plans]
+        pool = _pool(phase, leaving, specs[phase].capacities[0] // per_token, balance)
+        volumes = [
+            pair_volume(plan[phase], plan["language"], batch, phase, grid)
+            for batch, plan in zip(samples, plans, strict=True)
+        ]
+        most = max(volumes, default=0) or -(-longest[phase] // per_token)
+        pair = min(_with_head_room(most, 8), pool) if balance.pair_slots == "auto" else balance.pair_slots
+        routes[phase] = RouteSpec(grid, pool, language_pool, pair)
+    return routes
+
+
+def _pool(phase: str, used: Sequence[int], least: int, balance: BalanceConfig) -> int:
+    """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
+    if balance.pool_slots == "auto":
+        return max(_with_head_room(int(max(used, default=0)), 8), least)
+    if balance.pool_slots < least:
+        raise ConfigError(
+            f"balance.pool_slots = {balance.pool_slots} is too small: a row of phase {phase!r} can hold {least} media "
+            f"tokens; raise it to {least} or lower phases.{phase}.capacities"
+        )
+    return balance.pool_slots
+
+
+def _with_head_room(amount: int, multiple: int) -> int:
+    return _up(max(amount, 1) + -(-amount // HEAD_ROOM), multiple)
+
+
+def _up(amount: int, multiple: int) -> int:
+    return -(-amount // multiple) * multiple
