@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxmllm.balance.plan import BatchItems
+from jaxmllm.balance.plan import BatchItems, PhaseItems, PhaseSpec
 from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 
 STEM_STRIDE = 4  # frames behind one token of the audio tower: two convolutions of stride 2 ...
@@ -65,12 +65,14 @@ def component_names(model: ModelConfig) -> frozenset[str]:
 
 
 def batch_flops(items: BatchItems, flops: Mapping[str, PhaseFlops]) -> dict[str, float]:
-    """FLOPs of a global batch by phase, from the real lengths: padding inside and between items is not counted."""
-    result = {}
-    for phase, cost in flops.items():
-        real = items.phases[phase].real.astype(float)
-        result[phase] = float(cost.linear * real.sum() + cost.quadratic * (real * real).sum())
-    return result
+    """FLOPs of a global batch by phase; see `real_flops`."""
+    return {phase: real_flops(items.phases[phase], cost) for phase, cost in flops.items()}
+
+
+def real_flops(items: PhaseItems, cost: PhaseFlops | PhaseSpec) -> float:
+    """FLOPs of items from their real lengths: padding inside and between items is not counted."""
+    real = items.real.astype(float)
+    return float(cost.linear * real.sum() + cost.quadratic * (real * real).sum())
 
 
 def _language(config: LanguageConfig, upstream: bool, trained: bool) -> PhaseFlops:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxmllm.balance.assign import assign, assign_in_place, item_costs
+from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.plan import (
     BatchItems,
@@ -33,7 +34,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     """Place every item of a global batch and route encoder outputs to the language phase.
 
     Statistics, for every phase: `<phase>/rows`, `<phase>/microbatches`, `<phase>/slots` (of all rows) and
-    `<phase>/tokens` (slots that hold data), `<phase>/flops` (cost of the items). Per phase that has rows:
+    `<phase>/tokens` (slots that hold data), `<phase>/flops` (of real lengths). Per phase that has rows:
     `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
     `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means). For every encoder phase
     `route/<phase>/rounds`; and `plan_ms`.
@@ -97,18 +98,17 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     rows = plan.microbatches * spec.ranks
     slots = int(plan.capacity.sum(dtype=np.int64)) * spec.ranks
     tokens = int(items.real.sum())
-    costs = item_costs(spec, items.length)
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
         f"{spec.name}/microbatches": plan.microbatches,
         f"{spec.name}/slots": slots,
         f"{spec.name}/tokens": tokens,
-        f"{spec.name}/flops": int(costs.sum()),
+        f"{spec.name}/flops": real_flops(items, spec),
     }
     if not rows:
         return statistics
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    cost = sums_by(row, costs, rows).reshape(-1, spec.ranks)
+    cost = sums_by(row, item_costs(spec, items.length), rows).reshape(-1, spec.ranks)
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
     if total := int(cost.sum()):
         mean = total / spec.ranks

@@ -68,8 +68,22 @@ def test_statistics_against_plain_loops(make):
             load[rows.microbatch[item], rows.rank[item]] += phase.linear * length + phase.quadratic * length**2
         slots = sum(int(capacity) for capacity in rows.capacity) * phase.ranks
         assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(items.real.sum() / slots)
+        assert plan.statistics[f"{name}/slots"] == slots
+        assert plan.statistics[f"{name}/tokens"] == sum(int(real) for real in items.real)
+        flops = sum(phase.linear * int(real) + phase.quadratic * int(real) ** 2 for real in items.real)
+        assert plan.statistics[f"{name}/flops"] == pytest.approx(flops)
         assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
         assert plan.statistics[f"{name}/synchronised"] == pytest.approx(load.max(1).sum() / load.mean(1).sum())
+
+
+def test_flops_of_a_large_model_are_not_scaled(make):
+    """Costs are scaled to fit integers; what MFU is computed from must not be."""
+    batch = make.batch(2, 16)
+    spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
+    large = dataclasses.replace(spec.phases["language"], linear=5 * 10**14, quadratic=10**11)
+    statistics = plan_step(batch, dataclasses.replace(spec, phases=spec.phases | {"language": large})).statistics
+    real = [int(n) for n in batch.phases["language"].real]
+    assert statistics["language/flops"] == pytest.approx(sum(5 * 10**14 * n + 10**11 * n * n for n in real))
 
 
 def test_balancing_beats_leaving_examples_where_they_are(make):
