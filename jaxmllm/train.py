@@ -23,17 +23,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from jaxmllm.training.distributed import initialize_distributed
+    from jaxmllm.training.distributed import LaunchError, initialize_distributed, reserve_cpu_threads
 
+    reserve_cpu_threads()
     jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
-    initialize_distributed()  # before anything asks JAX for devices
+    try:
+        initialize_distributed()  # before anything asks JAX for devices
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
     from jaxmllm.training.build import USER_ERRORS, build_run
-    from jaxmllm.training.loop import train
+    from jaxmllm.training.loop import RUN_ERRORS, train
 
     try:
         train(build_run(config), resume=options.resume)
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, *RUN_ERRORS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -9,6 +9,10 @@ kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.sta
 os.environ["XLA_FLAGS"] = " ".join([*kept, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from jaxmllm.training.distributed import reserve_cpu_threads  # noqa: E402
+
+reserve_cpu_threads()
+
 # Compilation makes first examples slow, and a red build must be red again for whoever repeats it.
 settings.register_profile("jaxmllm", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("jaxmllm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class Corpus:
     weights: tuple[float, ...]  # of the indexes, for mixing
     tokenizer: Tokenizer
     modalities: Mapping[str, Modality]
+    names: tuple[str, ...] = ()  # source labels to number by, where there are more than those of `indexes`
 
     @classmethod
     def open(
@@ -91,7 +92,19 @@ class Corpus:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The labels by which losses are reported: the records' own "source", else the configured name. Sorted."""
-        return tuple(sorted({label for index in self.indexes for label in index.labels}))
+        return self.names or tuple(sorted({label for index in self.indexes for label in index.labels}))
+
+    def with_sources(self, names: tuple[str, ...]) -> Corpus:
+        """The corpus with its sources numbered as in `names`, so that two corpora can share their numbers."""
+        return replace(self, names=names)
+
+    def longest(self, phase: str) -> int:
+        """Slots of the largest item of a phase; 0 if there is none."""
+        columns = self._columns
+        if phase == LANGUAGE:
+            return int(columns["language_length"].max(initial=0))
+        mine = columns["item_phase"] == list(self.modalities).index(phase)
+        return int(columns["item_length"][mine].max(initial=0))
 
     def source_of(self, example: int) -> int:
         """Number in `sources` of an example."""
@@ -169,7 +182,7 @@ class Corpus:
         """The corpus without the examples that hold an item longer than `limits[phase]` slots, the largest row of
         each phase; they are in `rejected` as longer_than_row. Examples are numbered anew."""
         indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
-        return Corpus(indexes, self.weights, self.tokenizer, self.modalities)
+        return Corpus(indexes, self.weights, self.tokenizer, self.modalities, self.names)
 
     def fingerprint(self) -> str:
         """Equal on two hosts exactly if they would plan and number everything alike."""

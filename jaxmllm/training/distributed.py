@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping
 
 import jax
 
@@ -11,6 +12,21 @@ COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
 PROCESS_ID = "JAXMLLM_PROCESS_ID"
 AUTO = "auto"
+
+
+CPU_THREADS_PER_DEVICE = 4
+
+
+def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give XLA's CPU client enough threads for the forced devices; call it before anything asks JAX for devices.
+
+    A collective on CPU holds a thread until every device has joined it. The client has as many threads as cores or
+    devices, so with more devices than cores all of them can end up waiting in different collectives, for ever. The
+    client takes the number of its threads from NPROC, which is left alone where it is set.
+    """
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
+    if forced:
+        environment.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * int(forced[1])))
 
 
 class LaunchError(ValueError):

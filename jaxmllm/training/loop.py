@@ -25,8 +25,14 @@ from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
 
+SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
+
+
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says at which step, why, and what to do."""
+
+
+RUN_ERRORS = (TrainingError, CheckpointError)
 
 
 def train(run: Run, resume: bool = False) -> dict[str, Any]:
@@ -123,8 +129,9 @@ class Report:
     def summary(self, steps: int, seconds: float) -> dict[str, Any]:
         """The content of summary.json; fractions and ratios are over all steps of this process."""
         phases = self.run.programs.spec.phases
-        fractions = {p: self._sums[f"{p}/real"] / self._sums[f"{p}/slots"] for p in phases if self._sums[f"{p}/slots"]}
-        costs = {p: self._sums[f"{p}/slowest"] / self._sums[f"{p}/mean"] for p in phases if self._sums[f"{p}/mean"]}
+        sums = self._sums
+        fractions = {p: sums[f"{p}/tokens"] / sums[f"{p}/slots"] for p in phases if sums[f"{p}/slots"]}
+        costs = {p: sums[f"{p}/slowest"] / sums[f"{p}/flops"] for p in phases if sums[f"{p}/flops"]}
         return {
             "steps": steps,
             "loss": self.loss,
@@ -132,7 +139,7 @@ class Report:
             "eval": self.evaluation,
             "real_token_fraction": fractions,
             "max_over_mean_cost": costs,
-            "rejected": self.run.rejected,
+            "rejected": self.run.corpus.rejected_counts(),
             "wall_seconds": seconds,
         }
 
@@ -142,9 +149,10 @@ class Report:
         statistics, run = pending.batch.statistics, self.run
         amounts = {"examples/s": float(len(pending.batch.examples))}
         for phase in run.programs.spec.phases:
-            amounts[f"{phase}/tokens/s"] = statistics[f"{phase}/real"]
-            for name in ("real", "slots", "slowest", "mean"):
+            amounts[f"{phase}/tokens/s"] = statistics[f"{phase}/tokens"]
+            for name in SUMMED:
                 self._sums[f"{phase}/{name}"] += statistics[f"{phase}/{name}"]
+            self._sums[f"{phase}/slowest"] += statistics[f"{phase}/flops"] * statistics.get(f"{phase}/max_over_mean", 0)
         record: dict[str, Any] = {
             name: values[name] for name in ("loss", "learning_rate", "gradient_norm", "skipped", "failed_media")
         }
@@ -153,7 +161,7 @@ class Report:
             if targets:
                 record[f"loss/{source}"] = loss
         record |= self._rates.update(amounts, now)
-        record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in _SUMMED}
+        record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in SUMMED}
         if run.peak_flops is not None:
             flops = sum(statistics[f"{phase}/flops"] for phase in run.programs.spec.phases)
             record["mfu"] = flops / (seconds * run.peak_flops * jax.device_count())
@@ -176,9 +184,6 @@ class Report:
                 f"data.max_failed_media = {config.data.max_failed_media}; the lines above name them: mend or remove "
                 f"them, or raise the limit"
             )
-
-
-_SUMMED = ("real", "slots", "slowest", "mean", "flops")  # statistics that become rates and ratios
 
 
 def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter, resume: bool) -> tuple[TrainState, int]:

@@ -6,7 +6,6 @@ Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N 
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -38,9 +37,7 @@ def token_losses(
     return losses, hits
 
 
-def _forward(
-    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
-) -> tuple[Array, Array, Array]:
+def _forward(hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout) -> tuple[Array, Array, Array]:
     def one(_: None, chunk_of: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
         x, target = chunk_of
         logits = _logits(x, head, layout)
@@ -77,21 +74,23 @@ def _backward_rule(
         hot = target[..., None] == jnp.arange(head.shape[1])
         d_logits = ((probability - hot) * d_loss[..., None]).astype(x.dtype)
         d_logits = layout.constrain(d_logits, ("batch", None, "vocab"))
-        d_head += jnp.einsum("rcd,rcv->dv", x, d_logits, preferred_element_type=d_head.dtype)
-        return d_head, jnp.einsum("rcv,dv->rcd", d_logits, head)
+        d_head += jnp.einsum("rcd,rcv->rdv", x, d_logits, preferred_element_type=d_head.dtype)
+        return layout.constrain(d_head, by_rank), jnp.einsum("rcv,dv->rcd", d_logits, head)
 
-    d_head = jnp.zeros(head.shape, jnp.promote_types(head.dtype, jnp.float32))
+    # Each rank keeps a sum of its own: one sum for all would be reduced over the ranks chunk by chunk.
+    by_rank = ("batch", None, "vocab")
+    d_head = jnp.zeros((len(hidden), *head.shape), jnp.promote_types(head.dtype, jnp.float32))
     parts = tuple(_split(array, chunk) for array in (hidden, targets, normalizers, d_losses))
-    d_head, d_hidden = jax.lax.scan(one, layout.constrain(d_head, (None, "vocab")), parts)
-    return _join(d_hidden).astype(hidden.dtype), d_head.astype(head.dtype), None
+    d_head, d_hidden = jax.lax.scan(one, layout.constrain(d_head, by_rank), parts)
+    return _join(d_hidden).astype(hidden.dtype), d_head.sum(0).astype(head.dtype), None
 
 
 token_losses.defvjp(_forward_rule, _backward_rule)
 
 
 def chunk_size(capacity: int, largest: int) -> int:
-    """The largest divisor of the row capacity that both it and `largest` share."""
-    return math.gcd(capacity, largest)
+    """Tokens whose logits exist at one time: the largest divisor of the row capacity that is at most `largest`."""
+    return next(size for size in range(min(capacity, largest), 0, -1) if capacity % size == 0)
 
 
 def sums_by_source(
@@ -106,18 +105,21 @@ def sums_by_source(
     """Per rank and source: loss, target tokens, examples, and examples answered exactly."""
 
     def on_device(losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array) -> Sums:
-        dtype, segment_source = losses.dtype, source_of[0]
+        segment_source = source_of[0]
         segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
         token_source = jnp.append(segment_source, -1)[segment]
-        by_token = (token_source[:, None] == jnp.arange(sources)).astype(dtype)
         has_target = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0], mode="drop")
         missed = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0] & ~hits[0], mode="drop")
-        by_segment = (segment_source[:, None] == jnp.arange(sources)).astype(dtype)
+
+        def total(values: Array, source: Array) -> Array:  # no matrix product: accelerators round its inputs
+            by_source = source[:, None] == jnp.arange(sources)
+            return jnp.where(by_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
+
         return Sums(
-            loss=(losses[0] @ by_token)[None],
-            targets=(counted[0].astype(dtype) @ by_token)[None],
-            exact=((has_target & ~missed).astype(dtype) @ by_segment)[None],
-            examples=(has_target.astype(dtype) @ by_segment)[None],
+            loss=total(losses[0], token_source),
+            targets=total(counted[0], token_source),
+            exact=total(has_target & ~missed, segment_source),
+            examples=total(has_target, segment_source),
         )
 
     axes = ("batch",)

@@ -9,6 +9,7 @@ no program is ever compiled again:
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from sharding.route import Exchange
 from sharding.rules import Layout
 
 LANGUAGE = "language"
+COMPILE_THREADS = 1
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class Job:
     result: Any  # tree of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
 
-    def compile(self) -> Callable[..., Any]:
+    def lower(self) -> jax.stages.Lowered:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.result)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
-        return jitted.lower(*self.arguments).compile()
+        return jitted.lower(*self.arguments)
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class Programs:
         jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
         for phase in self.encoders:
             jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
-        with ThreadPoolExecutor() as threads:
-            self.compiled = dict(zip(jobs, threads.map(Job.compile, jobs.values()), strict=True))
+        lowered = [job.lower() for job in jobs.values()]  # tracing is Python; compiling is not
+        with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+            compiled = threads.map(jax.stages.Lowered.compile, lowered)
+            self.compiled: dict[Any, Callable[..., Any]] = dict(zip(jobs, compiled, strict=True))
 
     # ------------------------------------------------------------------ running
 
@@ -208,7 +212,7 @@ class Programs:
                 jax.tree.map(lambda leaf: self._replicated(leaf.shape[1:], leaf.dtype), sums),
             ),
             "update": Job(
-                self.step.update, (self.state, grads, sums, self._scalar(), failed), (self.state, metrics), (0, 1)
+                self.step.update, (self.state, grads, sums, self._scalar(), failed), (self.state, metrics), (0,)
             ),
         }
 

@@ -1,0 +1,185 @@
+"""From the config to a run that is ready to train: the only code below the entry that reads the whole config.
+
+    data      sources -> length indexes -> Corpus, without the examples that no row can hold
+    plan      lengths of a few batches -> row capacities and pool sizes -> PlanSpec
+    model     components on the mesh -> compiled programs
+    batches   MapDatasets whose element k is this host's share of step k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grain
+import jax
+
+from jaxmllm.balance.cost import phase_flops
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PlanSpec
+from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
+from jaxmllm.config import Config, ConfigError, PhaseConfig, SourceConfig
+from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError
+from jaxmllm.data.index import DataError
+from jaxmllm.data.modality import Modality
+from jaxmllm.data.pipeline import StepFiller, evaluation_steps, example_order, sample_batches, steps
+from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
+from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.training.hardware import peak_flops
+from jaxmllm.training.metrics import CompilationCounter
+from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
+from jaxmllm.training.step import Step
+from sharding.mesh import MeshError, make_mesh
+from sharding.route import Exchange
+
+# What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
+USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerError)
+SAMPLES = 16  # batches whose lengths decide the sizes that the config leaves to `auto`
+VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train."""
+
+    config: Config
+    programs: Programs
+    corpus: Corpus
+    batches: grain.MapDataset[HostStep]  # element k: this host's share of step k
+    evaluation: grain.MapDataset[HostStep] | None
+    sources: tuple[str, ...]  # names behind the source numbers of metrics
+    peak_flops: float | None  # of one device
+    compilations: CompilationCounter
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.directory)
+
+    @property
+    def is_main(self) -> bool:
+        return jax.process_index() == 0
+
+
+def build_run(config: Config) -> Run:
+    """Index the data, choose the sizes, compose the model, compile its programs.
+
+    Raises one of `USER_ERRORS` for a config that cannot be run.
+    """
+    compilations = CompilationCounter()
+    mesh = make_mesh(config.mesh.model_dump())
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
+    if not model.trainable:
+        raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
+
+    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
+    order = example_order(corpus.members, config.run.seed)
+    samples = sample_batches(order, corpus, config.data.batch_size, SAMPLES)
+    spec = plan_spec(config, model, samples, [corpus, *held_out])
+    blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
+    step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
+    programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)
+
+    ranks = local_share(programs)
+    batches = steps(StepFiller(corpus, spec, ranks, blocks), config.data.batch_size, config.run.seed)
+    evaluation = None
+    if held_out:
+        filler = StepFiller(held_out[0], spec, ranks, blocks)
+        evaluation = evaluation_steps(filler, config.data.batch_size, config.evaluation.examples)
+    peak: float | None
+    if config.logging.peak_flops == "auto":
+        peak = peak_flops(jax.local_devices()[0], config.components.language.compute_dtype)
+    else:
+        peak = config.logging.peak_flops
+    return Run(config, programs, corpus, batches, evaluation, corpus.sources, peak, compilations)
+
+
+def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: as the config says, or the tokenizer's rounded up."""
+    size = config.model.language.vocab_size
+    if size == "auto":
+        return math.ceil(tokenizer.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.language.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} tokens; "
+            f"raise it, or say 'auto'"
+        )
+    return size
+
+
+def open_corpora(
+    config: Config, tokenizer: Tokenizer, modalities: Mapping[str, Modality], model: MLLM
+) -> tuple[Corpus, list[Corpus]]:
+    """The training corpus and, where there is one, the held-out corpus, with source numbers in common."""
+    limits = {phase: largest_row(config, phase, modalities) for phase in (*model.config.encoders, LANGUAGE)}
+
+    def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
+        opened = Corpus.open(sources, tokenizer, modalities, config.data.index_cache, progress=jax.process_index() == 0)
+        corpus = opened.refuse(limits)
+        corpus.check_rejected(config.data.max_rejected)
+        return corpus
+
+    corpora = [open_corpus(sources) for sources in (config.data.sources, config.data.evaluation) if sources]
+    names = tuple(sorted({name for corpus in corpora for name in corpus.sources}))
+    corpus, *held_out = (corpus.with_sources(names) for corpus in corpora)
+    return corpus, held_out
+
+
+def granule(config: Config, phase: str, modalities: Mapping[str, Modality]) -> int:
+    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens."""
+    block: int = getattr(config.phases, phase).block
+    if phase == LANGUAGE:
+        return block
+    return math.lcm(block * modalities[phase].attention_stride, modalities[phase].slots_per_token)
+
+
+def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality]) -> int:
+    """Slots of the largest row that a phase may have; longer items are refused."""
+    settings: PhaseConfig = getattr(config.phases, phase)
+    if settings.capacities == "auto":
+        unit = granule(config, phase, modalities)
+        return settings.max_capacity // unit * unit
+    return max(settings.capacities)
+
+
+def plan_spec(config: Config, model: MLLM, samples: Sequence[BatchItems], corpora: Sequence[Corpus]) -> PlanSpec:
+    """Ranks, row classes, pools and costs of every phase."""
+    mods = corpora[0].modalities
+    shapes = config.model.model_copy(
+        update={"language": config.model.language.model_copy(update={"vocab_size": model.vocab_size})}
+    )
+    needs = [
+        PhaseNeeds(
+            name=phase,
+            ranks=model.layout(phase).ranks,
+            granule=granule(config, phase, mods),
+            slots_per_token=1 if phase == LANGUAGE else mods[phase].slots_per_token,
+            longest=max(corpus.longest(phase) for corpus in corpora),
+            flops=phase_flops(shapes, phase, model.trainable),
+            config=getattr(config.phases, phase),
+        )
+        for phase in (*config.model.encoders, LANGUAGE)
+    ]
+    return choose_sizes(samples, needs, exchange_grids(model), config.balance)
+
+
+def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
+    """How the ranks of each encoder phase lie on those of the language phase."""
+    language = model.layout(LANGUAGE)
+    return {
+        phase: ExchangeGrid(*Exchange(language.mesh, model.layout(phase), language).grid())
+        for phase in model.config.encoders
+    }
+
+
+def local_share(programs: Programs) -> LocalRanks:
+    """The ranks of every phase and exchange that this host supplies."""
+    return LocalRanks(
+        phases={phase: local_ranks(layout.rows, layout.ranks) for phase, layout in programs.layouts.items()},
+        exchange={
+            phase: local_ranks(exchange.tables, math.prod(programs.spec.routes[phase].grid.shape))
+            for phase, exchange in programs.exchanges.items()
+        },
+    )
