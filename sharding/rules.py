@@ -86,6 +86,10 @@ class Layout:
 
     def check(self, name: str, shape: Sequence[int], axes: Axes) -> None:
         """Raise `MeshError` when `shape` cannot be split as `axes` say."""
+        used = [mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis)]
+        twice = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
+        if twice:
+            raise MeshError(f"{name}: two of its axes {axes} are split over {twice}; change this component's layout")
         for length, axis in zip(shape, axes, strict=True):
             if axis is not None and length % self.size(axis):
                 raise MeshError(
@@ -106,7 +110,9 @@ def make_layout(mesh: Mesh, overrides: Mapping[str, Sequence[str]] | None = None
             raise MeshError(f"{where}: unknown logical axis {name!r}; known: {', '.join(DEFAULT_RULES)}")
         for axis in axes:
             if axis not in mesh.axis_names:
-                raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}")
+                raise MeshError(
+                    f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}"
+                )
     rules = {name: _in_mesh_order(mesh, overrides.get(name, axes)) for name, axes in DEFAULT_RULES.items()}
     for name in COMPUTE_AXES:
         clash = set(rules[name]) & set(rules["batch"])

@@ -8,8 +8,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmllm.config import AudioConfig
-from jaxmllm.models.layers import Remat, RMSNorm, RowContext, encoder_block
-from jaxmllm.models.layers import bias, parameter, rotary_angles, run_stack, stacked, weight
+from jaxmllm.models.layers import (
+    Remat,
+    RMSNorm,
+    RowContext,
+    bias,
+    encoder_block,
+    parameter,
+    rotary_angles,
+    run_stack,
+    stacked,
+    weight,
+)
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
@@ -49,6 +59,7 @@ class AudioTower(nnx.Module):
         x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
         x = self.stem_width(self.stem_mels(x, layout), layout)
         x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", None, None))
-        angles = rotary_angles(rows.positions[:, ::STRIDE, :1], (self.config.head_size // 2,), self.config.rope_theta)
+        sections = (self.config.head_size // 2,)
+        angles = rotary_angles(rows.positions[:, ::STRIDE, :1], sections, self.config.rope_theta, dtype)
         context = RowContext(layout, rows.segments[:, ::STRIDE], rows.query_tiles, rows.key_tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

@@ -7,8 +7,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.config import LanguageConfig
-from jaxmllm.models.layers import Block, GatedMLP, Remat, RMSNorm, RowContext, SelfAttention
-from jaxmllm.models.layers import parameter, rotary_angles, run_stack, stacked, weight
+from jaxmllm.models.layers import (
+    Block,
+    GatedMLP,
+    Remat,
+    RMSNorm,
+    RowContext,
+    SelfAttention,
+    parameter,
+    rotary_angles,
+    run_stack,
+    stacked,
+    weight,
+)
 from jaxmllm.models.rows import LanguageRows
 from sharding.rules import Layout
 
@@ -66,6 +77,6 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, remat: Remat
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
-        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta)
+        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, x.dtype)
         context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

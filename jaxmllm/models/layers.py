@@ -66,8 +66,9 @@ class RMSNorm(nnx.Module):
 def rotary_angles(
     positions: Int[Array, "R C A"], sections: tuple[int, ...], theta: float, dtype: Any = jnp.float32
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes; the first sections[0] pairs turn with axis 0, and so on.
+    """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
 
+    The first sections[0] pairs turn with axis 0, and so on.
     Frequencies run on through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
     the one-dimensional RoPE (arXiv 2104.09864) exactly.
     """
@@ -85,6 +86,7 @@ def rotary_angles_2d(
 
 
 def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: Any) -> Array:
+    dtype = jnp.promote_types(dtype, jnp.float32)
     return positions[..., axis].astype(dtype) * jnp.asarray(frequency, dtype)
 
 
@@ -130,6 +132,9 @@ class SelfAttention(nnx.Module):
         v = self._project(x, self.value, self.value_bias, None, rows)
         q, k = rotate(q, rows.angles), rotate(k, rows.angles)
         many, few = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+        if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads"):  # a device lacks the keys of its own queries
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+            few = many
         attend = layout.local(
             lambda *arrays: attention(*arrays, causal=self.causal),
             in_axes=(many, few, few, ("batch", None), ("batch", None, None), ("batch", None, None)),

@@ -168,5 +168,3 @@ def _init(component: Component, seed: int, dtype: str) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)
 
     return jax.jit(create, out_shardings=shardings(component))()
-
-

@@ -48,9 +48,7 @@ class TokenPool(NamedTuple):
     valid: Int[Array, "R W"]  # 1 where the token comes from data that could be decoded
 
 
-def abstract_encoder_rows(
-    layout: Layout, capacity: int, modality: Modality, block: int
-) -> EncoderRows:
+def abstract_encoder_rows(layout: Layout, capacity: int, modality: Modality, block: int) -> EncoderRows:
     """Shapes, types and shardings of the rows of one capacity C."""
     attention_slots = capacity // modality.attention_stride
     return EncoderRows(

@@ -7,8 +7,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmllm.config import VisionConfig
-from jaxmllm.models.layers import Remat, RMSNorm, RowContext, encoder_block
-from jaxmllm.models.layers import bias, parameter, rotary_angles_2d, run_stack, stacked, weight
+from jaxmllm.models.layers import (
+    Remat,
+    RMSNorm,
+    RowContext,
+    bias,
+    encoder_block,
+    parameter,
+    rotary_angles_2d,
+    run_stack,
+    stacked,
+    weight,
+)
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
@@ -28,6 +38,6 @@ class VisionTower(nnx.Module):
         pixels = rows.features.astype(dtype) / 127.5 - 1
         x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
         x = layout.constrain(x, ("batch", None, None))
-        angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta)
+        angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
         context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

@@ -1,0 +1,249 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.models.layers import (
+    MLP,
+    Block,
+    GatedMLP,
+    RMSNorm,
+    RowContext,
+    SelfAttention,
+    rotary_angles,
+    rotary_angles_2d,
+    rotate,
+    run_stack,
+    stacked,
+)
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
+
+SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
+MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+SEGMENTS = np.array([[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64, [1] * 1 + [2] * 40 + [0] * 23])
+
+
+def context(layout):
+    tiles = [tile_ranges(row, BLOCK, causal=True) for row in SEGMENTS]
+    return RowContext(
+        layout,
+        jnp.asarray(SEGMENTS, jnp.int32),
+        jnp.stack([t.queries for t in tiles]),
+        jnp.stack([t.keys for t in tiles]),
+        rotary_angles(jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0),
+    )
+
+
+def inputs(seed=0):
+    return np.random.default_rng(seed).standard_normal((4, SLOTS, WIDTH)).astype(np.float32)
+
+
+# ---------------------------------------------------------------------------- norms and positions
+
+
+def test_rms_norm():
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)) * 5
+    scale = np.linspace(0.5, 2, 8)
+    want = np.empty_like(x)
+    for i in np.ndindex(2, 3):
+        want[i] = x[i] / np.sqrt(sum(v * v for v in x[i]) / 8 + 1e-3) * scale
+    with jax.enable_x64(True):
+        norm = RMSNorm(8, 1e-3)
+        norm.scale[...] = jnp.asarray(scale)
+        np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-13)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 256)) * 300, jnp.bfloat16)
+    norm = RMSNorm(256, 1e-6)
+    got = norm(x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, norm(x.astype(jnp.float32)).astype(jnp.bfloat16))
+
+
+def test_text_gets_one_dimensional_rotary_positions_exactly():
+    positions = np.arange(50)[None, :, None] * 7
+    three = rotary_angles(jnp.asarray(positions.repeat(3, axis=2)), (2, 3, 3), 1e4)
+    one = rotary_angles(jnp.asarray(positions), (8,), 1e4)
+    np.testing.assert_array_equal(three, one)
+
+
+def test_sections_turn_with_their_own_axis():
+    positions = np.random.default_rng(0).integers(0, 100, (2, 5, 3))
+    sections, theta = (2, 3, 3), 500.0
+    want, axis_of = np.empty((2, 5, 8)), [0] * 2 + [1] * 3 + [2] * 3
+    for r, c, pair in np.ndindex(want.shape):
+        want[r, c, pair] = positions[r, c, axis_of[pair]] * theta ** (-2 * pair / 16)
+    with jax.enable_x64(True):
+        angles = rotary_angles(jnp.asarray(positions), sections, theta, jnp.float64)
+    np.testing.assert_allclose(angles, want, rtol=1e-13)
+
+
+def test_both_axes_of_an_image_turn_over_all_frequencies():
+    positions = np.random.default_rng(0).integers(0, 100, (2, 5, 2))
+    want = np.empty((2, 5, 6))
+    for r, c, pair in np.ndindex(want.shape):
+        want[r, c, pair] = positions[r, c, pair // 3] * 100.0 ** (-(pair % 3) / 3)
+    with jax.enable_x64(True):
+        angles = rotary_angles_2d(jnp.asarray(positions), 6, 100.0, jnp.float64)
+    np.testing.assert_allclose(angles, want, rtol=1e-13)
+
+
+def test_angles_of_a_bfloat16_computation_are_float32():
+    """Position 1,001 is no bfloat16."""
+    angles = rotary_angles(jnp.full((1, 1, 1), 1001), (2,), 1e4, jnp.bfloat16)
+    assert angles.dtype == jnp.float32 and angles[0, 0, 0] == 1001
+
+
+def test_rotate_turns_pairs_as_complex_numbers():
+    rng = np.random.default_rng(0)
+    x, angles = rng.standard_normal((2, 5, 3, 8)), rng.standard_normal((2, 5, 4)) * 50
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, :, None]
+    with jax.enable_x64(True):
+        got = rotate(jnp.asarray(x), jnp.asarray(angles))
+    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------- MLPs
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def filled(make, dtype=np.float32):
+    """A module's graph and parameters, every one random, biases and scales too."""
+    rng = np.random.default_rng(0)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return graph, jax.tree.map(lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(dtype), shapes)
+
+
+def test_mlps():
+    x = np.random.default_rng(1).standard_normal((4, 6, WIDTH))
+    layout = make_layout(MESH)
+    makers = (lambda rngs: MLP(rngs, WIDTH, 24, 10)), (lambda rngs: GatedMLP(rngs, WIDTH, 24))
+    (plain_graph, plain), (gated_graph, gated) = (filled(make, np.float64) for make in makers)
+    with jax.enable_x64(True):
+        got_plain, got_gated = jax.jit(
+            lambda plain, gated, x: (
+                nnx.merge(plain_graph, plain)(x, layout),
+                nnx.merge(gated_graph, gated)(x, layout),
+            )
+        )(plain, gated, x)
+    p = nnx.to_pure_dict(plain)
+    np.testing.assert_allclose(got_plain, gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"], atol=1e-12)
+    p = nnx.to_pure_dict(gated)
+    gate = x @ p["gate"]
+    np.testing.assert_allclose(got_gated, (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"], atol=1e-12)
+
+
+def test_initial_weights_keep_the_scale_of_their_input():
+    def make():
+        rngs = nnx.Rngs(0)
+        return nnx.state(MLP(rngs, 400, 100, 50)), nnx.state(SelfAttention(rngs, 100, 4, 2, 25, causal=True))
+
+    mlp, attention = (nnx.to_pure_dict(state) for state in jax.jit(make)())
+    for kernel, fan_in in ((mlp["up"], 400), (mlp["down"], 100), (attention["query"], 100), (attention["out"], 100)):
+        np.testing.assert_allclose(kernel.std(), fan_in**-0.5, rtol=0.05)
+    assert not mlp["up_bias"].any()
+
+
+# ---------------------------------------------------------------------------- attention on the mesh
+
+
+@pytest.fixture(scope="module")
+def attend():
+    sizes = WIDTH, HEADS, KV_HEADS, HEAD_SIZE
+    graph, parameters = filled(lambda rngs: SelfAttention(rngs, *sizes, causal=True, qkv_bias=True, qk_norm=True))
+
+    def run(overrides):
+        layout = make_layout(MESH, overrides)
+
+        def loss(parameters, x):
+            out = nnx.merge(graph, parameters)(x, context(layout))
+            return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, has_aux=True))(parameters, inputs())
+        return [out, *jax.tree.leaves(grads)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_heads(attend):
+    return attend({"heads": [], "kv_heads": []})
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"kv_heads": []}, {"heads": []}], ids=["both_split", "heads_split", "kv_heads_split"]
+)
+def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
+    """With fewer key heads than tensor ranks only the queries can be split; each rank then needs their keys."""
+    for got, want in zip(attend(overrides), whole_heads, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------- stacks
+
+
+def make_block(rngs):
+    attention = SelfAttention(rngs, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, causal=True)
+    return Block(WIDTH, 1e-6, attention, GatedMLP(rngs, WIDTH, 24))
+
+
+@pytest.fixture(scope="module")
+def stack():
+    make = lambda: stacked(make_block, LAYERS, nnx.Rngs(0))  # noqa: E731
+    return nnx.graphdef(nnx.eval_shape(make)), jax.jit(lambda: nnx.state(make()))()
+
+
+@pytest.fixture(scope="module")
+def gradients(stack):
+    graph, parameters = stack
+    rows = context(make_layout(MESH))
+
+    def loss(parameters, x, remat):
+        return (run_stack(nnx.merge(graph, parameters), x, rows, remat) ** 2).sum()
+
+    return {
+        remat: jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(parameters, inputs(), remat)
+        for remat in ("none", "dots", "full")
+    }
+
+
+def test_layers_of_a_stack_start_differently(stack):
+    gate = np.asarray(stack[1].mlp.gate[...])
+    assert gate.shape == (LAYERS, WIDTH, 24)
+    assert abs(gate[0] - gate[1]).min() > 0
+
+
+def test_a_stack_is_its_layers_in_turn(stack):
+    graph, parameters = stack
+    rows, x = context(make_layout(MESH)), jnp.asarray(inputs())
+    one = jax.jit(lambda p, x: nnx.merge(graph, p)(x, rows))
+    got = jax.jit(lambda p, x: run_stack(nnx.merge(graph, p), x, rows, "none"))(parameters, x)
+    for i in range(LAYERS):
+        x = one(jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), parameters), x)
+    np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
+    for got, want in zip(jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * abs(want).max())
+
+
+def test_rematerialisation_keeps_less(stack):
+    graph, parameters = stack
+    rows = context(make_layout(MESH))
+
+    def kept(remat):
+        def pullback(parameters, x):
+            return jax.vjp(lambda p, x: run_stack(nnx.merge(graph, p), x, rows, remat), parameters, x)[1]
+
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, parameters, inputs())))
+
+    assert kept("full") < kept("dots") < kept("none")

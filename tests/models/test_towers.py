@@ -1,0 +1,274 @@
+"""Every tower against a reference in plain numpy, float64, one unpacked item at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.config import (
+    AudioConfig,
+    ComponentConfig,
+    ComponentsConfig,
+    LanguageConfig,
+    ModelConfig,
+    ProjectorComponents,
+    VisionConfig,
+)
+from jaxmllm.models.language import rope_sections
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import EncoderRows, LanguageRows
+from sharding.mesh import make_mesh
+
+MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+VOCABULARY, SLOTS, BLOCK = 40, 64, 32
+VISION = VisionConfig(width=16, layers=2, heads=2, mlp_width=24, patch_size=2, rope_theta=50.0)
+AUDIO = AudioConfig(width=16, layers=2, heads=2, mlp_width=24, mel_bins=5, chunk_frames=16, rope_theta=70.0)
+FULL = LanguageConfig(
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    mlp_width=24,
+    rope_sections=(1, 1, 2),
+    rope_theta=90.0,
+    qkv_bias=True,
+    qk_norm=True,
+)
+TIED = LanguageConfig(width=16, layers=1, heads=2, kv_heads=2, head_size=16, mlp_width=24, tie_embeddings=True)
+
+
+# ---------------------------------------------------------------------------- the reference
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def rms_norm(x, scale):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def turn(x, angles):
+    """x [n, H, K], angles [n, K/2]."""
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def attend(q, k, v, visible):
+    out = np.zeros_like(q)
+    for i, head in np.ndindex(q.shape[:2]):
+        seen, key_head = np.flatnonzero(visible[i]), head // (q.shape[1] // k.shape[1])
+        if len(seen):
+            logits = k[seen, key_head] @ q[i, head] / np.sqrt(q.shape[-1])
+            weights = np.exp(logits - logits.max())
+            out[i, head] = weights / weights.sum() @ v[seen, key_head]
+    return out
+
+
+def layer(x, p, angles, visible):
+    y, own = rms_norm(x, p["attention_norm"]["scale"]), p["attention"]
+
+    def heads(name):
+        projected = np.einsum("nd,dhk->nhk", y, own[name]) + own.get(f"{name}_bias", 0)
+        return rms_norm(projected, own[f"{name}_norm"]["scale"]) if f"{name}_norm" in own else projected
+
+    mixed = attend(turn(heads("query"), angles), turn(heads("key"), angles), heads("value"), visible)
+    x = x + np.einsum("nhk,hkd->nd", mixed, own["out"]) + own.get("out_bias", 0)
+    return x + mlp(rms_norm(x, p["mlp_norm"]["scale"]), p["mlp"])
+
+
+def mlp(x, p):
+    if "gate" in p:
+        gate = x @ p["gate"]
+        return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
+    return gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
+
+
+def transformer(x, p, angles, visible):
+    for i in range(len(p["layers"]["mlp"]["up"])):
+        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, visible)
+    return rms_norm(x, p["norm"]["scale"])
+
+
+def decoder(p, config, embedded, positions):
+    """One example: [n, D] and [n, 3] -> hidden states [n, D]."""
+    pairs = config.head_size // 2
+    time, height, _ = rope_sections(config)
+    axis = [0 if i < time else 1 if i < time + height else 2 for i in range(pairs)]
+    angles = np.stack([positions[:, axis[i]] * config.rope_theta ** (-i / pairs) for i in range(pairs)], axis=1)
+    return transformer(embedded, p, angles, np.tri(len(embedded), dtype=bool))
+
+
+def vision_tower(p, config, pixels, positions):
+    """One image: [n, F] and (row, column) [n, 2] -> [n, D]."""
+    x = (pixels.astype(float) / 255 * 2 - 1) @ p["patch"] + p["patch_bias"]
+    half = config.head_size // 4
+    frequency = config.rope_theta ** (-np.arange(half) / half)
+    angles = np.concatenate([positions[:, :1] * frequency, positions[:, 1:] * frequency], axis=1)
+    return transformer(x, p, angles, np.ones((len(x), len(x)), bool))
+
+
+def halving_convolution(p, frames):
+    out = np.empty((len(frames) // 2, p["kernel"].shape[1]))
+    taps = np.split(p["kernel"], 3)
+    for t in range(len(out)):
+        out[t] = p["bias"]
+        for tap, matrix in enumerate(taps):
+            if (place := 2 * t - 1 + tap) >= 0:
+                out[t] += frames[place] @ matrix
+    return gelu(out)
+
+
+def audio_tower(p, config, frames, real):
+    """One clip of whole chunks, `real` frames of it data -> [n / 4, D]."""
+    chunks = np.split(frames, len(frames) // config.chunk_frames)
+    x = np.concatenate(
+        [halving_convolution(p["stem_width"], halving_convolution(p["stem_mels"], chunk)) for chunk in chunks]
+    )
+    pairs = config.head_size // 2
+    angles = np.arange(len(x))[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
+    heard = np.arange(len(x)) * 4 < real
+    return transformer(x, p, angles, heard[:, None] & heard)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def packed(spans, causal, stride=1, slots=SLOTS, block=BLOCK):
+    """`spans` [(row, start, stop)]: segments numbered in each row, and both tile tables."""
+    segments = np.zeros((1 + max(row for row, _, _ in spans), slots), np.int32)
+    for row, start, stop in spans:
+        segments[row, start:stop] = segments[row].max() + 1
+    tiles = [tile_ranges(row[::stride], block, causal) for row in segments]
+    return segments, np.stack([t.queries for t in tiles]), np.stack([t.keys for t in tiles])
+
+
+def randomized(model, seed=1):
+    """Parameters none of which stays at zero or one, where mistakes hide."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64"))
+
+
+def build(**towers):
+    wide = ComponentConfig(compute_dtype="float64")
+    spread = ComponentConfig(compute_dtype="float64", layout={"batch": ["data", "fsdp", "tensor"]})
+    settings = ComponentsConfig(
+        vision=wide, audio=spread, language=wide, projector=ProjectorComponents(vision=wide, audio=wide)
+    )
+    return build_model(ModelConfig(**towers), VOCABULARY, settings, MESH)
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    with jax.enable_x64(True):
+        model = build(language=TIED, vision=VISION, audio=AUDIO)
+        return model, randomized(model)
+
+
+def encode(encoders, phase, rows):
+    model, params = encoders
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def run(params, rows):
+            features = model.features(params, phase, rows)
+            return features, model.project(params, phase, features)
+
+        return [np.asarray(x) for x in run(params, rows)]
+
+
+def encoder_rows(features, positions, tables, tokens):
+    segments, query_tiles, key_tiles = tables
+    ranks = len(segments)
+    return EncoderRows(
+        features, segments, positions, np.ones((ranks, tokens), bool), np.zeros(ranks, np.int32), query_tiles, key_tiles
+    )
+
+
+def close(got, want):
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-10 * abs(want).max())
+
+
+# ---------------------------------------------------------------------------- towers
+
+
+@pytest.mark.parametrize("config", [FULL, TIED], ids=["full", "tied"])
+def test_decoder(config):
+    spans = [(0, 0, 20), (0, 20, 21), (0, 21, 60), (1, 0, 64), (3, 0, 30), (3, 30, 50)]
+    rng = np.random.default_rng(0)
+    segments, query_tiles, key_tiles = packed(spans, causal=True)
+    tokens = rng.integers(0, VOCABULARY, segments.shape).astype(np.int32)
+    positions = rng.integers(0, 60, (*segments.shape, 3)).astype(np.int32)
+    media = np.where(rng.random(segments.shape) < 0.3, 0, -1).astype(np.int32)
+    arrived = rng.standard_normal((*segments.shape, config.width))
+    rows = LanguageRows(
+        tokens, np.full_like(tokens, -1), segments, positions, media, np.zeros((4, 3), np.int32), query_tiles, key_tiles
+    )
+    with jax.enable_x64(True):
+        model = build(language=config)
+        params = randomized(model)
+        hidden, head = jax.jit(model.hidden)(params, rows, jnp.asarray(arrived))
+    own = params["language"]
+    assert ("head" in own) == (config is FULL)
+    close(np.asarray(head), own["head"] if config is FULL else own["embedding"].T)
+    for row, start, stop in spans:
+        here = row, slice(start, stop)
+        embedded = np.where(media[here][:, None] >= 0, arrived[here], own["embedding"][tokens[here]])
+        close(np.asarray(hidden)[here], decoder(own, config, embedded, positions[here]))
+
+
+def test_default_sections_share_the_pairs():
+    assert rope_sections(TIED) == (2, 3, 3)
+    assert rope_sections(TIED.model_copy(update={"head_size": 128})) == (16, 24, 24)  # Qwen2-VL's
+    assert rope_sections(FULL) == (1, 1, 2)
+
+
+def test_vision_tower_and_projector(encoders):
+    spans = [(0, 0, 12), (0, 12, 16), (0, 16, 56), (1, 0, 64), (3, 0, 24)]
+    rng = np.random.default_rng(1)
+    tables = packed(spans, causal=False)
+    pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
+    positions = rng.integers(0, 30, (4, SLOTS, 2)).astype(np.int32)
+    features, tokens = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    params = encoders[1]
+    for row, start, stop in spans:
+        want = vision_tower(params["vision"], VISION, pixels[row, start:stop], positions[row, start:stop])
+        close(features[row, start:stop], want)
+        want = mlp(want.reshape(-1, 4 * VISION.width), params["projector.vision"]["mlp"])
+        close(tokens[row, start // 4 : stop // 4], want)
+
+
+def test_audio_tower_and_projector(encoders):
+    clips = [(0, 0, 32, 27), (0, 32, 48, 16), (1, 0, 128, 125), (2, 0, 16, 1), (2, 16, 48, 18), (7, 0, 48, 41)]
+    slots, rng = 128, np.random.default_rng(2)
+    frames = np.zeros((8, slots, AUDIO.mel_bins), np.float32)
+    positions = np.zeros((8, slots, 2), np.int32)
+    for row, start, stop, real in clips:
+        frames[row, start : start + real] = rng.standard_normal((real, AUDIO.mel_bins))
+        positions[row, start:stop, 0] = np.arange(stop - start) // 4
+    tables = packed([(row, start, start + real) for row, start, _, real in clips], causal=False, stride=4, slots=slots)
+    features, tokens = encode(encoders, "audio", encoder_rows(frames, positions, tables, slots // 8))
+    params = encoders[1]
+    for row, start, stop, real in clips:
+        want = audio_tower(params["audio"], AUDIO, frames[row, start:stop], real)
+        close(features[row, start // 4 : stop // 4], want)
+        want = mlp(want.reshape(-1, 2 * AUDIO.width), params["projector.audio"]["mlp"])
+        close(tokens[row, start // 8 : stop // 8], want)
+
+
+def test_nothing_leaks_from_one_image_to_the_next(encoders):
+    """Other pixels and even other values at padding leave an image's features as they were, bit for bit."""
+    spans = [(row, start, start + 32) for row in range(4) for start in (0,)]
+    rng = np.random.default_rng(3)
+    tables = packed([*spans, (0, 32, 52)], causal=False)
+    pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
+    positions = rng.integers(0, 30, (4, SLOTS, 2)).astype(np.int32)
+    before, _ = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    pixels[:, 32:] = rng.integers(0, 256, pixels[:, 32:].shape)
+    after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    np.testing.assert_array_equal(before[:, :32], after[:, :32])
+    assert (before[0, 32:52] != after[0, 32:52]).any()

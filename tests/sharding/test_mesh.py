@@ -1,0 +1,47 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from sharding.mesh import MeshError, make_mesh
+
+
+def test_axes_keep_their_order_and_use_every_device():
+    mesh = make_mesh({"data": 2, "fsdp": 4, "tensor": 1})
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.devices.shape == (2, 4, 1)
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"), [((-1, 2, 2), (2, 2, 2)), ((2, -1, 1), (2, 4, 1)), ((8, 1, -1), (8, 1, 1))]
+)
+def test_one_size_may_be_the_rest(sizes, shape):
+    assert make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))).devices.shape == shape
+
+
+def test_axes_are_left_to_the_compiler():
+    """`jax.make_mesh` would make them Explicit, under which shard_map refuses unsharded inputs."""
+    assert set(make_mesh({"data": -1}).axis_types) == {AxisType.Auto}
+
+
+def test_given_devices_are_used():
+    devices = jax.devices()[2:6]
+    assert list(make_mesh({"data": 2, "tensor": -1}, devices).devices.flat) == devices
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 3, "tensor": 2}, "needs 6 devices but there are 8"),
+        ({"data": 2, "tensor": 2}, "needs 4 devices but there are 8"),
+        ({"data": 16}, "needs 16 devices but there are 8"),
+        ({"data": -1, "tensor": 3}, "needs a multiple of 3 devices but there are 8"),
+        ({"data": -1, "tensor": 16}, "needs a multiple of 16 devices but there are 8"),
+        ({"data": -1, "tensor": -1}, "-1 is allowed once"),
+        ({"data": 0, "tensor": 8}, "must be positive"),
+        ({"data": -2, "tensor": 8}, "must be positive"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_refused(sizes, message):
+    with pytest.raises(MeshError, match=message):
+        make_mesh(sizes)
