@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 class MeshError(ValueError):
@@ -21,15 +21,26 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     Raises `MeshError` when the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(sizes, len(devices))
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def abstract_mesh(sizes: Mapping[str, int], devices: int) -> AbstractMesh:
+    """The same mesh over that many devices which need not be there: for shapes and plans, not for running."""
+    shape = mesh_shape(sizes, devices)
+    return AbstractMesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
+    """The sizes with -1 replaced by the devices that the others leave. Raises `MeshError` as `make_mesh` does."""
     free = [name for name, size in sizes.items() if size == -1]
     wrong = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if wrong or len(free) > 1:
         raise MeshError(f"mesh sizes {dict(sizes)} must be positive; -1 is allowed once, for 'the rest'")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if len(devices) % fixed or (not free and fixed != len(devices)):
+    if devices % fixed or (not free and fixed != devices):
         raise MeshError(
-            f"mesh {dict(sizes)} needs {'a multiple of ' if free else ''}{fixed} devices but there are {len(devices)}; "
+            f"mesh {dict(sizes)} needs {'a multiple of ' if free else ''}{fixed} devices but there are {devices}; "
             f"change the mesh sizes or start with another number of devices"
         )
-    shape = [len(devices) // fixed if size == -1 else size for size in sizes.values()]
-    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    return tuple(devices // fixed if size == -1 else size for size in sizes.values())

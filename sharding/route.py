@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.rules import Layout
@@ -30,7 +30,7 @@ Pool = Any  # a pytree of arrays [R, W, ...]
 class Exchange:
     """Geometry of the exchange between two layouts on one mesh."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     encoder: Layout
     language: Layout
 

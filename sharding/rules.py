@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import MeshError
@@ -36,7 +36,7 @@ COMPUTE_AXES = ("heads", "kv_heads", "mlp", "vocab")  # stay split during the co
 class Layout:
     """How one component lies on the mesh."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
@@ -98,7 +98,9 @@ class Layout:
                 )
 
 
-def make_layout(mesh: Mesh, overrides: Mapping[str, Sequence[str]] | None = None, where: str = "layout") -> Layout:
+def make_layout(
+    mesh: Mesh | AbstractMesh, overrides: Mapping[str, Sequence[str]] | None = None, where: str = "layout"
+) -> Layout:
     """The default rules with overrides. Mesh axes named for `batch` are taken from the compute axes that the
     overrides do not name, so `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
 
@@ -122,5 +124,5 @@ def make_layout(mesh: Mesh, overrides: Mapping[str, Sequence[str]] | None = None
     return Layout(mesh, tuple(rules.items()))
 
 
-def _in_mesh_order(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in axes)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jaxmllm.config import ComponentConfig, ComponentsConfig, ModelConfig
@@ -103,7 +103,7 @@ class MLLM:
         return hidden, decoder.output_weight(component.layout, component.dtype)
 
 
-def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh) -> MLLM:
+def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
     """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be."""
     language = config.language
     makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}

@@ -1,9 +1,9 @@
 """From the config to a run that is ready to train: the only code below the entry that reads the whole config.
 
-    data      sources -> length indexes -> Corpus, without the examples that no row can hold
-    plan      lengths of a few batches -> row capacities and pool sizes -> PlanSpec
-    model     components on the mesh -> compiled programs
-    batches   MapDatasets whose element k is this host's share of step k
+data      sources -> length indexes -> Corpus, without the examples that no row can hold
+plan      lengths of a few batches -> row capacities and pool sizes -> PlanSpec
+model     components on the mesh -> compiled programs
+batches   MapDatasets whose element k is this host's share of step k
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grain
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.cost import phase_flops
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PlanSpec
@@ -62,22 +63,38 @@ class Run:
         return jax.process_index() == 0
 
 
+@dataclass(frozen=True)
+class Groundwork:
+    """What is known of a run before anything is compiled or lies on a device."""
+
+    model: MLLM
+    corpus: Corpus
+    held_out: list[Corpus]
+    order: grain.MapDataset[int]  # of the training examples
+    samples: list[BatchItems]  # batches that the sizes of `plan_spec` are chosen from
+
+
+def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
+    """Index the data and compose the model; an abstract mesh does, where nothing shall run."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
+    if not model.trainable:
+        raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
+    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
+    order = example_order(corpus.members, config.run.seed)
+    samples = sample_batches(order, corpus, config.data.batch_size, SAMPLES)
+    return Groundwork(model, corpus, held_out, order, samples)
+
+
 def build_run(config: Config) -> Run:
     """Index the data, choose the sizes, compose the model, compile its programs.
 
     Raises one of `USER_ERRORS` for a config that cannot be run.
     """
     compilations = CompilationCounter()
-    mesh = make_mesh(config.mesh.model_dump())
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
-    if not model.trainable:
-        raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
-
-    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
-    order = example_order(corpus.members, config.run.seed)
-    samples = sample_batches(order, corpus, config.data.batch_size, SAMPLES)
-    spec = plan_spec(config, model, samples, [corpus, *held_out])
+    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
+    model, corpus, held_out = ground.model, ground.corpus, ground.held_out
+    spec = plan_spec(config, model, ground.samples, [corpus, *held_out])
     blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
     step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
     programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)

@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding.mesh import MeshError, make_mesh
+from sharding.mesh import MeshError, abstract_mesh, make_mesh
 
 
 def test_axes_keep_their_order_and_use_every_device():
@@ -45,3 +45,11 @@ def test_given_devices_are_used():
 def test_sizes_that_do_not_fit_the_devices_are_refused(sizes, message):
     with pytest.raises(MeshError, match=message):
         make_mesh(sizes)
+
+
+def test_an_abstract_mesh_is_the_same_mesh_without_devices():
+    sizes = {"data": -1, "fsdp": 2, "tensor": 1}
+    assert abstract_mesh(sizes, 8) == make_mesh(sizes).abstract_mesh
+    assert abstract_mesh(sizes, 4096).shape == {"data": 2048, "fsdp": 2, "tensor": 1}
+    with pytest.raises(MeshError, match="needs a multiple of 2 devices but there are 9"):
+        abstract_mesh(sizes, 9)
