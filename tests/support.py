@@ -1,0 +1,186 @@
+"""A tiny three-modality set-up for tests of whole steps: config, corpus, programs on any mesh, steps by hand.
+
+tiny_config(data) --assemble(config, devices)--> Setup --.step(examples)--> HostStep --.gradients--> Result
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmllm.balance.plan import PlanSpec
+from jaxmllm.config import Config, parse_config
+from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.fill import HostStep, LocalRanks
+from jaxmllm.data.pipeline import StepFiller
+from jaxmllm.data.text import load_tokenizer
+from jaxmllm.models.mllm import build_model
+from jaxmllm.training.build import open_corpora, plan_spec, vocabulary
+from jaxmllm.training.programs import LANGUAGE, Programs
+from jaxmllm.training.step import Step
+from sharding.mesh import make_mesh
+
+ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"], "heads": [], "kv_heads": [], "mlp": []}
+
+
+def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
+    """The config of a run of seconds, as a tree; `changes` replace values by dotted key ("." written "__")."""
+    tree: dict[str, Any] = {
+        "run": {"directory": str(data / "run"), "steps": 4},
+        "model": {
+            "vision": {"width": 16, "layers": 1, "heads": 2, "mlp_width": 32, "patch_size": 14},
+            "audio": {"width": 16, "layers": 1, "heads": 2, "mlp_width": 32, "mel_bins": 8, "chunk_frames": 32},
+            "language": {
+                "width": 32,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+                "head_size": 8,
+                "mlp_width": 48,
+                "rope_sections": [2, 1, 1],
+            },
+        },
+        "data": {
+            "sources": [{"name": "sample", "path": str(data / "train.jsonl")}],
+            "evaluation": [{"name": "sample", "path": str(data / "test.jsonl")}],
+            "batch_size": 16,
+            "images": {"max_pixels": 20000},
+            "sounds": {"max_seconds": 5},
+        },
+        "mesh": {"data": -1},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "phases": {name: {"block": 32} for name in ("vision", "audio", "language")},
+        "logging": {"tensorboard": False},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return tree
+
+
+def one_source_an_example(path: Path) -> Path:
+    """Copy a JSONL file beside itself with every record's source set to its id: sums by source become by example."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    copy = path.with_name(f"each-{path.name}")
+    copy.write_text("".join(json.dumps(record | {"source": record["id"]}) + "\n" for record in records))
+    return copy
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step computes, on the host: gradients by component, losses and targets by source."""
+
+    grads: dict[str, Any]
+    loss: np.ndarray  # [N]
+    targets: np.ndarray  # [N]
+    failed: int
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.loss.sum() / self.targets.sum())
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Compiled programs over some devices, and the corpus they are fed from."""
+
+    config: Config
+    corpus: Corpus
+    held_out: Corpus
+    programs: Programs
+
+    @property
+    def spec(self) -> PlanSpec:
+        return self.programs.spec
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return {phase: getattr(self.config.phases, phase).block for phase in self.spec.phases}
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        return self.programs.init(self.config.run.seed).params
+
+    def step(self, examples: Sequence[int], corpus: Corpus | None = None, **spec: Any) -> HostStep:
+        """The rows of these examples on all ranks; `spec` replaces fields of the plan's, mode for one."""
+        ranks = {phase: tuple(range(each.ranks)) for phase, each in self.spec.phases.items()}
+        exchange = {phase: tuple(range(int(np.prod(r.grid.shape)))) for phase, r in self.spec.routes.items()}
+        plan = dataclasses.replace(self.spec, **spec)
+        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.blocks)
+        return filler(0, np.asarray(examples, np.int64))
+
+    def gradients(self, step: HostStep, params: Any = None) -> Result:
+        grads, sums, failed = self.programs.gradients(self.params if params is None else params, self.put(step))
+        grads, sums, failed = jax.device_get((grads, sums, failed))
+        return Result(grads, sums.loss.sum(0), sums.targets.sum(0), int(failed))
+
+    def put(self, step: HostStep) -> Any:
+        return self.programs.put(step)
+
+    def of_kind(self, kinds: Iterable[str]) -> list[int]:
+        """Examples that hold media of exactly these phases."""
+        wanted = set(kinds)
+        return [i for i in range(len(self.corpus)) if {m.phase for m in self.corpus.example(i).media} == wanted]
+
+
+def assemble(tree: dict[str, Any], devices: int) -> Setup:
+    """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
+    config = parse_config(tree)
+    mesh = make_mesh(config.mesh.model_dump(), jax.devices()[:devices])
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
+    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
+    samples = [corpus.gather(np.arange(len(corpus)))]
+    spec = plan_spec(config, model, samples, [corpus, *held_out])
+    blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
+    step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
+    programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)
+    return Setup(config, corpus, held_out[0], programs)
+
+
+def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) -> HostStep:
+    """The step with the targets of these sources masked, or (keep) of all others."""
+    rows = []
+    for row in step.rows[LANGUAGE]:
+        of_segment = np.concatenate([np.full((len(row["sources"]), 1), -1), row["sources"]], axis=1)
+        of_token = np.take_along_axis(of_segment, row["segments"], axis=1)
+        rows.append(row | {"targets": np.where(np.isin(of_token, sources) == keep, row["targets"], np.int32(-1))})
+    return dataclasses.replace(step, rows=step.rows | {LANGUAGE: rows})
+
+
+def scaled(grads: Any, factor: float) -> Any:
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def added(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *trees)
+
+
+def assert_close(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Every component's gradients differ by at most `tolerance` of their norm, which must not be zero."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        pairs = list(zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True))
+        assert all(a.shape == e.shape for a, e in pairs)
+        difference = np.sqrt(sum(np.sum(np.square(np.float64(a) - np.float64(e))) for a, e in pairs))
+        norm = np.sqrt(sum(np.sum(np.square(np.float64(e))) for _, e in pairs))
+        assert norm > 0, f"{name}: nothing to compare"
+        assert difference <= tolerance * norm, f"{name}: off by {difference / norm:.2e} of the norm"
+
+
+def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
+    """Losses by source and gradients agree."""
+    np.testing.assert_array_equal(actual.targets, expected.targets)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=tolerance)
+    assert_close(actual.grads, expected.grads, tolerance)

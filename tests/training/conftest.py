@@ -1,0 +1,76 @@
+"""What the tests of whole steps share: sample data, and programs that are compiled once."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmllm.data.sample import make_sample
+from tests.support import Setup, assemble, one_source_an_example, tiny_config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Programs go to disk, so that the runs and subprocesses of these tests compile each of them only once."""
+    folder = _shared(tmp_path_factory) / "compiled"
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for subprocesses
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+        del os.environ[name.upper()]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A small sample, and `each-train.jsonl`, in which every example is a source of its own."""
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample(folder, train=96, test=24)
+    one_source_an_example(folder / "train.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def by_example(data):
+    """tiny_config whose losses are told by example."""
+
+    def config(**changes):
+        each = [{"name": "each", "path": str(data / "each-train.jsonl")}]
+        return tiny_config(data, data__sources=each, **changes)
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def setups():
+    """(config tree, devices) -> Setup, compiled once a session."""
+    made: dict[str, Setup] = {}
+
+    def get(tree, devices) -> Setup:
+        key = json.dumps([tree, devices], sort_keys=True)
+        if key not in made:
+            made[key] = assemble(tree, devices)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def alone(setups, by_example) -> Setup:
+    """The reference: one device."""
+    return setups(by_example(), 1)
+
+
+def _shared(tmp_path_factory) -> Path:
+    """A folder that all workers of a parallel test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder

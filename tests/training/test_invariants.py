@@ -1,0 +1,143 @@
+"""What must not change the mathematics: packing, the plan, the mesh."""
+
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import (
+    Result,
+    added,
+    assert_close,
+    scaled,
+    without_targets,
+)
+
+EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
+
+
+@pytest.fixture(scope="module")
+def whole(alone) -> Result:
+    return alone.gradients(alone.step(EXAMPLES))
+
+
+def test_examples_cover_every_modality(alone):
+    step = alone.step(EXAMPLES)
+    assert all(len(step.rows[phase]) >= 1 for phase in alone.spec.phases)
+    assert {len(alone.corpus.example(i).media) for i in EXAMPLES} >= {0, 1, 2}
+    assert max(row["segments"].max() for row in step.rows["language"]) >= 3  # packed
+
+
+def test_packed_equals_unpacked(alone, whole):
+    parts, targets = [], []
+    for i in EXAMPLES:
+        step = alone.step([i])
+        assert sum(len(rows) for rows in step.rows["language"]) >= 1
+        part = alone.gradients(step)
+        source = alone.corpus.source_of(i)
+        assert part.targets[source] == step.targets == whole.targets[source]
+        np.testing.assert_allclose(part.loss[source], whole.loss[source], rtol=1e-5)
+        parts.append(scaled(part.grads, step.targets))
+        targets.append(step.targets)
+    assert_close(scaled(whole.grads, sum(targets)), added(parts), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [(), ("vision",), ("audio",), ("vision", "audio")])
+def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
+    i = next(i for i in EXAMPLES if i in alone.of_kind(kind))
+    source = alone.corpus.source_of(i)
+    packed = alone.step(EXAMPLES)
+    among_others = alone.gradients(without_targets(packed, [source], keep=True))
+    by_itself = alone.gradients(alone.step([i]))
+    used = {name: g for name, g in by_itself.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+    assert set(used) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
+    factor = packed.targets / by_itself.targets.sum()
+    assert_close({name: scaled(among_others.grads[name], factor) for name in used}, used, 1e-5)
+
+
+# ---------------------------------------------------------------------------- any plan on any mesh
+
+MODES = ("none", "phases")
+WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
+MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
+    pytest.param(2, {"data": 2}, {}, id="data2"),
+    pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, {}, id="mixed"),
+    pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE, id="mixed-encoders-over-tensor"),
+    pytest.param(8, {"data": 8}, {}, id="data8"),
+    *(
+        pytest.param(*each, id=name, marks=pytest.mark.slow)
+        for name, each in {
+            "data4": (4, {"data": 4}, {}),
+            "fsdp2": (2, {"fsdp": 2, "data": 1}, {}),
+            "fsdp4": (4, {"fsdp": 4, "data": 1}, {}),
+            "fsdp8": (8, {"fsdp": 8, "data": 1}, {}),
+            "data4-fsdp2": (8, {"data": 4, "fsdp": 2}, {}),
+            "tensor2": (2, {"data": 1, "tensor": 2}, {}),
+            "tensor2-encoders-over-tensor": (2, {"data": 1, "tensor": 2}, WIDE),
+            "data2-tensor2": (4, {"data": 2, "tensor": 2}, {}),
+            "fsdp4-tensor2": (8, {"data": 1, "fsdp": 4, "tensor": 2}, {}),
+            "data4-tensor2-encoders-over-tensor": (8, {"data": 4, "tensor": 2}, WIDE),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("devices, mesh, changes", MESHES)
+def test_mesh_and_plan_leave_the_mathematics_alone(setups, by_example, alone, whole, devices, mesh, changes):
+    setup = setups(by_example(mesh=mesh, **changes), devices)
+    language = setup.spec.phases["language"].ranks
+    encoders = language * (mesh.get("tensor", 1) if changes else 1)
+    assert [phase.ranks for phase in setup.spec.phases.values()] == [encoders, encoders, language]
+    assert language * mesh.get("tensor", 1) == devices
+    for name in alone.params:
+        jax.tree.map(np.testing.assert_array_equal, setup.params[name], alone.params[name])
+    for mode in MODES:
+        assert_same(setup.gradients(setup.step(EXAMPLES, mode=mode)), whole, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def cramped(setups, by_example):
+    """Rows of two classes, small pools and smaller pairs: many microbatches, pools and rounds."""
+    return setups(
+        by_example(
+            mesh={"data": 2},
+            phases__vision={"block": 32, "capacities": [128, 64]},
+            phases__audio={"block": 16, "capacities": [512, 128]},
+            phases__language={"block": 32, "capacities": [288, 128]},
+            balance__pool_slots=288,
+            balance__pair_slots=24,
+        ),
+        2,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole, mode):
+    step = cramped.step(EXAMPLES, mode=mode)
+    assert len(set(step.capacities["language"])) == 2
+    assert all(len(rows) >= 3 for rows in step.rows.values())
+    assert max(step.pools["language"]) >= 1
+    assert all(len(rounds) >= 3 for rounds in step.rounds.values())
+    assert_same(cramped.gradients(step), whole, 1e-5)
+
+
+def test_float64_agrees_to_ten_digits(by_example):
+    double = {
+        "run__param_dtype": "float64",
+        "components": {name: {"compute_dtype": "float64"} for name in ("vision", "audio", "language")}
+        | {"projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}},
+    }
+    with jax.enable_x64(True):
+        one = assemble(by_example(**double), 1)
+        reference = one.gradients(one.step(EXAMPLES))
+        assert reference.loss.dtype == np.float64
+        parts = [one.gradients(one.step([i])) for i in EXAMPLES]
+        unpacked = added([scaled(part.grads, part.targets.sum()) for part in parts])
+        assert_close(scaled(reference.grads, reference.targets.sum()), unpacked, 1e-10)
+
+        changes = double["components"] | {
+            name: double["components"][name] | {"layout": ENCODER_LAYOUT} for name in ("vision", "audio")
+        }
+        many = assemble(by_example(mesh={"data": 2, "tensor": 2}, **double | {"components": changes}), 4)
+        for mode in MODES:
+            assert_same(many.gradients(many.step(EXAMPLES, mode=mode)), reference, 1e-10)
