@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -52,10 +53,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(text, row))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)  # a file has no width to fit into
 
 
 def write_json(path: Path | None, benchmark: str, seed: int, generator: str, **results: Any) -> None:
