@@ -1,0 +1,172 @@
+"""The waste benchmark against loops over items, on a tiny sample."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.waste import main
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.config import load_config
+from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.data.sample import make_sample
+from jaxmllm.training.build import lay_groundwork, plan_spec
+from jaxmllm.training.metrics import CompilationCounter
+from sharding.mesh import abstract_mesh
+
+RANKS, STEPS, BATCH = 4, 3, 16
+CONFIG = """
+run: {{directory: {data}/run, steps: 4, seed: 5}}
+model:
+  vision: {{width: 16, layers: 1, heads: 2, mlp_width: 32}}
+  audio: {{width: 16, layers: 1, heads: 2, mlp_width: 32, mel_bins: 8, chunk_frames: 32}}
+  language: {{width: 32, layers: 1, heads: 4, kv_heads: 2, head_size: 8, mlp_width: 48}}
+data:
+  sources: [{{name: sample, path: {data}/train.jsonl}}]
+  batch_size: {batch}
+phases: {{vision: {{block: 32}}, audio: {{block: 32}}, language: {{block: 32}}}}
+optimizer: {{learning_rate: 1e-3}}
+"""
+FIGURES = {"real_token_fraction", "max_over_mean", "synchronised", "over_ideal", "rows", "plan_ms"}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    data = tmp_path_factory.mktemp("sample")
+    make_sample(data, seed=1, train=64, test=4)
+    path = data / "config.yaml"
+    path.write_text(CONFIG.format(data=data, batch=BATCH))
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(config_file):
+    path = config_file.with_name("waste.json")
+    compilations = CompilationCounter()
+    assert main(["--config", str(config_file), "--ranks", str(RANKS), "--steps", str(STEPS), "--json", str(path)]) == 0
+    assert compilations.count == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(report):
+    return {(record["phase"], record["method"]): record for record in report["results"]}
+
+
+@pytest.fixture(scope="module")
+def drawn(config_file):
+    """(items, plan with balance.mode phases, with none) of every step, and the specs of the phases by mode."""
+    config = load_config(config_file)
+    ground = lay_groundwork(config, abstract_mesh({"data": RANKS, "fsdp": 1, "tensor": 1}, RANKS))
+    specs = {}
+    for mode in ("phases", "none"):
+        with_mode = load_config(config_file, [f"balance.mode={mode}"])
+        specs[mode] = plan_spec(with_mode, ground.model, ground.samples, [ground.corpus])
+    batches = [ground.corpus.gather(batch_examples(ground.order, BATCH, step)) for step in range(STEPS)]
+    return [(items, plan_step(items, specs["phases"]), plan_step(items, specs["none"])) for items in batches], specs
+
+
+PHASES = ("vision", "audio", "language")
+
+
+def test_json_names_its_data_and_has_every_phase_and_method(report):
+    assert report["benchmark"] == "waste"
+    assert (report["seed"], report["steps"], report["batch_size"]) == (5, STEPS, BATCH)
+    assert report["ranks"] == dict.fromkeys(PHASES, RANKS)
+    assert "run.seed" in report["generator"]
+    assert {"jax", "numpy", "python"} <= set(report["versions"])
+    methods = ["balanced", "packed", "padded", "padded alike"]
+    found = [(record["phase"], record["method"]) for record in report["results"]]
+    assert found == [(phase, method) for phase in (*PHASES, "all") for method in methods]
+    assert all(record.keys() == {"phase", "method"} | FIGURES for record in report["results"])
+
+
+def own_ranks(items, phase):
+    """Lengths of the items of a phase by the rank where sampling put their example."""
+    lengths = [[] for _ in range(RANKS)]
+    for length, example in zip(items.phases[phase].length.tolist(), items.phases[phase].example.tolist(), strict=True):
+        lengths[example * RANKS // BATCH].append(length)
+    return lengths
+
+
+def cost(spec, length):
+    return spec.linear * length + spec.quadratic * length**2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("method", ["padded", "padded alike"])
+def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
+    batches, specs = drawn
+    spec = specs["phases"].phases[phase]
+    tokens = slots = rows = slowest = ideal = weighted = 0
+    for items, _, _ in batches:
+        shapes = [(len(lengths), max(lengths, default=0)) for lengths in own_ranks(items, phase)]
+        if method == "padded alike":
+            shapes = [(max(count for count, _ in shapes), max(longest for _, longest in shapes))] * RANKS
+        costs = [count * cost(spec, longest) for count, longest in shapes]
+        share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
+        tokens += sum(items.phases[phase].real.tolist())
+        slots += sum(count * longest for count, longest in shapes)
+        rows += sum(count for count, _ in shapes)
+        slowest += max(costs)
+        ideal += share
+        weighted += share * max(costs) / (sum(costs) / RANKS)
+    record = measured[phase, method]
+    assert record["real_token_fraction"] == pytest.approx(tokens / slots)
+    assert record["rows"] == pytest.approx(rows / STEPS)
+    assert record["over_ideal"] == pytest.approx(slowest / ideal)
+    assert record["max_over_mean"] == record["synchronised"] == pytest.approx(weighted / ideal)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("method", "mode"), [("balanced", "phases"), ("packed", "none")])
+def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, method, mode):
+    batches, specs = drawn
+    spec = specs[mode].phases[phase]
+    tokens = slots = rows = slowest = ideal = weighted = waiting = 0
+    for items, balanced, packed in batches:
+        plan = (balanced if mode == "phases" else packed).phases[phase]
+        length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
+        row_cost = np.zeros((len(plan.capacity), RANKS))
+        row_time = np.zeros((len(plan.capacity), RANKS))
+        for microbatch, capacity in enumerate(plan.capacity.tolist()):
+            for rank in range(RANKS):
+                here = np.flatnonzero((plan.microbatch == microbatch) & (plan.rank == rank)).tolist()
+                row_cost[microbatch, rank] = sum(cost(spec, length[item]) for item in here)
+                attention = sum(spec.quadratic * length[item] ** 2 for item in here)
+                row_time[microbatch, rank] = spec.linear * capacity + attention
+                slots += capacity
+                rows += 1
+        share = sum(cost(spec, one) for one in real) / RANKS
+        tokens += sum(real)
+        slowest += row_time.max(axis=1).sum()
+        ideal += share
+        weighted += share * row_cost.sum(axis=0).max() / row_cost.sum(axis=0).mean()
+        waiting += share * row_cost.max(axis=1).sum() / row_cost.mean(axis=1).sum()
+    record = measured[phase, method]
+    assert record["real_token_fraction"] == pytest.approx(tokens / slots)
+    assert record["rows"] == pytest.approx(rows / STEPS)
+    assert record["over_ideal"] == pytest.approx(slowest / ideal)
+    assert record["max_over_mean"] == pytest.approx(weighted / ideal)
+    assert record["synchronised"] == pytest.approx(waiting / ideal)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_packing_alone_leaves_every_rank_its_own_load(measured, drawn, phase):
+    batches, specs = drawn
+    spec = specs["none"].phases[phase]
+    weighted = ideal = 0
+    for items, _, _ in batches:
+        loads = [sum(cost(spec, length) for length in lengths) for lengths in own_ranks(items, phase)]
+        share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
+        weighted += share * max(loads) / (sum(loads) / RANKS)
+        ideal += share
+    assert measured[phase, "packed"]["max_over_mean"] == pytest.approx(weighted / ideal)
+    assert measured[phase, "balanced"]["max_over_mean"] < measured[phase, "packed"]["max_over_mean"]
+
+
+def test_user_errors_are_told_in_one_line(config_file, capsys):
+    assert main(["--config", str(config_file), "data.batchsize=3"]) == 1
+    assert "data.batch_size" in capsys.readouterr().err
