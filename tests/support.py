@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,15 @@ import numpy as np
 
 from jaxmllm.balance.plan import PlanSpec
 from jaxmllm.config import Config, parse_config
-from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.fill import HostStep, LocalRanks
 from jaxmllm.data.pipeline import StepFiller
-from jaxmllm.data.text import load_tokenizer
-from jaxmllm.models.mllm import build_model
-from jaxmllm.training.build import open_corpora, plan_spec, vocabulary
+from jaxmllm.training.build import lay_groundwork, plan_spec
 from jaxmllm.training.programs import LANGUAGE, Programs
 from jaxmllm.training.step import Step
 from sharding.mesh import make_mesh
 
-ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"], "heads": [], "kv_heads": [], "mlp": []}
+ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-parallel over tensor, too
 
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
@@ -137,14 +136,12 @@ class Setup:
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
     """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
     config = parse_config(tree)
-    mesh = make_mesh(config.mesh.model_dump(), jax.devices()[:devices])
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
-    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
+    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:devices]))
+    corpus, held_out = ground.corpus, ground.held_out
     samples = [corpus.gather(np.arange(len(corpus)))]
-    spec = plan_spec(config, model, samples, [corpus, *held_out])
+    spec = plan_spec(config, ground.model, samples, [corpus, *held_out])
     blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
-    step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
+    step = Step(ground.model, config.optimizer, config.run.steps, len(corpus.sources))
     programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)
     return Setup(config, corpus, held_out[0], programs)
 
@@ -184,3 +181,7 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
     np.testing.assert_array_equal(actual.targets, expected.targets)
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=tolerance)
     assert_close(actual.grads, expected.grads, tolerance)
+
+
+def train_command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "jaxmllm.train", "--config", str(config), *arguments]

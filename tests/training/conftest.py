@@ -13,21 +13,24 @@ from tests.support import Setup, assemble, one_source_an_example, tiny_config
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Programs go to disk, so that the runs and subprocesses of these tests compile each of them only once."""
-    folder = _shared(tmp_path_factory) / "compiled"
+    """Programs go to disk, so that the runs and subprocesses of these tests compile each of them only once.
+
+    Set JAX_COMPILATION_CACHE_DIR to keep them from one session to the next.
+    """
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or _shared(tmp_path_factory) / "compiled"
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for subprocesses
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))  # for subprocesses
+        yield folder
     for name, value in before.items():
         jax.config.update(name, value)
-        del os.environ[name.upper()]
 
 
 @pytest.fixture(scope="session")

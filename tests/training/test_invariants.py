@@ -5,13 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import (
-    Result,
-    added,
-    assert_close,
-    scaled,
-    without_targets,
-)
+from tests.support import ENCODER_LAYOUT, Result, added, assemble, assert_close, assert_same, scaled, without_targets
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 

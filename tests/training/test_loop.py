@@ -1,0 +1,278 @@
+"""The loop and what it leaves behind: records, summary, evaluation, and the limits that stop a run."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.config import load_config, parse_config
+from jaxmllm.data.pipeline import StepFiller, evaluation_steps
+from jaxmllm.data.sample import make_sample
+from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.training.build import build_run, local_share
+from jaxmllm.training.evaluate import evaluate
+from jaxmllm.training.loop import TrainingError, train
+from tests.support import assert_close, scaled, tiny_config, without_targets
+
+KINDS = {"picture", "sound", "both", "text"}
+PHASES = ("vision", "audio", "language")
+
+
+# ---------------------------------------------------------------------------- the run folder
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """A whole run: its folder and the summary it returned."""
+    folder = tmp_path_factory.mktemp("finished")
+    tree = tiny_config(data, run={"directory": str(folder), "steps": 6}, checkpoint={"every": 2, "keep": 2})
+    tree |= {"mesh": {"data": 4, "fsdp": 2}, "evaluation": {"every": 3}}
+    tree["logging"] |= {"tensorboard": True, "peak_flops": 1e12}
+    return folder, train(build_run(parse_config(tree))), tree
+
+
+def test_run_folder(finished):
+    folder, _, tree = finished
+    assert load_config(folder / "config.yaml") == parse_config(tree)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95  # resolved
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [4, 6]
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_metric_records_hold_what_there_is_to_know(finished):
+    folder, _, _ = finished
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = {"loss", "learning_rate", "gradient_norm", "examples/s", "mfu", "data_wait_seconds", "plan_ms"}
+    wanted |= {"compilations", "skipped", "failed_media", "masked_targets", "step_seconds"}
+    wanted |= {
+        f"{phase}/{name}" for phase in PHASES for name in ("tokens/s", "real_token_fraction", "max_over_mean", "rows")
+    }
+    for record in steps:
+        assert wanted <= record.keys(), wanted - record.keys()
+        by_source = [value for name, value in record.items() if name.startswith("loss/")]
+        assert {name.removeprefix("loss/") for name in record if name.startswith("loss/")} <= KINDS
+        assert min(by_source) <= record["loss"] <= max(by_source)
+        assert all(
+            0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"] for phase in PHASES
+        )
+        assert record["mfu"] > 0
+    evaluations = [record for record in records if "eval/loss" in record]
+    assert [record["step"] for record in evaluations] == [3, 6]
+    assert all({f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations)
+    assert steps[-1]["compilations"] == steps[3]["compilations"]
+
+
+def test_summary(finished):
+    folder, summary, _ = finished
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary["steps"] == 6 and math.isfinite(summary["loss"]) and summary["wall_seconds"] > 0
+    assert summary["eval"]["exact_match"].keys() == KINDS
+    assert summary["eval"]["examples"] == dict.fromkeys(KINDS, 6)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert summary["loss"] == steps[-1]["loss"] and summary["compilations"] == records[-2]["compilations"]
+    for phase in PHASES:
+        fractions = [record[f"{phase}/real_token_fraction"] for record in steps]
+        assert min(fractions) <= summary["real_token_fraction"][phase] <= max(fractions)
+        costs = [record[f"{phase}/max_over_mean"] for record in steps]
+        assert min(costs) <= summary["max_over_mean_cost"][phase] <= max(costs)
+
+
+# ---------------------------------------------------------------------------- evaluation
+
+
+@pytest.fixture(scope="module")
+def learnt(alone):
+    """Parameters that answer some examples and not others."""
+    batch = alone.put(alone.step(range(48)))
+    state = alone.programs.init(0)
+    for _ in range(60):
+        state, _ = alone.programs.train(state, batch)
+    return state.params
+
+
+def test_exact_match_is_what_greedy_decoding_reproduces(alone, learnt):
+    right = greedy_decoder(alone, learnt)
+    matches = []
+    for i in [*range(10), *range(48, 54)]:
+        sums = jax.device_get(alone.programs.evaluate(learnt, alone.put(alone.step([i]))))
+        assert sums.examples.sum() == 1
+        matches.append(sums.exact.sum() == 1)
+        assert right(i) == matches[-1]
+    assert True in matches and False in matches
+
+
+def greedy_decoder(setup, params):
+    """example -> whether its answer comes out, each token from a forward pass over what was written before it."""
+    model = setup.programs.step.model
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def encode(phase, rows):
+        return model.project(params, phase, model.features(params, phase, rows))
+
+    @jax.jit
+    def logits(rows, media):
+        hidden, head = model.hidden(params, rows, media)
+        return hidden @ head
+
+    def right(example: int) -> bool:
+        step, rendered = setup.step([example]), setup.corpus.example(example)
+        plan = plan_step(setup.corpus.gather(np.array([example])), setup.spec)
+        (rows,) = step.rows["language"]
+        media = np.zeros((1, rows["tokens"].shape[1], model.config.language.width), np.float32)
+        for phase, modality in setup.corpus.modalities.items():
+            spans = [span for span in rendered.media if span.phase == phase]
+            encoded = [np.asarray(encode(phase, EncoderRows(**arrays))) for arrays in step.rows[phase]]
+            where = plan.phases[phase]
+            for span, row, offset in zip(spans, where.microbatch, where.offset, strict=True):
+                first = offset // modality.slots_per_token
+                media[0, span.slot : span.slot + span.tokens] = encoded[row][0, first : first + span.tokens]
+        (places,) = np.nonzero(rendered.targets >= 0)  # tokens followed by one of the answer
+        assert np.all(np.diff(places) == 1)
+        written = rows["tokens"].copy()
+        written[0, places[0] + 1 :] = 0
+        for place in places:
+            token = int(np.argmax(logits(LanguageRows(**rows | {"tokens": written.copy()}), media)[0, place]))
+            if token != rendered.targets[place]:
+                return False
+            written[0, place + 1] = token
+        return True
+
+    return right
+
+
+def test_evaluation_counts_every_example_once(alone, learnt):
+    filler = StepFiller(alone.held_out, alone.spec, local_share(alone.programs), alone.blocks)
+    names, results = alone.held_out.sources, []
+    for batch_size in (10, 24):  # 24 = 10 + 10 + 4
+        results.append(evaluate(alone.programs, learnt, evaluation_steps(filler, batch_size), names))
+    short, whole = results
+    assert short["examples"] == whole["examples"] == dict.fromkeys(KINDS, 6)
+    assert short["exact_match"] == whole["exact_match"]
+    assert short["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    one_by_one = [alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))) for i in range(24)]
+    loss, targets = (sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets"))
+    assert whole["loss"] == pytest.approx(loss / targets, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------- undecodable media
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> tuple[Path, int]:
+    """A sample one of whose pictures has a sound header and a broken body; and an example that shows it alone."""
+    folder = tmp_path_factory.mktemp("damaged")
+    make_sample(folder, train=96, test=24)
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    shown = [[part["image"] for part in record["messages"][0]["content"] if "image" in part] for record in records]
+    example = next(i for i, images in enumerate(shown) if len(images) == 1 and images[0].endswith(".png"))
+    path = folder / shown[example][0]
+    content = bytearray(path.read_bytes())
+    body = content.index(b"IDAT") + 4
+    content[body : body + 16] = bytes(16)
+    path.write_bytes(content)
+    return folder, example
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks):
+    folder, bad = damaged
+    setup = setups(by_example(mesh={"data": ranks}), ranks)
+    corpus = setup_corpus(setup, folder)
+    healthy = [i for i in range(24) if corpus.example(i).media != () and not shares_media(corpus, i, bad)][:9]
+    parted = set()
+    for examples in ([bad, *healthy], [*healthy, bad]):
+        step = setup.step(examples, corpus)
+        assert len(step.failures) == 1 and "png" in step.failures[0]
+        result = setup.gradients(step)
+        source = corpus.source_of(bad)
+        assert result.failed == 1 and result.targets[source] == 0 and result.loss[source] == 0
+
+        whole = setup.step(examples)  # of the undamaged data
+        masked = setup.gradients(without_targets(whole, [source]))
+        np.testing.assert_array_equal(result.targets, masked.targets)
+        np.testing.assert_allclose(result.loss, masked.loss, rtol=1e-5)
+        assert_close(result.grads, masked.grads, 1e-5)
+        others = setup.gradients(setup.step(healthy))
+        assert_close(scaled(result.grads, step.targets / others.targets.sum()), others.grads, 1e-5)
+
+        state, metrics = setup.programs.train(setup.programs.init(0), setup.put(step))
+        assert metrics["failed_media"] == 1 and state.failed_media == 1 and metrics["skipped"] == 0
+        assert metrics["masked_targets"] == step.targets - others.targets.sum() > 0
+        assert metrics["loss"] == pytest.approx(others.mean_loss, rel=1e-5)
+        _, clean = setup.programs.train(setup.programs.init(0), setup.put(setup.step(healthy)))
+        assert metrics["gradient_norm"] == pytest.approx(float(clean["gradient_norm"]), rel=1e-5)
+
+        encoder = int(np.flatnonzero(sum(rows["failed"] for rows in step.rows["vision"]))[0])
+        language = next(
+            rank for rows in step.rows["language"] for rank in range(ranks) if source in rows["sources"][rank]
+        )
+        parted.add(encoder != language)
+    assert ranks == 1 or True in parted  # the picture was also encoded away from its text
+
+
+def setup_corpus(setup, folder):
+    """The corpus of `setup`, read from another folder of the same layout."""
+    (index,) = setup.corpus.indexes
+    copy = folder / index.path.name
+    copy.write_bytes(index.path.read_bytes())
+    return dataclasses.replace(setup.corpus, indexes=(dataclasses.replace(index, path=copy, root=folder),))
+
+
+def shares_media(corpus, i: int, j: int) -> bool:
+    return bool({m.path for m in corpus.example(i).media} & {m.path for m in corpus.example(j).media})
+
+
+def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
+    folder, _ = damaged
+    tree = tiny_config(folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8})
+    tree["checkpoint"] = {"every": 1}
+    with pytest.raises(TrainingError, match=r"1 media items could not be decoded.*data\.max_failed_media = 0"):
+        train(build_run(parse_config(tree)))
+    tree["run"]["directory"] = str(tmp_path / "tolerant")
+    tree["data"]["max_failed_media"] = 100
+    summary = train(build_run(parse_config(tree)))
+    assert summary["steps"] == 12
+    records = [json.loads(line) for line in (tmp_path / "tolerant" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-2]["failed_media"] >= 1 and max(record.get("masked_targets", 0) for record in records) > 0
+
+
+# ---------------------------------------------------------------------------- numbers that are not finite
+
+
+def test_updates_that_are_not_finite_are_skipped(alone):
+    state = alone.programs.init(0)
+    broken = jax.tree.map(lambda leaf: leaf, state.params)
+    broken["projector.audio"] = jax.tree.map(lambda leaf: leaf * jnp.nan, broken["projector.audio"])
+    before = jax.device_get((broken, state.optimizer))
+    with_audio, text = alone.put(alone.step(alone.of_kind(["audio"])[:4])), alone.put(alone.step(alone.of_kind([])[:4]))
+    state = state._replace(params=broken)
+    for count in (1, 2):
+        state, metrics = alone.programs.train(state, with_audio)
+        assert not np.isfinite(metrics["loss"])
+        assert (metrics["skipped"], metrics["skipped_in_row"]) == (count, count)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before)
+    state, metrics = alone.programs.train(state, text)
+    assert np.isfinite(metrics["loss"]) and (metrics["skipped"], metrics["skipped_in_row"]) == (2, 0)
+    assert not np.array_equal(state.params["language"]["embedding"], before[0]["language"]["embedding"])
+
+
+def test_run_stops_after_too_many_skipped_updates(data, tmp_path):
+    tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1})
+    tree["mesh"] = {"data": 8}
+    tree["optimizer"] |= {"learning_rate": 1e30, "max_skipped": 3}
+    with pytest.raises(TrainingError, match=r"not finite for 3 steps in a row.*optimizer\.max_skipped"):
+        train(build_run(parse_config(tree)))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped"] for record in records][-3:] == [1, 2, 3]
+    assert records[0]["loss"] is not None and records[-1]["loss"] is None

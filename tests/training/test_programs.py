@@ -1,0 +1,129 @@
+"""One set of programs for every composition of a batch, every subset of encoders and every choice of what to train."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.training.metrics import CompilationCounter
+from tests.support import assemble, assert_close, tiny_config
+
+KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
+
+
+@pytest.fixture(scope="module")
+def mixed(setups, by_example):
+    return setups(by_example(mesh={"data": 2, "fsdp": 2, "tensor": 2}), 8)
+
+
+# ---------------------------------------------------------------------------- compositions
+
+
+def test_batches_of_every_composition_use_the_same_programs(mixed):
+    """Fifty steps: each kind alone, each pair of kinds, then random batches of random size."""
+    pools = {kind: mixed.of_kind(kind) for kind in KINDS}
+    random = np.random.default_rng(1)
+    batches = [pool[:12] for pool in pools.values()]
+    batches += [pools[a][:6] + pools[b][:6] for a, b in itertools.combinations(KINDS, 2)]
+    while len(batches) < 50:
+        kinds = random.permutation(len(KINDS))[: random.integers(1, 5)]
+        members = [i for kind in kinds for i in pools[KINDS[kind]]]
+        batches.append(random.permutation(members)[: random.integers(1, 33)].tolist())
+    state = mixed.programs.init(0)
+    state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))  # warm-up: transfers compile, too
+    counter = CompilationCounter()
+    shapes = set()
+    for batch in batches:
+        step = mixed.step(batch)
+        shapes.add(tuple(len(rows) for rows in step.rows.values()))
+        state, metrics = mixed.programs.train(state, mixed.put(step))
+        assert np.isfinite(metrics["loss"]) and metrics["skipped"] == 0
+        assert metrics["targets_by_source"].sum() == step.targets
+    assert len(shapes) >= 8  # many different numbers of microbatches ...
+    assert counter.names == []  # ... and not one program more
+    counter.close()
+    assert state.step == 51
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
+    step = mixed.step(mixed.of_kind(kind)[:12])
+    assert {phase for phase, rows in step.rows.items() if rows} == {"language", *kind}
+    result = mixed.gradients(step)
+    moving = {name for name, g in result.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+    assert moving == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
+
+
+# ---------------------------------------------------------------------------- subsets of encoders
+
+
+@pytest.mark.parametrize("encoders", [(), ("vision",), ("audio",)])
+def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
+    kinds = {"text", *({"picture"} if "vision" in encoders else ()), *({"sound"} if "audio" in encoders else ())}
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    source = tmp_path / "train.jsonl"
+    source.write_text("".join(line for line in lines if any(f'"source": "{kind}"' in line for kind in kinds)))
+    tree = tiny_config(data, mesh={"data": 2})
+    tree["data"]["sources"] = [{"name": "part", "path": str(source), "root": str(data)}]
+    tree["data"]["evaluation"] = tree["data"]["sources"]
+    tree["model"] = {name: tree["model"][name] for name in (*encoders, "language")}
+    setup = assemble(tree, 2)
+    assert set(setup.params) == {"language", *encoders, *(f"projector.{phase}" for phase in encoders)}
+    assert set(setup.corpus.sources) == kinds
+    batch = setup.put(setup.step(range(len(setup.corpus))[:16]))
+    state, losses = setup.programs.init(0), []
+    for _ in range(8):
+        state, metrics = setup.programs.train(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+# ---------------------------------------------------------------------------- freezing
+
+FROZEN = {"freeze": True}
+FREEZES = {
+    "encoders": {"vision": FROZEN, "audio": FROZEN},
+    "language": {"language": FROZEN},
+    "all-but-projectors": {"vision": FROZEN, "audio": FROZEN, "language": FROZEN},
+    "one-modality": {"audio": FROZEN, "projector": {"audio": FROZEN}},
+}
+EXAMPLES = range(16)
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example, alone, freeze):
+    settings = FREEZES[freeze]
+    frozen = {name for name in settings if name != "projector"}
+    frozen |= {f"projector.{name}" for name in settings.get("projector", ())}
+    setup = setups(by_example(components=settings), 1)
+    programs, step = setup.programs, setup.step(EXAMPLES)
+
+    everything = alone.gradients(alone.step(EXAMPLES)).grads
+    grads = setup.gradients(step).grads
+    assert grads.keys() == everything.keys() - frozen
+    assert_close(grads, {name: everything[name] for name in grads}, 1e-5)
+
+    state = programs.init(0)
+    before = jax.device_get(state.params)
+    for _ in range(2):
+        state, _ = programs.train(state, programs.put(step))
+    after = jax.device_get(state.params)
+    for name in before:
+        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True)]
+        assert all(same) if name in frozen else not any(same), name
+
+    backward = {key[1] for key in programs.compiled if key[0] == "encode_grad"}
+    assert backward == {phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen}
+    assert {key[1] for key in programs.compiled if key[0] == "transposed"} == backward
+    for phase in ("vision", "audio"):
+        assert programs.step.keeps_features(phase) == (phase in frozen and f"projector.{phase}" not in frozen)
+
+
+def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
+    """The projector's gradient is that of the features which were kept: other pixels afterwards change nothing."""
+    programs = setups(by_example(components=FREEZES["encoders"]), 1).programs
+    capacity = programs.spec.phases["vision"].capacities[0]
+    width = programs.step.model.config.vision.width
+    start = programs.compiled["encode_grad", "vision", capacity].in_avals[0][1]
+    assert start.shape == (1, capacity, width)

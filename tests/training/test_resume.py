@@ -1,0 +1,103 @@
+"""Runs that are killed at any time, or asked to stop, go on as if nothing had happened."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support import tiny_config, train_command
+
+STEPS = 16
+
+
+def start(config: Path, *arguments: str, devices: int = 8) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        train_command(config, *arguments),
+        env=os.environ | {"XLA_FLAGS": flags, "NPROC": str(4 * devices)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+
+
+def records(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [record for record in map(json.loads, (line for line in lines if line.endswith("\n"))) if "loss" in record]
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 300
+    while not any(record["step"] >= step for record in records(folder)):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-3000:]}")
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def history(data, tmp_path_factory):
+    """An uninterrupted run; one that was killed, resumed, stopped by SIGTERM and resumed; and one that was killed
+    and resumed on half of the devices. Each begins with `--resume` in a folder that does not exist."""
+    base = tmp_path_factory.mktemp("history")
+    config = base / "config.yaml"
+    tree = tiny_config(data, run={"directory": "unset", "steps": STEPS}, checkpoint={"every": 3})
+    config.write_text(yaml.safe_dump(tree))
+    random = np.random.default_rng()  # any step will do: no test may depend on which
+    killed_after, stopped_after = int(random.integers(2, 7)), int(random.integers(9, 12))
+
+    def begin(name: str, *more: str, devices: int = 8) -> subprocess.Popen:
+        return start(config, "--resume", f"run.directory={base / name}", *more, devices=devices)
+
+    process = begin("killed", "data.workers=1")
+    wait_for_step(process, base / "killed", killed_after)
+    process.kill()
+    process.communicate()
+    shutil.copytree(base / "killed", base / "moved")
+
+    process = begin("killed")
+    wait_for_step(process, base / "killed", stopped_after)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    stopped = json.loads((base / "killed" / "summary.json").read_text())["steps"]
+    kept = [int(path.name) for path in (base / "killed" / "checkpoints").iterdir()]
+
+    both = [begin("killed"), begin("moved", "mesh.data=2", "mesh.fsdp=2", devices=4)]
+    for process in (*both, begin("whole")):
+        finish(process)
+    return base, {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
+
+
+@pytest.mark.parametrize("name, tolerance", [("killed", 1e-6), ("moved", 2e-4)])
+def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
+    base, _ = history
+    expected, actual = records(base / "whole"), records(base / name)
+    assert [record["step"] for record in actual] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in expected] == list(range(1, STEPS + 1))
+    for key in ("loss", "learning_rate", "gradient_norm"):
+        np.testing.assert_allclose([r[key] for r in actual], [r[key] for r in expected], rtol=tolerance)
+    by_source = [{k for k in record if k.startswith("loss/")} for record in expected]
+    assert by_source == [{k for k in record if k.startswith("loss/")} for record in actual]
+    summaries = [json.loads((base / each / "summary.json").read_text()) for each in ("whole", name)]
+    assert [summary["steps"] for summary in summaries] == [STEPS, STEPS]
+    assert summaries[1]["eval"]["loss"] == pytest.approx(summaries[0]["eval"]["loss"], rel=tolerance)
+    assert summaries[1]["eval"]["exact_match"] == summaries[0]["eval"]["exact_match"]
+
+
+def test_sigterm_saves_and_leaves(history):
+    _, facts = history
+    assert facts["stopped_after"] <= facts["stopped"] < STEPS
+    assert facts["stopped"] in facts["kept"]
