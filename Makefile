@@ -17,6 +17,7 @@ help:
 	@echo "make lock         resolve requirements/ anew from pyproject.toml"
 
 quickstart: $(VENV)/.runtime sample/.made
+	rm -rf runs/quickstart
 	$(CPU_DEVICES) $(PY) -m jaxmllm.train --config configs/quickstart.yaml
 
 test: $(VENV)/.dev

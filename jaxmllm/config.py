@@ -156,7 +156,8 @@ class ComponentsConfig(Section):
 
 
 class SourceConfig(Section):
-    """One JSONL file of conversations; media paths are relative to `root` (default: the file's folder)."""
+    """One JSONL file of conversations; media paths are relative to `root` (default: the file's folder). Both paths
+    are relative to `data.root`."""
 
     name: str
     path: str
@@ -183,6 +184,7 @@ class SoundConfig(Section):
 class DataConfig(Section):
     sources: tuple[SourceConfig, ...]
     evaluation: tuple[SourceConfig, ...] = ()
+    root: str | None = None  # folder that the paths of sources are relative to; none: the current one
     batch_size: PositiveInt  # examples a step, over all hosts
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     images: ImagesConfig = ImagesConfig()

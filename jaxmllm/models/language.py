@@ -65,7 +65,9 @@ class Decoder(nnx.Module):
         )
 
     def embed(self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
-        return layout.constrain(weight(self.embedding, layout, dtype)[tokens], ("batch", None, None))
+        # Cast after the lookup: the gradient of a frequent token is a long sum.
+        table = weight(self.embedding, layout, self.embedding[...].dtype)
+        return layout.constrain(table[tokens].astype(dtype), ("batch", None, None))
 
     def output_weight(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "D V"]:
         """The head's matrix, which the loss applies chunk by chunk."""

@@ -227,7 +227,7 @@ def run_stack(blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: 
     """Scan over the layers. `remat`: none keeps all, dots keeps matrix products, full keeps layer inputs alone."""
     graph, parameters = nnx.split(blocks)
 
-    def layer(x: Array, parameters: nnx.State) -> tuple[Array, None]:
+    def layer(x: Array, parameters: Any) -> tuple[Array, None]:
         return nnx.merge(graph, parameters)(x, rows), None
 
     if remat == "full":

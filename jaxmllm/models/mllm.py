@@ -122,7 +122,7 @@ def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig
             lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
         )
     makers["language"] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
-    components = {}
+    components: dict[str, Component] = {}
     for name, (setting, make) in makers.items():
         overrides = dict(setting.layout)
         if name.startswith("projector."):  # a projector runs on the ranks of its tower
@@ -167,4 +167,6 @@ def _init(component: Component, seed: int, dtype: str) -> Any:
         parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
         return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)
 
-    return jax.jit(create, out_shardings=shardings(component))()
+    # It runs once, and optimizing it takes far longer than running it.
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(create, out_shardings=shardings(component), compiler_options=options)()

@@ -5,7 +5,7 @@ The host fills dictionaries with these very names (jaxmllm/data/fill.py says wha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -81,5 +81,5 @@ def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> T
     return TokenPool(tokens=_rows(layout, (slots, width), dtype), valid=_rows(layout, (slots,)))
 
 
-def _rows(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
+def _rows(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
     return jax.ShapeDtypeStruct((layout.ranks, *shape), dtype, sharding=layout.rows)

@@ -37,7 +37,8 @@ from sharding.route import Exchange
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerError)
-SAMPLES = 16  # batches whose lengths decide the sizes that the config leaves to `auto`
+SAMPLED_EXAMPLES = 4096  # whose lengths decide the sizes that the config leaves to `auto` ...
+SAMPLED_BATCHES = (8, 64)  # ... in as many batches as that makes, within these bounds
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 
 
@@ -62,6 +63,19 @@ class Run:
     def is_main(self) -> bool:
         return jax.process_index() == 0
 
+    def describe(self) -> str:
+        """What `auto` came to, and what was refused, in a few lines."""
+        rejected = ", ".join(f"{n} {reason}" for reason, n in self.corpus.rejected_counts().items()) or "none"
+        lines = [f"data: {len(self.corpus)} examples; rejected: {rejected}"]
+        for name, phase in self.programs.spec.phases.items():
+            rows = " and ".join(map(str, phase.capacities))
+            lines.append(f"{name}: {phase.ranks} ranks, rows of {rows} slots, at most {phase.max_segments} segments")
+        for name, route in self.programs.spec.routes.items():
+            lines.append(
+                f"route {name}: pools of {route.encoder_pool} and {route.language_pool} tokens, {route.pair_slots} a pair"
+            )
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Groundwork:
@@ -82,7 +96,9 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
     corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
     order = example_order(corpus.members, config.run.seed)
-    samples = sample_batches(order, corpus, config.data.batch_size, SAMPLES)
+    fewest, most = SAMPLED_BATCHES
+    count = min(max(SAMPLED_EXAMPLES // config.data.batch_size, fewest), most)
+    samples = sample_batches(order, corpus, config.data.batch_size, count)
     return Groundwork(model, corpus, held_out, order, samples)
 
 
@@ -133,6 +149,7 @@ def open_corpora(
     limits = {phase: largest_row(config, phase, modalities) for phase in (*model.config.encoders, LANGUAGE)}
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
+        sources = [below(config.data.root, source) for source in sources]
         opened = Corpus.open(sources, tokenizer, modalities, config.data.index_cache, progress=jax.process_index() == 0)
         corpus = opened.refuse(limits)
         corpus.check_rejected(config.data.max_rejected)
@@ -142,6 +159,14 @@ def open_corpora(
     names = tuple(sorted({name for corpus in corpora for name in corpus.sources}))
     corpus, *held_out = (corpus.with_sources(names) for corpus in corpora)
     return corpus, held_out
+
+
+def below(root: str | None, source: SourceConfig) -> SourceConfig:
+    """The source with its paths below `data.root`."""
+    if root is None:
+        return source
+    media = None if source.root is None else str(Path(root) / source.root)
+    return source.model_copy(update={"path": str(Path(root) / source.path), "root": media})
 
 
 def granule(config: Config, phase: str, modalities: Mapping[str, Modality]) -> int:

@@ -34,6 +34,7 @@ FREE_KEYS = (
     "model.language.loss_chunk",
     "components.*.remat",
     "components.*.layout",
+    "data.root",
     "data.evaluation",
     "data.index_cache",
     "data.workers",

@@ -7,24 +7,31 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from jaxmllm.config import Config, dump_config
 from jaxmllm.data.fill import HostStep
 from jaxmllm.data.pipeline import train_iterator
 from jaxmllm.training.build import Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
 from jaxmllm.training.evaluate import evaluate
+from jaxmllm.training.files import write_atomically
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar, RateMeter
 from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
 
+DATA_FILE = "data.json"  # what the run was trained on
+REJECTED_FILE = "rejected.jsonl"  # examples that were refused, with reasons
 SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
 
 
@@ -35,11 +42,24 @@ class TrainingError(RuntimeError):
 RUN_ERRORS = (TrainingError, CheckpointError)
 
 
-def train(run: Run, resume: bool = False) -> dict[str, Any]:
+def check_folder(config: Config, resume: bool) -> None:
+    """Raise `CheckpointError` unless the run folder is new, or `resume` and the run in it may go on like this."""
+    saved = read_config(config.run.directory)
+    if saved is None:
+        return
+    if not resume:
+        raise CheckpointError(
+            f"{config.run.directory} already holds a run; pass --resume to continue it, or choose another run.directory"
+        )
+    check_compatible(saved, config)
+
+
+def train(run: Run) -> dict[str, Any]:
     """Train to the last step, or to a SIGTERM; returns the summary that it also writes to summary.json.
 
-    Raises `TrainingError` after too many non-finite updates or undecodable media, `CheckpointError` when the run
-    folder cannot be continued.
+    Goes on from the latest checkpoint of the run folder, if there is one; `check_folder` says whether that is meant.
+    Raises `TrainingError` after too many non-finite updates or undecodable media, `CheckpointError` when the
+    checkpoint does not fit.
     """
     config = run.config
     started = time.monotonic()
@@ -49,7 +69,7 @@ def train(run: Run, resume: bool = False) -> dict[str, Any]:
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
         StopSignals() as stop,
     ):
-        state, step = _begin(run, checkpoints, writer, resume)
+        state, step = _begin(run, checkpoints, writer)
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         batches = train_iterator(run.batches, step, config.run.steps, config.data.workers, config.data.prefetch)
@@ -157,7 +177,9 @@ class Report:
             name: values[name] for name in ("loss", "learning_rate", "gradient_norm", "skipped", "failed_media")
         }
         record["masked_targets"] = values["masked_targets"]
-        for source, loss, targets in zip(run.sources, values["loss_by_source"], values["targets_by_source"], strict=True):
+        for source, loss, targets in zip(
+            run.sources, values["loss_by_source"], values["targets_by_source"], strict=True
+        ):
             if targets:
                 record[f"loss/{source}"] = loss
         record |= self._rates.update(amounts, now)
@@ -186,25 +208,44 @@ class Report:
             )
 
 
-def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter, resume: bool) -> tuple[TrainState, int]:
-    """Restore the latest checkpoint, or start afresh in an empty run folder."""
-    saved = read_config(run.directory)
-    latest = checkpoints.latest_step
-    if saved is not None and not resume:
-        raise CheckpointError(
-            f"{run.directory} already holds a run; pass --resume to continue it, or choose another run.directory"
-        )
-    if saved is not None:
-        check_compatible(saved, run.config)
-    if latest is None:
-        state, step = run.programs.init(run.config.run.seed), 0
-    else:
-        state, step = checkpoints.restore(run.programs.state), latest
-    if saved is not None:
-        writer.resume_from(step)
+def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[TrainState, int]:
+    """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from."""
+    _check_data(run)
     if run.is_main:
         write_config(run.directory, run.config)
-    return state, step
+        print(dump_config(run.config), run.describe(), sep="\n")
+    step = checkpoints.latest_step
+    if step is not None:
+        writer.resume_from(step)
+        return checkpoints.restore(run.programs.state), step
+    writer.resume_from(0)
+    return run.programs.init(run.config.run.seed), 0
+
+
+def _check_data(run: Run) -> None:
+    """All hosts, and the run that began in this folder, must have seen the same data: else their steps differ."""
+    fingerprint = run.corpus.fingerprint()
+    if jax.process_count() > 1:
+        digest = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
+        multihost_utils.assert_equal(
+            digest, "the hosts read different data: data.sources must be the same files on all"
+        )
+    path = run.directory / DATA_FILE
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if saved is not None and saved["fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"{run.directory} was trained on other data: {saved['examples']} examples then, {len(run.corpus)} now, or "
+            f"other lengths; restore the files and row limits, or set run.directory to a new folder"
+        )
+    if run.is_main:
+        content = {
+            "fingerprint": fingerprint,
+            "examples": len(run.corpus),
+            "rejected": run.corpus.rejected_counts(),
+        }
+        write_atomically(path, json.dumps(content, indent=1))
+        lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in run.corpus.rejected]
+        write_atomically(run.directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
 
 
 def _due(step: int, every: int | None) -> bool:

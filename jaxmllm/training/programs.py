@@ -40,7 +40,7 @@ from sharding.route import Exchange
 from sharding.rules import Layout
 
 LANGUAGE = "language"
-COMPILE_THREADS = 1
+COMPILE_THREADS = os.cpu_count()
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,7 @@ class Programs:
             for phase, microbatches in batch.rows.items()
         }
         tables = {
-            phase: [
-                tuple(self._put_table(phase, table) for table in (r.send, r.pick, r.place, r.back)) for r in rounds
-            ]
+            phase: [tuple(self._put_table(phase, table) for table in (r.send, r.pick, r.place, r.back)) for r in rounds]
             for phase, rounds in batch.rounds.items()
         }
         return DeviceStep(batch, rows, tables)
@@ -238,7 +236,7 @@ class Programs:
         pool, language_pool = self.pools[phase], self.pools[LANGUAGE]
         pairs, pick, back = self._abstract_tables(phase)
         at, failed = self._scalar(np.int32), self._scalar(np.int32)
-        jobs = {
+        jobs: dict[Any, Job] = {
             ("zero", phase): _zeros(pool),
             ("forward", phase): Job(exchange.forward, (pool, language_pool, pairs, pick), language_pool, (1,)),
         }
@@ -294,14 +292,12 @@ class Programs:
             trained,
             transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
         )
-        counts = {
-            name: self._scalar(np.int32) for name in TrainState._fields if name not in ("params", "optimizer")
-        }
-        return TrainState(params=self.params, optimizer=optimizer, **counts)
+        counts = jax.tree.map(lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None))
+        return counts._replace(params=self.params, optimizer=optimizer)
 
     def _abstract_sums(self) -> Sums:
         layout = self.layouts[LANGUAGE]
-        array = jax.ShapeDtypeStruct((layout.ranks, self.step.sources), self._real_dtype, sharding=layout.rows)
+        array: Any = jax.ShapeDtypeStruct((layout.ranks, self.step.sources), self._real_dtype, sharding=layout.rows)
         return Sums(*(array for _ in Sums._fields))
 
     def _abstract_tables(self, phase: str) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -345,7 +341,8 @@ def _put(local: np.ndarray, sharding: NamedSharding, ranks: int) -> jax.Array:
     )
 
 
-def _start(index: tuple[slice, ...]) -> int:
+def _start(index: tuple[slice, ...] | None) -> int:
+    assert index is not None, "asked for a device of another host"
     return index[0].start or 0
 
 

@@ -89,12 +89,13 @@ class Step:
         self,
         phase: str,
         params: Params,
-        start: EncoderRows | Array,
+        start: Any,
         d_pool: Float[Array, "R W D"],
         at: Int[Array, ""],
         grads: Params,
     ) -> Params:
-        """Add the gradients of a microbatch's trainable components; recomputes the forward from `start`."""
+        """Add the gradients of a microbatch's trainable components; recomputes the forward from `start`: the rows, or
+        the features of a frozen tower."""
         trainable, frozen = self._split(params, phase)
 
         def tokens_of(trainable: Params) -> Array:
