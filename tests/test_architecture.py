@@ -1,0 +1,58 @@
+"""The arrows of docs/ARCHITECTURE.md: which package may import which."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ARROWS = {
+    "jaxmllm/train.py": {"jaxmllm.config", "jaxmllm.training"},
+    "jaxmllm/training": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "jaxmllm.models", "sharding"},
+    "jaxmllm/models": {"jaxmllm.config", "jaxmllm.data", "sharding"},
+    "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
+    "jaxmllm/balance": {"jaxmllm.config"},
+    "jaxmllm/config.py": set(),
+    "sharding": set(),
+}
+
+
+def files(part: str) -> list[Path]:
+    path = ROOT / part
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
+
+
+def imports(nodes) -> set[str]:
+    """Dotted names that some nodes import."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name the whole path"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("part", ARROWS)
+def test_imports_follow_the_arrows(part):
+    own = part.removesuffix(".py").replace("/", ".")
+    for file in files(part):
+        for name in imports(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+            package = ".".join(name.split(".")[: 1 if name.startswith("sharding") else 2])
+            if package.startswith(("jaxmllm", "sharding", "launch", "benchmarks", "tests")) and package != own:
+                assert package in ARROWS[part], f"{file} imports {name}"
+
+
+def test_every_package_has_its_arrows():
+    parts = {*ROOT.glob("jaxmllm/*.py"), *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py"))}
+    assert parts == {ROOT / part for part in ARROWS if part.startswith("jaxmllm")} | {ROOT / "jaxmllm/__init__.py"}
+
+
+@pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])
+def test_worker_processes_stay_light(part):
+    """What they import of ours never imports jax at module level."""
+    for file in files(part):
+        names = imports(ast.parse(file.read_text(encoding="utf-8")).body)
+        heavy = {name for name in names if name.split(".")[0] in ("jax", "flax")}
+        assert not heavy, f"{file} imports {heavy}"
