@@ -83,7 +83,7 @@ class Step:
             jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, at, axis=1),
             jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), at, axis=1),
         )
-        return pool, (features if self.keeps_features(phase) else None), failed + rows.failed.sum()
+        return pool, (features if self.keeps_features(phase) else None), failed + rows.failed.sum(dtype=failed.dtype)
 
     def encode_grad(
         self,
@@ -172,7 +172,7 @@ class Step:
         rescale = planned / jnp.maximum(targets, 1)
         grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
         loss = sums.loss.sum() / jnp.maximum(targets, 1)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         rate = learning_rate(self.optimizer, self.steps, state.step)
         usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (targets > 0)
 
