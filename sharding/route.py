@@ -126,7 +126,9 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
     def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
         slots = pool.shape[1]
         target = jnp.where(index[0] >= 0, index[0], slots)
-        inverse = jnp.full(slots, -1, jnp.int32).at[target].set(jnp.arange(index.shape[1]), mode="drop")
+        inverse = (
+            jnp.full(slots, -1, jnp.int32).at[target].set(jnp.arange(index.shape[1], dtype=jnp.int32), mode="drop")
+        )
         return pool + _gather(rows[0], inverse)[None].astype(pool.dtype)
 
     axes = ("batch",)

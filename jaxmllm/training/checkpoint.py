@@ -51,6 +51,8 @@ FREE_KEYS = (
     "profile",
 )
 
+REPLICA_SLICE_BYTES = 64 << 20
+
 ArraySpec = tuple[tuple[int, ...], str]
 
 
@@ -66,6 +68,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
+        _write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -144,6 +147,13 @@ class Checkpoints:
 
 
 # ---------------------------------------------------------------------------- does the checkpoint fit the model
+
+
+def _write_small_arrays_whole() -> None:
+    """Replicas share the writing of an array by slicing it, which compiles a program for every shape and device:
+    worth it for large arrays alone."""
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.config import OptimizerConfig
+from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
+
+
+def rates(steps, at, **settings):
+    config = OptimizerConfig(learning_rate=0.5, **settings)
+    return [float(learning_rate(config, steps, jnp.asarray(step, jnp.int32))) for step in at]
+
+
+def test_warm_up_is_linear_and_never_zero():
+    got = rates(100, range(6), warmup_steps=4, schedule="constant")
+    np.testing.assert_allclose(got, [0.125, 0.21875, 0.3125, 0.40625, 0.5, 0.5], rtol=1e-6)
+
+
+def test_cosine_falls_to_its_final_scale():
+    got = rates(110, [0, 10, 35, 60, 110, 500], warmup_steps=10, final_scale=0.2)
+    middle = 0.5 * (0.2 + 0.8 * 0.5)
+    quarter = 0.5 * (0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2)
+    np.testing.assert_allclose(got, [0.05, 0.5, quarter, middle, 0.1, 0.1], rtol=1e-6)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert rates(10, [0, 9], schedule="constant") == [0.5, 0.5]
+    assert rates(10, [0]) == [0.5]
+
+
+def test_a_run_shorter_than_its_warm_up_has_finite_rates():
+    assert np.isfinite(rates(3, range(5), warmup_steps=8)).all()
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(1.0, 0.2), (5.0, 1.0), (50.0, 1.0), (None, 1.0)])
+def test_clipping(limit, factor):
+    grads = {"a": jnp.array([3.0]), "b": {"c": jnp.array([[0.0, 4.0]])}}
+    got = clip_by_norm(grads, jnp.asarray(5.0), limit)
+    np.testing.assert_allclose(got["a"], [3 * factor], rtol=1e-6)
+    np.testing.assert_allclose(got["b"]["c"], [[0, 4 * factor]], rtol=1e-6)
+
+
+def test_clipping_zero_gradients_leaves_them_zero():
+    assert clip_by_norm({"a": jnp.zeros(3)}, jnp.asarray(0.0), 1.0)["a"].tolist() == [0, 0, 0]
+
+
+def test_adam_with_decoupled_decay_of_matrices_alone():
+    names = ["embedding", "head", "up", "up_bias", "query_bias", "bias"]
+    rng = np.random.default_rng(0)
+    params = {"x": {name: rng.standard_normal((3, 2)) for name in names}, "norm": {"scale": rng.standard_normal(3)}}
+    config = OptimizerConfig(learning_rate=1.0, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.1)
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(config)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        moments = jax.tree.map(lambda leaf: (0 * leaf, 0 * leaf), params)
+        for step in range(1, 4):
+            grads = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), params)
+            got, state = update(grads, state, params)
+            for path, p in jax.tree.leaves_with_path(params):
+                group, name = (key.key for key in path)
+                g, (m, v) = grads[group][name], moments[group][name]
+                m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+                moments[group][name] = m, v
+                want = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.9**step)) + 1e-3)
+                if name in ("head", "up"):
+                    want = want + 0.1 * p
+                np.testing.assert_allclose(got[group][name], want, rtol=1e-10, err_msg=f"{step} {name}")

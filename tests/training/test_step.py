@@ -1,0 +1,374 @@
+"""The step's functions against the derivative of the whole model at once, and its update against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.config import (
+    ComponentConfig,
+    ComponentsConfig,
+    LanguageConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProjectorComponents,
+    VisionConfig,
+)
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.training.loss import Sums
+from jaxmllm.training.step import Step, TrainState
+from sharding.mesh import make_mesh
+
+MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+RANKS, SLOTS, BLOCK, VOCABULARY, SOURCES = 4, 64, 32, 30, 2
+TOKENS, PATCHES = 16, 64  # a row of 64 patches becomes 16 tokens
+CONFIG = ModelConfig(
+    language=LanguageConfig(width=8, layers=1, heads=2, kv_heads=2, head_size=8, mlp_width=12, loss_chunk=32),
+    vision=VisionConfig(width=8, layers=1, heads=2, mlp_width=12, patch_size=2),
+)
+FROZEN = ComponentConfig(freeze=True, compute_dtype="float64")
+WIDE = ComponentConfig(compute_dtype="float64")
+
+
+def make_step(vision=WIDE, projector=WIDE, language=WIDE, **optimizer):
+    settings = ComponentsConfig(vision=vision, language=language, projector=ProjectorComponents(vision=projector))
+    model = build_model(CONFIG, VOCABULARY, settings, MESH)
+    return Step(model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), steps=20, sources=SOURCES)
+
+
+def randomized(step, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(dtype), step.model.abstract("float32")
+    )
+
+
+def tiles(segments, causal):
+    ranges = [tile_ranges(row, BLOCK, causal) for row in segments]
+    return np.stack([r.queries for r in ranges]), np.stack([r.keys for r in ranges])
+
+
+def encoder_rows(seed):
+    rng = np.random.default_rng(seed)
+    segments = np.tile(np.repeat([1, 2, 0], [40, 16, 8]), (RANKS, 1)).astype(np.int32)
+    valid = np.ones((RANKS, TOKENS), bool)
+    return EncoderRows(
+        rng.integers(0, 256, (RANKS, PATCHES, 12)).astype(np.uint8),
+        segments,
+        rng.integers(0, 9, (RANKS, PATCHES, 2)).astype(np.int32),
+        valid,
+        np.zeros(RANKS, np.int32),
+        *tiles(segments, causal=False),
+    )
+
+
+def language_rows(seed):
+    """Two examples a row; the second one's first tokens are an image's, from a pool of two microbatches."""
+    rng = np.random.default_rng(seed)
+    segments = np.tile(np.repeat([1, 2, 0], [25, 35, 4]), (RANKS, 1)).astype(np.int32)
+    media = np.full((RANKS, SLOTS), -1, np.int32)
+    media[:, 3:13] = rng.permutation(10)
+    media[:, 27:41] = TOKENS + rng.permutation(14)
+    targets = np.where((segments > 0) & (rng.random(segments.shape) < 0.6), 1, -1)
+    targets *= np.where(targets > 0, rng.integers(0, VOCABULARY, targets.shape), 1)
+    return LanguageRows(
+        rng.integers(0, VOCABULARY, segments.shape).astype(np.int32),
+        targets.astype(np.int32),
+        segments,
+        rng.integers(0, 40, (RANKS, SLOTS, 3)).astype(np.int32),
+        media,
+        np.tile(np.array([1, 0, -1], np.int32), (RANKS, 1)),
+        *tiles(segments, causal=True),
+    )
+
+
+def empty_pool():
+    return TokenPool(np.zeros((RANKS, 2 * TOKENS, 8)), np.zeros((RANKS, 2 * TOKENS), np.int32))
+
+
+def zero_sums(dtype=np.float64):
+    return Sums(*np.zeros((4, RANKS, SOURCES), dtype))
+
+
+def zeros_like(tree):
+    return jax.tree.map(np.zeros_like, tree)
+
+
+def stacked(microbatches):
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *microbatches)
+
+
+IMAGES, TEXT = (encoder_rows(1), encoder_rows(2)), (language_rows(3), language_rows(4))
+
+
+# ---------------------------------------------------------------------------- gradients in phases
+
+
+def run_phases(step, params, images=IMAGES, scale=0.01):
+    """A step of two encoder and two language microbatches that share one pool; the exchange is the identity."""
+    with jax.enable_x64(True):
+        encode = jax.jit(lambda *args: step.encode("vision", *args))
+        encode_grad = jax.jit(lambda *args: step.encode_grad("vision", *args))
+        decode = jax.jit(step.decode_and_grad)
+        pool, starts, failed = empty_pool(), [], np.int32(0)
+        for m, rows in enumerate(images):
+            pool, features, failed = encode(params, rows, pool, np.int32(m * TOKENS), failed)
+            starts.append(rows if features is None else features)
+        d_pool, sums = np.zeros_like(pool.tokens), zero_sums()
+        grads = {name: zeros_like(params[name]) for name in sorted(step.model.trainable)}
+        own = {name: grads[name] for name in step.trainable_of("language")}
+        for rows in TEXT:
+            d_pool, own, sums = decode(params, rows, pool, scale, d_pool, own, sums)
+        grads |= own
+        own = {name: grads[name] for name in step.trainable_of("vision")}
+        for m, start in enumerate(starts):
+            if own:
+                own = encode_grad(params, start, d_pool, np.int32(m * TOKENS), own)
+        return jax.device_get((grads | own, sums, failed, starts))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Loss and gradients of the same step written as one function of all parameters: no pools, chunks or chains."""
+    step = make_step()
+    model, params = step.model, randomized(step)
+
+    def objective(params):
+        def encoded(rows):
+            return model.project(params, "vision", model.features(params, "vision", rows))
+
+        def total(rows):
+            media = jnp.take_along_axis(pool, jnp.maximum(rows.media, 0)[..., None], axis=1)
+            hidden, head = model.hidden(params, rows, media)
+            chances = jax.nn.log_softmax(hidden @ head)
+            chosen = jnp.take_along_axis(chances, jnp.maximum(rows.targets, 0)[..., None], axis=-1)[..., 0]
+            return jnp.where(rows.targets >= 0, chosen, 0).sum()
+
+        first, second = jax.lax.map(encoded, stacked(IMAGES))
+        pool = jnp.concatenate([first, second], axis=1)
+        return -0.01 * jax.lax.map(total, stacked(TEXT)).sum()
+
+    with jax.enable_x64(True):
+        loss, grads = jax.jit(jax.value_and_grad(objective))(params)
+        return params, float(loss), jax.device_get(grads)
+
+
+def assert_trees_close(got, want, tolerance=1e-10):
+    flat = jax.tree.leaves_with_path(want)
+    for (path, expected), value in zip(flat, jax.tree.leaves(got), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance * abs(expected).max(), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def phased(whole):
+    return run_phases(make_step(), whole[0])
+
+
+def test_phases_add_up_to_the_derivative_of_the_whole(whole, phased):
+    _, loss, expected = whole
+    grads, sums, _, _ = phased
+    np.testing.assert_allclose(0.01 * sums.loss.sum(), loss, rtol=1e-10)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
+    assert_trees_close(grads, expected)
+
+
+def test_sums_count_targets_and_examples_by_source(phased):
+    _, sums, failed, _ = phased
+    for source, segment in ((1, 1), (0, 2)):
+        for rank in range(RANKS):
+            count = sum((rows.targets[rank][rows.segments[rank] == segment] >= 0).sum() for rows in TEXT)
+            assert sums.targets[rank, source] == count
+            assert sums.examples[rank, source] == len(TEXT)
+    assert failed == 0
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trained"),
+    [
+        ({"vision": FROZEN}, {"projector.vision", "language"}),
+        ({"projector": FROZEN, "language": FROZEN}, {"vision"}),
+        ({"vision": FROZEN, "projector": FROZEN}, {"language"}),
+    ],
+    ids=["tower", "all_but_tower", "encoder"],
+)
+def test_freezing_leaves_the_other_gradients_as_they_are(whole, frozen, trained):
+    params, _, expected = whole
+    step = make_step(**frozen)
+    grads, _, _, starts = run_phases(step, params)
+    assert set(grads) == trained
+    assert_trees_close(grads, {name: expected[name] for name in trained})
+    assert step.keeps_features("vision") == ("projector.vision" in trained and "vision" not in trained)
+    assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
+
+
+def test_an_undecodable_image_takes_the_loss_of_its_whole_example(whole):
+    """Rank 2's second image of the first microbatch failed: token 3 of it is used by example 1 of every row."""
+    params, step = whole[0], make_step()
+    valid, failed = IMAGES[0].valid.copy(), IMAGES[0].failed.copy()
+    valid[2, 3], failed[2] = False, 1
+    _, sums, count, _ = run_phases(step, params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1]))
+    assert count == 1
+    hit = np.zeros((RANKS, SOURCES))
+    hit[2, 1] = 1  # segment 1 has source 1
+    np.testing.assert_array_equal(sums.examples, len(TEXT) * (1 - hit))
+    assert sums.targets[2, 1] == 0 and sums.loss[2, 1] == 0 and sums.targets[2, 0] > 0
+    with jax.enable_x64(True):
+        decode = jax.jit(step.decode_and_grad)
+        own = {"language": zeros_like(params["language"])}
+        pool = empty_pool()
+        pool = pool._replace(valid=pool.valid + 1)
+        masked = [np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets) for rows in TEXT]
+        broken = pool._replace(valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2))
+        arguments = 0.01, np.zeros_like(pool.tokens), own, zero_sums()
+        by_hand = decode(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
+        by_flag = decode(params, TEXT[0], broken, *arguments)
+        evaluated = jax.jit(step.evaluate)(params, TEXT[0], broken, zero_sums())
+    assert_trees_close(jax.device_get(by_flag), jax.device_get(by_hand), 1e-13)
+    assert_trees_close(jax.device_get(evaluated), jax.device_get(by_flag[2]), 1e-13)
+
+
+def test_rows_without_a_target_add_exactly_nothing(whole):
+    params, step = whole[0], make_step()
+    silent = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
+    with jax.enable_x64(True):
+        d_pool, own, sums = jax.jit(step.decode_and_grad)(
+            params,
+            silent,
+            empty_pool(),
+            0.01,
+            np.zeros((RANKS, 2 * TOKENS, 8)),
+            {"language": zeros_like(params["language"])},
+            zero_sums(),
+        )
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((d_pool, own, sums)))
+
+
+# ---------------------------------------------------------------------------- update
+
+
+OPTIMIZER = {
+    "learning_rate": 0.1,
+    "warmup_steps": 5,
+    "weight_decay": 0.2,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "epsilon": 1e-6,
+    "clip_norm": 0.5,
+}
+
+
+def make_sums(targets):
+    return Sums(*(np.full((RANKS, SOURCES), value / RANKS / SOURCES) for value in (3.0 * targets, targets, 0.0, 0.0)))
+
+
+@pytest.fixture(scope="module")
+def updating():
+    """A step with a frozen tower and a slow projector; its compiled update, first state and some gradients."""
+    step = make_step(
+        vision=FROZEN, projector=ComponentConfig(compute_dtype="float64", learning_rate_scale=0.25), **OPTIMIZER
+    )
+    params = randomized(step)
+    with jax.enable_x64(True):
+        state = jax.device_get(step.init(params))
+        program = jax.jit(step.update)
+
+    def update(state, grads, sums, planned=80.0, failed=0):
+        with jax.enable_x64(True):
+            return jax.device_get(program(state, grads, sums, np.float64(planned), np.int32(failed)))
+
+    grads = {name: randomized(step, 7)[name] for name in ("language", "projector.vision")}
+    return update, state, grads
+
+
+def test_only_trainable_components_have_moments(updating):
+    _, state, grads = updating
+    moments = state.optimizer[0].mu
+    assert set(moments) == set(grads)
+
+
+def test_update_equals_adamw_by_hand(updating):
+    update, state, grads = updating
+    planned, targets = 80.0, 64.0
+    rng = np.random.default_rng(5)
+    params = state.params
+    m = v = zeros_like(grads)
+    for count in range(1, 4):
+        now = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
+        state, metrics = update(state, now, make_sums(targets), planned)
+        now = jax.tree.map(lambda g: g * planned / targets, now)
+        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(now)))
+        clip = min(1, 0.5 / norm)
+        now = jax.tree.map(lambda g, clip=clip: g * clip, now)
+        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, now)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, now)
+        rate = 0.1 * (0.2 + 0.8 * (count - 1) / 5)
+
+        def stepped(path, p, m, v, count=count, rate=rate):
+            component, name = path[0].key, path[-1].key
+            direction = m / (1 - 0.8**count) / (np.sqrt(v / (1 - 0.9**count)) + 1e-6)
+            decay = 0.0 if name.endswith(("bias", "scale", "embedding")) else 0.2
+            return p - rate * (0.25 if component == "projector.vision" else 1) * (direction + decay * p)
+
+        trained = jax.tree.map_with_path(stepped, {name: params[name] for name in grads}, m, v)
+        params = params | trained
+        assert_trees_close(state.params, params, 1e-6 if metrics["learning_rate"].dtype == np.float32 else 1e-10)
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-10)
+        np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
+        np.testing.assert_allclose(metrics["loss"], 3.0, rtol=1e-10)
+        assert metrics["masked_targets"] == planned - targets
+        assert (state.step, state.skipped) == (count, 0)
+
+
+def test_frozen_components_stay_bit_for_bit(updating):
+    update, state, grads = updating
+    new, _ = update(state, grads, make_sums(80.0))
+    assert_trees_close(new.params["vision"], state.params["vision"], 0)
+    changed = jax.tree.map(lambda new, old: (new != old).any(), new.params["language"], state.params["language"])
+    assert all(jax.tree.leaves(changed))
+
+
+def spoil(grads, value):
+    broken = jax.tree.map(np.copy, grads)
+    broken["language"]["norm"]["scale"][3] = value
+    return broken
+
+
+@pytest.mark.parametrize("kind", ["nan_gradient", "infinite_gradient", "nan_loss", "no_target"])
+def test_what_is_not_finite_skips_the_update_and_is_counted(updating, kind):
+    update, first, grads = updating
+    state, _ = update(first, grads, make_sums(80.0))  # moments are not zero
+    sums, bad = make_sums(80.0), grads
+    if kind == "nan_loss":
+        sums = sums._replace(loss=sums.loss * np.nan)
+    elif kind == "no_target":
+        sums = make_sums(0.0)
+    else:
+        bad = spoil(grads, np.nan if kind == "nan_gradient" else np.inf)
+    skipped, metrics = update(state, bad, sums, failed=2)
+    again, _ = update(skipped, bad, sums, failed=1)
+    for count, new in enumerate((skipped, again), start=1):
+        for name in ("params", "optimizer"):
+            assert_trees_close(getattr(new, name), getattr(state, name), 0)
+        assert (new.skipped, new.skipped_in_row, new.step) == (count, count, 1 + count)
+    assert (again.failed_media, metrics["skipped"], metrics["skipped_in_row"]) == (3, 1, 1)
+    good, _ = update(again, grads, make_sums(80.0))
+    assert (good.skipped, good.skipped_in_row) == (2, 0)
+
+
+def test_loss_by_source(updating):
+    update, state, grads = updating
+    sums = zero_sums()
+    sums.loss[:, 0], sums.targets[:, 0] = [1, 2, 3, 4], [5, 5, 5, 5]
+    _, metrics = update(state, grads, sums, planned=20.0)
+    np.testing.assert_allclose(metrics["loss_by_source"], [0.5, 0])
+    np.testing.assert_array_equal(metrics["targets_by_source"], [20, 0])
+    np.testing.assert_allclose(metrics["loss"], 0.5)
+
+
+def test_the_state_is_a_checkpoints_tree(updating):
+    state = updating[1]
+    assert isinstance(state, TrainState)
+    assert [int(x) for x in (state.step, state.skipped, state.skipped_in_row, state.failed_media)] == [0, 0, 0, 0]
