@@ -1,0 +1,240 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.config import (
+    AudioConfig,
+    ComponentConfig,
+    ComponentsConfig,
+    LanguageConfig,
+    ModelConfig,
+    ProjectorComponents,
+    VisionConfig,
+)
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import LanguageRows
+from sharding.mesh import MeshError, make_mesh
+
+MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+VOCABULARY, SLOTS, BLOCK = 40, 64, 32
+LANGUAGE = LanguageConfig(width=16, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=24)
+VISION = VisionConfig(width=8, layers=1, heads=2, mlp_width=12, patch_size=2)
+AUDIO = AudioConfig(width=8, layers=1, heads=2, mlp_width=12, mel_bins=5, chunk_frames=16, merge=4)
+ALL = ModelConfig(language=LANGUAGE, vision=VISION, audio=AUDIO)
+
+
+def build(config=ALL, mesh=MESH, **settings):
+    return build_model(config, VOCABULARY, ComponentsConfig(**settings), mesh)
+
+
+def paths(tree):
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+# ---------------------------------------------------------------------------- composition
+
+
+@pytest.mark.parametrize(
+    ("towers", "names"),
+    [
+        ({}, ["language"]),
+        ({"vision": VISION}, ["vision", "projector.vision", "language"]),
+        ({"audio": AUDIO}, ["audio", "projector.audio", "language"]),
+        ({"audio": AUDIO, "vision": VISION}, ["vision", "projector.vision", "audio", "projector.audio", "language"]),
+    ],
+)
+def test_any_subset_of_encoders(towers, names):
+    model = build(ModelConfig(language=LANGUAGE, **towers))
+    assert list(model.components) == names
+    assert list(model.abstract("float32")) == names
+
+
+def test_parameter_counts():
+    params = build().abstract("float32")
+    d, heads, key_heads, size, hidden = 16, 4, 2, 8, 24
+    layer = 2 * d * heads * size + 2 * d * key_heads * size + 3 * d * hidden + 2 * d
+    assert count(params["language"]) == 2 * VOCABULARY * d + 2 * layer + d
+    w, hidden = 8, 12
+    layer = 4 * w * w + 4 * w + 2 * w * hidden + hidden + w + 2 * w
+    assert count(params["vision"]) == 12 * w + w + layer + w
+    assert count(params["audio"]) == 3 * 5 * w + w + 3 * w * w + w + layer + w
+    assert count(params["projector.vision"]) == 4 * w * d + d + d * d + d
+    assert count(params["projector.audio"]) == 4 * w * d + d + d * d + d
+
+
+def test_options_of_the_decoder_add_their_parameters():
+    def language(**options):
+        config = ModelConfig(language=LANGUAGE.model_copy(update=options))
+        return build(config).abstract("float32")["language"]
+
+    plain = language()
+    assert paths(plain) - paths(language(tie_embeddings=True)) == {"['head']"}
+    assert count(language(qkv_bias=True)) - count(plain) == 2 * (4 + 2 + 2) * 8
+    assert count(language(qk_norm=True)) - count(plain) == 2 * (8 + 8)
+
+
+def test_frozen_components_are_not_trainable():
+    frozen = ComponentConfig(freeze=True)
+    model = build(vision=frozen, projector=ProjectorComponents(audio=frozen))
+    assert model.trainable == {"projector.vision", "audio", "language"}
+
+
+def test_a_projector_runs_on_the_ranks_of_its_tower():
+    model = build(vision=ComponentConfig(layout={"batch": ["data", "fsdp", "tensor"]}))
+    assert [model.layout(phase).ranks for phase in ("vision", "audio", "language")] == [8, 4, 4]
+    assert model.components["projector.vision"].layout.ranks == 8
+    assert model.components["projector.vision"].layout.mesh_axes("mlp") == ()
+    assert model.components["projector.audio"].layout.mesh_axes("mlp") == ("tensor",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": {"heads": ["model"]}}, r"components\.language\.layout\.heads: unknown mesh axis 'model'"),
+        ({"layout": {"vocab": ["data"]}}, r"components\.language\.layout: .*\['data'\]"),
+        ({"layout": {"embed": ["fsdp", "tensor"]}}, r"language\['.*\['tensor'\]; change this component's layout"),
+        ({"layout": {"layers": ["fsdp"], "embed": ["data"]}}, None),  # two layers over two devices: possible
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_by_name(settings, message):
+    if message is None:
+        build(language=ComponentConfig(**settings))
+    else:
+        with pytest.raises(MeshError, match=message):
+            build(language=ComponentConfig(**settings))
+
+
+def test_dimensions_that_do_not_split_are_refused_by_name():
+    wide = make_mesh({"data": 2, "fsdp": 1, "tensor": 4})
+    with pytest.raises(MeshError, match=r"language\['layers'\]\['attention'\].* of length 2 .* of 4 devices; change"):
+        build(ModelConfig(language=LANGUAGE), wide)
+    build(ModelConfig(language=LANGUAGE), wide, language=ComponentConfig(layout={"kv_heads": []}))
+
+
+# ---------------------------------------------------------------------------- first parameters
+
+
+@pytest.fixture(scope="module")
+def params():
+    return build().init(3, "float32")
+
+
+def equal(one, two):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+
+
+def test_first_parameters_lie_as_described(params):
+    abstract = build().abstract("float32")
+    assert jax.tree.structure(params) == jax.tree.structure(abstract)
+    for leaf, want in zip(jax.tree.leaves(params), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype)
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+    up = params["language"]["layers"]["mlp"]["up"]
+    assert up.shape == (2, 16, 24) and up.sharding.shard_shape(up.shape) == (2, 8, 12)
+
+
+def test_a_component_starts_alike_in_any_company_and_on_any_mesh(params):
+    alone = build(ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})).init(3, "float32")
+    assert equal(alone["language"], params["language"])
+    deaf = build(
+        ModelConfig(language=LANGUAGE, vision=VISION),
+        make_mesh({"data": 8, "fsdp": 1, "tensor": 1}),
+        vision=ComponentConfig(layout={"embed": ["data"]}),
+    ).init(3, "float32")
+    for name in deaf:
+        assert equal(deaf[name], params[name]), name
+
+
+def test_seeds_and_components_start_differently(params):
+    vision, audio = (params[f"projector.{phase}"]["mlp"]["up"] for phase in ("vision", "audio"))
+    assert vision.shape == audio.shape and not equal(vision, audio)
+    other = build(ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})).init(4, "float32")
+    assert not equal(other["language"]["embedding"], params["language"]["embedding"])
+
+
+# ---------------------------------------------------------------------------- programs
+
+
+def make_rows(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.multinomial(SLOTS - 3, [0.25] * 4)
+    segments = np.tile(np.append(np.repeat(np.arange(1, 5), lengths), [0] * 3), (4, 1)).astype(np.int32)
+    tiles = tile_ranges(segments[0], BLOCK, causal=True)
+    return LanguageRows(
+        tokens=rng.integers(0, VOCABULARY, (4, SLOTS)).astype(np.int32),
+        targets=np.full((4, SLOTS), -1, np.int32),
+        segments=segments,
+        positions=rng.integers(0, SLOTS, (4, SLOTS, 3)).astype(np.int32),
+        media=np.where(rng.random((4, SLOTS)) < 0.2, 1, -1).astype(np.int32),
+        sources=np.zeros((4, 4), np.int32),
+        query_tiles=np.tile(tiles.queries, (4, 1, 1)),
+        key_tiles=np.tile(tiles.keys, (4, 1, 1)),
+    )
+
+
+@pytest.fixture(scope="module")
+def hidden():
+    """`hidden(dtype)` computes states, and gradients of their weighted sum, in that dtype."""
+    programs, weights = {}, np.random.default_rng(0).standard_normal((4, SLOTS, 16)).astype(np.float32)
+
+    def program(dtype):
+        model = build(ModelConfig(language=LANGUAGE), language=ComponentConfig(compute_dtype=dtype))
+
+        def loss(params, rows, media):
+            states, head = model.hidden(params, rows, media)
+            return (states.astype(jnp.float32) * weights).sum() + head.sum(dtype=jnp.float32), states
+
+        return programs.setdefault(dtype, jax.jit(jax.grad(loss, has_aux=True)))
+
+    return program
+
+
+def media(seed):
+    return np.random.default_rng(seed).standard_normal((4, SLOTS, 16)).astype(np.float32)
+
+
+def test_bfloat16_computes_nearly_the_same(hidden, params):
+    own = {"language": params["language"]}
+    grads, states = hidden("float32")(own, make_rows(0), media(0))
+    low_grads, low_states = hidden("bfloat16")(own, make_rows(0), media(0))
+    assert low_states.dtype == jnp.bfloat16
+    real = make_rows(0).segments > 0
+    np.testing.assert_allclose(np.asarray(low_states, np.float32)[real], states[real], rtol=0, atol=0.1)
+    flat = jax.tree.leaves_with_path(low_grads)
+    for (path, got), want in zip(flat, jax.tree.leaves(grads), strict=True):
+        assert got.dtype == np.float32, path
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < 0.05, (jax.tree_util.keystr(path), error)
+
+
+def test_gradients_of_a_frequent_token_do_not_stop_growing():
+    """A bfloat16 sum of ones ends at 256."""
+    component = build(ModelConfig(language=LANGUAGE)).components["language"]
+    tokens = np.full((4, 1000), 7)
+
+    def total(params):
+        return component.module(params).embed(tokens, component.layout, jnp.bfloat16).astype(jnp.float32).sum()
+
+    params = {"language": jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), component.shapes)}
+    grad = jax.jit(jax.grad(total))(params)["language"]["embedding"]
+    want = np.zeros_like(grad)
+    want[7] = 4000
+    np.testing.assert_array_equal(grad, want)
+
+
+def test_new_values_do_not_compile_again(hidden, params):
+    program = hidden("float32")
+    for seed in range(3):
+        own = jax.tree.map(lambda leaf, seed=seed: leaf + seed, {"language": params["language"]})
+        program(own, make_rows(seed), media(seed))
+    before = program._cache_size()
+    program({"language": params["language"]}, make_rows(9), media(9))
+    assert program._cache_size() == before == 1
