@@ -267,6 +267,7 @@ class ProfileConfig(Section):
 class EvaluationConfig(Section):
     every: PositiveInt | None = None  # steps; none: only at the end
     examples: PositiveInt | None = None  # none: the whole held-out set
+    at_start: bool = False  # also before the first step
 
 
 class RunConfig(Section):

@@ -76,6 +76,8 @@ def train(run: Run) -> dict[str, Any]:
         pending: Pending | None = None
         stopped = False
         try:
+            if config.evaluation.at_start and step == 0:
+                report.evaluate(step, state, writer, progress)
             while step < config.run.steps and not stopped:
                 asked = time.monotonic()
                 batch = next(batches)
@@ -95,11 +97,8 @@ def train(run: Run) -> dict[str, Any]:
                     report.write(pending, writer, progress)  # never keep a state that the limits forbid
                     pending = None
                     checkpoints.save(step, state)
-                if run.evaluation is not None and not stopped and (last or _due(step, config.evaluation.every)):
-                    report.evaluation = evaluate(run.programs, state.params, run.evaluation, run.sources)
-                    writer.write(step, {f"eval/{name}": value for name, value in _flat(report.evaluation).items()})
-                    progress.print(f"step {step}: held-out {_text(report.evaluation)}")
-                    report.pause()
+                if not stopped and (last or _due(step, config.evaluation.every)):
+                    report.evaluate(step, state, writer, progress)
         finally:
             batches.close()
             profiler.close(state.step)
@@ -130,7 +129,6 @@ class Report:
     _rates: RateMeter = field(default_factory=RateMeter)
     _last: float = field(default_factory=time.monotonic)
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _paused: float = 0.0
 
     def write(self, pending: Pending, writer: MetricsWriter, progress: ProgressBar) -> None:
         """Read the metrics of a step, which waits until it has run; raise `TrainingError` past a limit."""
@@ -142,9 +140,15 @@ class Report:
         progress.update(pending.step, {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record})
         self._enforce(pending.step, values)
 
-    def pause(self) -> None:
-        """Time since the last record was spent on something that is not a step."""
-        self._last = time.monotonic()
+    def evaluate(self, step: int, state: TrainState, writer: MetricsWriter, progress: ProgressBar) -> None:
+        """Measure the held-out set, if there is one; the time it takes counts for no step."""
+        if self.run.evaluation is None:
+            return
+        began = time.monotonic()
+        self.evaluation = evaluate(self.run.programs, state.params, self.run.evaluation, self.run.sources)
+        writer.write(step, {f"eval/{name}": value for name, value in _flat(self.evaluation).items()})
+        progress.print(f"step {step}: held-out {_text(self.evaluation)}")
+        self._last += time.monotonic() - began
 
     def summary(self, steps: int, seconds: float) -> dict[str, Any]:
         """The content of summary.json; fractions and ratios are over all steps of this process."""
