@@ -9,9 +9,10 @@ Four ways to make rows of the same batches:
     padded              nothing is packed: each rank pads its items to its own longest
     padded alike        the same, with the shape that all ranks need when shapes are fixed, as under XLA
 
-`real tokens` is the share of row slots that hold data; `max/mean` the cost of the costliest rank over the mean;
-`synchronised` that ratio when ranks wait for each other at every microbatch: sum of the slowest rows / sum of means;
-`over ideal` the FLOPs of the slowest rows, their padding included, over an equal share of the FLOPs of the data alone.
+`real tokens` is the share of row slots that hold data; `max/mean` the cost of the costliest rank over the mean, and
+`floor` the least that it could be, since an item is never cut; `synchronised` is that ratio when ranks wait for each
+other at every microbatch: sum of the slowest rows / sum of means; `over ideal` the FLOPs of the slowest rows, their
+padding included, over an equal share of the FLOPs of the data alone.
 `rows` and `plan ms` are a step's mean and median. Nothing is decoded, compiled or run.
 """
 
@@ -30,6 +31,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.plan import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.step_plan import home_ranks, plan_step
@@ -41,8 +43,8 @@ from sharding.mesh import abstract_mesh
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
 PADDED = {"padded": False, "padded alike": True}
-FIGURES = ("real_token_fraction", "max_over_mean", "synchronised", "over_ideal", "rows", "plan_ms")
-COLUMNS = ["phase", "method", "real tokens", "max/mean", "synchronised", "over ideal", "rows", "plan ms"]
+FIGURES = ("real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms")
+COLUMNS = ["phase", "method", "real tokens", "max/mean", "floor", "synchronised", "over ideal", "rows", "plan ms"]
 GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mixed by run.seed"
 
 
@@ -55,6 +57,7 @@ class PhaseWaste:
     slots: int
     tokens: int
     max_over_mean: float
+    floor: float
     synchronised: float
     slowest: float
     ideal: float
@@ -68,6 +71,7 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
             slots=int(plan.statistics[f"{name}/slots"]),
             tokens=int(plan.statistics[f"{name}/tokens"]),
             max_over_mean=plan.statistics[f"{name}/max_over_mean"],
+            floor=_floor(items.phases[name], phase),
             synchronised=plan.statistics[f"{name}/synchronised"],
             slowest=_slowest(plan, items, phase),
             ideal=plan.statistics[f"{name}/flops"] / phase.ranks,
@@ -83,6 +87,12 @@ def _slowest(plan: StepPlan, items: BatchItems, phase: PhaseSpec) -> float:
     squares = np.zeros((rows.microbatches, phase.ranks))
     np.add.at(squares, (rows.microbatch, rows.rank), length**2)
     return float(phase.linear * rows.capacity.sum(dtype=float) + phase.quadratic * squares.max(axis=1).sum())
+
+
+def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
+    """Least max/mean of any placement: 1, or the costliest item alone on its rank."""
+    cost = item_costs(phase, items.length)
+    return max(1.0, float(cost.max() * phase.ranks / cost.sum()))
 
 
 def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) -> PhaseWaste:
@@ -103,6 +113,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) ->
         slots=int(count @ longest),
         tokens=int(items.real.sum()),
         max_over_mean=ratio,
+        floor=_floor(items, phase),
         synchronised=ratio,
         slowest=float(cost.max()),
         ideal=real_flops(items, phase) / phase.ranks,
@@ -152,6 +163,7 @@ def _phase_record(phase: str, method: str, wastes: Sequence[PhaseWaste], steps: 
         method,
         real_token_fraction=sum(waste.tokens for waste in wastes) / sum(waste.slots for waste in wastes),
         max_over_mean=sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal,
+        floor=sum(waste.floor * waste.ideal for waste in wastes) / ideal,
         synchronised=sum(waste.synchronised * waste.ideal for waste in wastes) / ideal,
         over_ideal=_over_ideal(wastes),
         rows=sum(waste.rows for waste in wastes) / steps,

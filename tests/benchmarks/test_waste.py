@@ -29,7 +29,7 @@ data:
 phases: {{vision: {{block: 32}}, audio: {{block: 32}}, language: {{block: 32}}}}
 optimizer: {{learning_rate: 1e-3}}
 """
-FIGURES = {"real_token_fraction", "max_over_mean", "synchronised", "over_ideal", "rows", "plan_ms"}
+FIGURES = {"real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms"}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
 def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, method, mode):
     batches, specs = drawn
     spec = specs[mode].phases[phase]
-    tokens = slots = rows = slowest = ideal = weighted = waiting = 0
+    tokens = slots = rows = slowest = ideal = weighted = waiting = floor = 0
     for items, balanced, packed in batches:
         plan = (balanced if mode == "phases" else packed).phases[phase]
         length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
@@ -144,6 +144,7 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
         slowest += row_time.max(axis=1).sum()
         ideal += share
         weighted += share * row_cost.sum(axis=0).max() / row_cost.sum(axis=0).mean()
+        floor += share * max(1, max(cost(spec, one) for one in length) / row_cost.sum(axis=0).mean())
         waiting += share * row_cost.max(axis=1).sum() / row_cost.mean(axis=1).sum()
     record = measured[phase, method]
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
@@ -151,6 +152,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     assert record["over_ideal"] == pytest.approx(slowest / ideal)
     assert record["max_over_mean"] == pytest.approx(weighted / ideal)
     assert record["synchronised"] == pytest.approx(waiting / ideal)
+    assert record["floor"] == pytest.approx(floor / ideal)
+    assert 1 <= record["floor"] <= record["max_over_mean"] <= record["synchronised"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
