@@ -32,9 +32,9 @@ FROZEN = ComponentConfig(freeze=True, compute_dtype="float64")
 WIDE = ComponentConfig(compute_dtype="float64")
 
 
-def make_step(vision=WIDE, projector=WIDE, language=WIDE, **optimizer):
+def make_step(mesh=MESH, vision=WIDE, projector=WIDE, language=WIDE, **optimizer):
     settings = ComponentsConfig(vision=vision, language=language, projector=ProjectorComponents(vision=projector))
-    model = build_model(CONFIG, VOCABULARY, settings, MESH)
+    model = build_model(CONFIG, VOCABULARY, settings, mesh)
     return Step(model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), steps=20, sources=SOURCES)
 
 
@@ -106,33 +106,44 @@ IMAGES, TEXT = (encoder_rows(1), encoder_rows(2)), (language_rows(3), language_r
 # ---------------------------------------------------------------------------- gradients in phases
 
 
-def run_phases(step, params, images=IMAGES, scale=0.01):
-    """A step of two encoder and two language microbatches that share one pool; the exchange is the identity."""
-    with jax.enable_x64(True):
-        encode = jax.jit(lambda *args: step.encode("vision", *args))
-        encode_grad = jax.jit(lambda *args: step.encode_grad("vision", *args))
-        decode = jax.jit(step.decode_and_grad)
-        pool, starts, failed = empty_pool(), [], np.int32(0)
-        for m, rows in enumerate(images):
-            pool, features, failed = encode(params, rows, pool, np.int32(m * TOKENS), failed)
-            starts.append(rows if features is None else features)
-        d_pool, sums = np.zeros_like(pool.tokens), zero_sums()
-        grads = {name: zeros_like(params[name]) for name in sorted(step.model.trainable)}
-        own = {name: grads[name] for name in step.trainable_of("language")}
-        for rows in TEXT:
-            d_pool, own, sums = decode(params, rows, pool, scale, d_pool, own, sums)
-        grads |= own
-        own = {name: grads[name] for name in step.trainable_of("vision")}
-        for m, start in enumerate(starts):
-            if own:
-                own = encode_grad(params, start, d_pool, np.int32(m * TOKENS), own)
-        return jax.device_get((grads | own, sums, failed, starts))
+class Driver:
+    """The compiled functions of a step, and a step of two encoder and two language microbatches that share one pool;
+    the exchange is the identity."""
+
+    def __init__(self, step, decode=None):
+        self.step = step
+        self.encode = jax.jit(lambda *args: step.encode("vision", *args))
+        self.encode_grad = jax.jit(lambda *args: step.encode_grad("vision", *args))
+        self.decode = decode or jax.jit(step.decode_and_grad)
+
+    def run(self, params, images=IMAGES, scale=0.01):
+        with jax.enable_x64(True):
+            pool, starts, failed = empty_pool(), [], np.int32(0)
+            for m, rows in enumerate(images):
+                pool, features, failed = self.encode(params, rows, pool, np.int32(m * TOKENS), failed)
+                starts.append(rows if features is None else features)
+            d_pool, sums = np.zeros(pool.tokens.shape), zero_sums()
+            grads = {name: zeros_like(params[name]) for name in sorted(self.step.model.trainable)}
+            own = {name: grads[name] for name in self.step.trainable_of("language")}
+            for rows in TEXT:
+                d_pool, own, sums = self.decode(params, rows, pool, scale, d_pool, own, sums)
+            grads |= own
+            own = {name: grads[name] for name in self.step.trainable_of("vision")}
+            for m, start in enumerate(starts):
+                if own:
+                    own = self.encode_grad(params, start, d_pool, np.int32(m * TOKENS), own)
+            return jax.device_get((grads | own, sums, failed, starts))
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return Driver(make_step())
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """Loss and gradients of the same step written as one function of all parameters: no pools, chunks or chains."""
-    step = make_step()
+    """Loss and gradients of the same step as one function of all parameters, on one device: no pools, no chunks."""
+    step = make_step(make_mesh({"data": 1}, jax.devices()[:1]))
     model, params = step.model, randomized(step)
 
     def objective(params):
@@ -163,8 +174,8 @@ def assert_trees_close(got, want, tolerance=1e-10):
 
 
 @pytest.fixture(scope="module")
-def phased(whole):
-    return run_phases(make_step(), whole[0])
+def phased(driver, whole):
+    return driver.run(whole[0])
 
 
 def test_phases_add_up_to_the_derivative_of_the_whole(whole, phased):
@@ -194,47 +205,46 @@ def test_sums_count_targets_and_examples_by_source(phased):
     ],
     ids=["tower", "all_but_tower", "encoder"],
 )
-def test_freezing_leaves_the_other_gradients_as_they_are(whole, frozen, trained):
+def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, trained):
     params, _, expected = whole
     step = make_step(**frozen)
-    grads, _, _, starts = run_phases(step, params)
+    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.decode).run(params)
     assert set(grads) == trained
     assert_trees_close(grads, {name: expected[name] for name in trained})
     assert step.keeps_features("vision") == ("projector.vision" in trained and "vision" not in trained)
     assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
 
 
-def test_an_undecodable_image_takes_the_loss_of_its_whole_example(whole):
+def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole):
     """Rank 2's second image of the first microbatch failed: token 3 of it is used by example 1 of every row."""
-    params, step = whole[0], make_step()
+    params = whole[0]
     valid, failed = IMAGES[0].valid.copy(), IMAGES[0].failed.copy()
     valid[2, 3], failed[2] = False, 1
-    _, sums, count, _ = run_phases(step, params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1]))
+    _, sums, count, _ = driver.run(params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1]))
     assert count == 1
     hit = np.zeros((RANKS, SOURCES))
     hit[2, 1] = 1  # segment 1 has source 1
     np.testing.assert_array_equal(sums.examples, len(TEXT) * (1 - hit))
     assert sums.targets[2, 1] == 0 and sums.loss[2, 1] == 0 and sums.targets[2, 0] > 0
     with jax.enable_x64(True):
-        decode = jax.jit(step.decode_and_grad)
         own = {"language": zeros_like(params["language"])}
         pool = empty_pool()
         pool = pool._replace(valid=pool.valid + 1)
         masked = [np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets) for rows in TEXT]
         broken = pool._replace(valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2))
         arguments = 0.01, np.zeros_like(pool.tokens), own, zero_sums()
-        by_hand = decode(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
-        by_flag = decode(params, TEXT[0], broken, *arguments)
-        evaluated = jax.jit(step.evaluate)(params, TEXT[0], broken, zero_sums())
+        by_hand = driver.decode(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
+        by_flag = driver.decode(params, TEXT[0], broken, *arguments)
+        evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken, zero_sums())
     assert_trees_close(jax.device_get(by_flag), jax.device_get(by_hand), 1e-13)
     assert_trees_close(jax.device_get(evaluated), jax.device_get(by_flag[2]), 1e-13)
 
 
-def test_rows_without_a_target_add_exactly_nothing(whole):
-    params, step = whole[0], make_step()
+def test_rows_without_a_target_add_exactly_nothing(driver, whole):
+    params = whole[0]
     silent = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
     with jax.enable_x64(True):
-        d_pool, own, sums = jax.jit(step.decode_and_grad)(
+        d_pool, own, sums = driver.decode(
             params,
             silent,
             empty_pool(),
