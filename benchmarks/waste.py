@@ -57,7 +57,7 @@ class PhaseWaste:
     slots: int
     tokens: int
     max_over_mean: float
-    floor: float
+    floor: float | None  # none where items are padded: their cost is then not their own
     synchronised: float
     slowest: float
     ideal: float
@@ -113,7 +113,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) ->
         slots=int(count @ longest),
         tokens=int(items.real.sum()),
         max_over_mean=ratio,
-        floor=_floor(items, phase),
+        floor=None,
         synchronised=ratio,
         slowest=float(cost.max()),
         ideal=real_flops(items, phase) / phase.ranks,
@@ -158,12 +158,13 @@ def _spec(config: Config, ground: Groundwork, mode: Mode) -> PlanSpec:
 def _phase_record(phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int) -> dict[str, Any]:
     """Ratios over all steps, each step weighing as much as its data costs: as in the summary of a run."""
     ideal = sum(waste.ideal for waste in wastes)
+    floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
         phase,
         method,
         real_token_fraction=sum(waste.tokens for waste in wastes) / sum(waste.slots for waste in wastes),
         max_over_mean=sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal,
-        floor=sum(waste.floor * waste.ideal for waste in wastes) / ideal,
+        floor=None if floor is None else floor / ideal,
         synchronised=sum(waste.synchronised * waste.ideal for waste in wastes) / ideal,
         over_ideal=_over_ideal(wastes),
         rows=sum(waste.rows for waste in wastes) / steps,

@@ -118,6 +118,7 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
     assert record["rows"] == pytest.approx(rows / STEPS)
     assert record["over_ideal"] == pytest.approx(slowest / ideal)
     assert record["max_over_mean"] == record["synchronised"] == pytest.approx(weighted / ideal)
+    assert record["floor"] is None
 
 
 @pytest.mark.parametrize("phase", PHASES)
