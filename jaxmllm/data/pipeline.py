@@ -9,6 +9,9 @@ number of hosts, workers or devices.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -104,7 +107,7 @@ def train_iterator(
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=-(-prefetch // workers))
     # Without threads of their own: a worker would otherwise read hundreds of elements ahead.
     unbuffered = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(window.to_iter_dataset(unbuffered).mp_prefetch(options))
+    return iter(window.to_iter_dataset(unbuffered).mp_prefetch(options, worker_init_fn=_end_with_parent))
 
 
 def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int) -> Longs:
@@ -126,6 +129,18 @@ def sample_batches(order: grain.MapDataset[int], corpus: Lengths, batch_size: in
 
 def _steps(order: grain.MapDataset[int], batch_size: int, filler: StepFiller) -> grain.MapDataset[HostStep]:
     return order.batch(batch_size, batch_fn=_numbers).map_with_index(filler)
+
+
+def _end_with_parent(worker: int, workers: int) -> None:
+    """End this worker when the process that started it is killed; it would wait for ever to hand over its element."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _source_seed(seed: int, number: int) -> int:
