@@ -138,8 +138,7 @@ def assemble(tree: dict[str, Any], devices: int) -> Setup:
     config = parse_config(tree)
     ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:devices]))
     corpus, held_out = ground.corpus, ground.held_out
-    samples = [corpus.gather(np.arange(len(corpus)))]
-    spec = plan_spec(config, ground.model, samples, [corpus, *held_out])
+    spec = plan_spec(config, ground.model, ground.samples, [corpus, *held_out])
     blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
     step = Step(ground.model, config.optimizer, config.run.steps, len(corpus.sources))
     programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)

@@ -95,10 +95,10 @@ def cramped(setups, by_example):
     return setups(
         by_example(
             mesh={"data": 2},
-            phases__vision={"block": 32, "capacities": [128, 64]},
-            phases__audio={"block": 16, "capacities": [512, 128]},
-            phases__language={"block": 32, "capacities": [288, 128]},
-            balance__pool_slots=288,
+            phases__vision={"block": 32, "capacities": [96, 32]},
+            phases__audio={"block": 16, "capacities": [448, 128]},
+            phases__language={"block": 32, "capacities": [160, 64]},
+            balance__pool_slots=160,
             balance__pair_slots=24,
         ),
         2,
@@ -109,7 +109,7 @@ def cramped(setups, by_example):
 def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole, mode):
     step = cramped.step(EXAMPLES, mode=mode)
     assert len(set(step.capacities["language"])) == 2
-    assert all(len(rows) >= 3 for rows in step.rows.values())
+    assert all(len(rows) >= (4 if phase == "language" else 2) for phase, rows in step.rows.items())
     assert max(step.pools["language"]) >= 1
     assert all(len(rounds) >= 3 for rounds in step.rounds.values())
     assert_same(cramped.gradients(step), whole, 1e-5)

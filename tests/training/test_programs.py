@@ -38,6 +38,7 @@ def test_batches_of_every_composition_use_the_same_programs(mixed):
         step = mixed.step(batch)
         shapes.add(tuple(len(rows) for rows in step.rows.values()))
         state, metrics = mixed.programs.train(state, mixed.put(step))
+        metrics = jax.device_get(metrics)
         assert np.isfinite(metrics["loss"]) and metrics["skipped"] == 0
         assert metrics["targets_by_source"].sum() == step.targets
     assert len(shapes) >= 8  # many different numbers of microbatches ...

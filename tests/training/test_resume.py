@@ -65,7 +65,7 @@ def history(data, tmp_path_factory):
     process = begin("killed", "data.workers=1")
     wait_for_step(process, base / "killed", killed_after)
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)  # ends when its data worker does, which holds the other end of the pipe
     shutil.copytree(base / "killed", base / "moved")
 
     process = begin("killed")
