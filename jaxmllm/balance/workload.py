@@ -1,0 +1,284 @@
+"""Generated batches for measuring the planner without data: seeded lengths of six tasks, and a model to cost them by.
+
+    text                 no media
+    speech_recognition   a clip and its transcript: text follows the seconds
+    spoken_question      a clip and an answer, independent of each other
+    captioning           an image, then a caption
+    visual_question      an image and a short answer
+    multi_image          two to eight images with text between them
+
+Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision slots are patches,
+MERGE**2 of them a token; audio slots are frames of 10 ms, padded to whole chunks; the language sequence of an example
+counts its text, the tokens of its media and two frame tokens around each. Media stand evenly between equal pieces of
+the text. The model is of 0.6B vision, 0.6B audio and 8B language parameters, all trained.
+
+Examples are independent draws from the mix; one seed makes one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.balance.cost import component_names, phase_flops
+from jaxmllm.balance.pack import running_sums, sums_by
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
+from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
+from jaxmllm.config import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
+
+MODEL: Final = ModelConfig(
+    vision=VisionConfig(width=1280, layers=32, heads=16, mlp_width=5120, patch_size=14, merge=2),
+    audio=AudioConfig(width=1280, layers=32, heads=20, mlp_width=5120, mel_bins=128, chunk_frames=32, merge=2),
+    language=LanguageConfig(
+        width=4096, layers=36, heads=32, kv_heads=8, head_size=128, mlp_width=12288, vocab_size=151_936
+    ),
+)
+PHASES: Final = (*MODEL.encoders, "language")
+FRAMES_PER_SECOND: Final = 100
+STEM_STRIDE: Final = 4  # frames behind one token of the audio tower's attention
+SLOTS_PER_TOKEN: Final = {"vision": 2**2, "audio": STEM_STRIDE * 2, "language": 1}
+GRANULES: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
+CHUNK: Final = 32  # frames
+FRAME_TOKENS: Final = 2  # around every image and clip
+ROW_CLASSES: Final = 3
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Log-normal by its median and the standard deviation of its logarithm; draws outside the bounds are repeated."""
+
+    median: float
+    sigma: float
+    least: float
+    most: float
+
+    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+        drawn = random.lognormal(np.log(self.median), self.sigma, count)
+        while (outside := np.flatnonzero((drawn < self.least) | (drawn > self.most))).size:
+            drawn[outside] = random.lognormal(np.log(self.median), self.sigma, outside.size)
+        return drawn
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """Every factor between the bounds equally likely."""
+
+    least: float
+    most: float
+
+    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return np.exp(random.uniform(np.log(self.least), np.log(self.most), count))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the examples of one task hold."""
+
+    text: LogNormal  # tokens that do not depend on media
+    images: tuple[int, int] = (0, 0)  # fewest and most of an example, all equally likely
+    image: LogUniform = LogUniform(64, 2560)  # tokens of an image
+    clip: LogNormal | None = None  # seconds
+    speech: LogNormal | None = None  # tokens of transcript a second of the clip, added to the text
+
+
+TASKS: Final[Mapping[str, Task]] = {
+    "text": Task(LogNormal(400, 1.0, 16, 4096)),
+    "speech_recognition": Task(
+        LogNormal(12, 0.2, 8, 24), clip=LogNormal(12, 0.7, 1, 60), speech=LogNormal(3.5, 0.2, 1.5, 8)
+    ),
+    "spoken_question": Task(LogNormal(200, 0.9, 16, 2048), clip=LogNormal(8, 0.6, 1, 60)),
+    "captioning": Task(LogNormal(120, 0.7, 16, 1024), images=(1, 1)),
+    "visual_question": Task(LogNormal(48, 0.9, 8, 1024), images=(1, 1)),
+    "multi_image": Task(LogNormal(300, 0.8, 32, 2048), images=(2, 8), image=LogUniform(64, 1024)),
+}
+DEFAULT_MIX: Final[Mapping[str, float]] = {
+    "text": 0.25,
+    "speech_recognition": 0.20,
+    "spoken_question": 0.15,
+    "captioning": 0.15,
+    "visual_question": 0.15,
+    "multi_image": 0.10,
+}
+
+
+def generate(seed: int | Sequence[int], examples: int, mix: Mapping[str, float] = DEFAULT_MIX) -> BatchItems:
+    """Lengths of one global batch.
+
+    Args:
+      seed: of everything drawn; a sequence of integers makes families of batches, as for numpy.
+      examples: B.
+      mix: weight of each task of `TASKS`; need not add up to one.
+
+    Returns:
+      Items of "vision", "audio" and "language"; `examples` is 0 .. B - 1, and all text tokens are targets.
+
+    Raises:
+      ValueError: a task is unknown, or no weight is positive.
+    """
+    if unknown := mix.keys() - TASKS.keys():
+        raise ValueError(f"unknown tasks {sorted(unknown)}: there are {list(TASKS)}")
+    weights = np.array([*mix.values()], np.float64)
+    if (weights < 0).any() or not weights.sum():
+        raise ValueError(f"the weights of a mix must be at least 0, and one of them more: {dict(mix)}")
+    random = np.random.default_rng(seed)
+    task_of = random.choice(len(weights), examples, p=weights / weights.sum())
+    text = np.zeros(examples, np.int64)
+    none = np.zeros(0, np.int64)
+    images, clips = _Media(none, none), _Media(none, none)
+    for number, name in enumerate(mix):
+        members, task = np.flatnonzero(task_of == number), TASKS[name]
+        tokens = task.text.draw(random, len(members))
+        fewest, most = task.images
+        owner = np.repeat(members, random.integers(fewest, most + 1, len(members)))
+        images = images.with_more(owner, np.rint(task.image.draw(random, len(owner))))
+        if task.clip is not None:
+            seconds = task.clip.draw(random, len(members))
+            clips = clips.with_more(members, np.ceil(seconds * FRAMES_PER_SECOND))
+            if task.speech is not None:
+                tokens += seconds * task.speech.draw(random, len(members))
+        text[members] = np.rint(tokens)
+    return _batch(text, images.ordered(), clips.ordered())
+
+
+def describe(batch: BatchItems) -> dict[str, float]:
+    """How ragged a batch is; belongs beside every figure that was measured on it.
+
+    Returns:
+      For "vision", "audio", "language", by item: `<phase>/items`, `<phase>/mean` (slots), `<phase>/cv` (standard
+      deviation / mean), `<phase>/max_over_mean`, `<phase>/inner_padding` (share of slots that are padding inside
+      items). Between the amounts of one example, zeros included: `correlation/<one>,<other>` for vision, audio,
+      text and language; over the examples with media of a kind alone: `correlation/text|<phase>`. Left out where
+      undefined.
+    """
+    statistics: dict[str, float] = {}
+    examples = len(batch.examples)
+    encoders = [phase for phase in batch.phases if phase != "language"]
+    amounts: dict[str, Longs] = {}
+    for phase, items in batch.phases.items():
+        length = items.length
+        amounts[phase] = sums_by(items.example, length, examples)
+        statistics[f"{phase}/items"] = len(length)
+        if len(length):
+            statistics[f"{phase}/mean"] = float(length.mean())
+            statistics[f"{phase}/cv"] = float(length.std() / length.mean())
+            statistics[f"{phase}/max_over_mean"] = float(length.max() / length.mean())
+            statistics[f"{phase}/inner_padding"] = 1 - float(items.real.sum() / length.sum())
+    amounts["text"] = amounts["language"].copy()
+    for phase in encoders:
+        tokens = batch.phases[phase].tokens.astype(np.int64)
+        amounts["text"] -= sums_by(batch.phases[phase].example, tokens, examples)
+    for one, other in combinations(amounts, 2):
+        _correlate(statistics, f"{one},{other}", amounts[one], amounts[other])
+    for phase in encoders:
+        has = amounts[phase] > 0
+        _correlate(statistics, f"text|{phase}", amounts["text"][has], amounts[phase][has])
+    return statistics
+
+
+def longest(phase: str, mix: Mapping[str, float] = DEFAULT_MIX) -> int:
+    """Slots of the largest item of a phase that the mix can draw."""
+    return max(_longest(phase, TASKS[name]) for name in mix)
+
+
+def make_spec(
+    ranks: int,
+    samples: Sequence[BatchItems],
+    mode: Mode = "phases",
+    row_classes: int = ROW_CLASSES,
+    mix: Mapping[str, float] = DEFAULT_MIX,
+) -> PlanSpec:
+    """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase, chosen from
+    `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""
+    needs = [
+        PhaseNeeds(
+            name=phase,
+            ranks=ranks,
+            granule=GRANULES[phase],
+            slots_per_token=SLOTS_PER_TOKEN[phase],
+            longest=longest(phase, mix),
+            flops=phase_flops(MODEL, phase, component_names(MODEL)),
+            config=PhaseConfig(row_classes=row_classes),
+        )
+        for phase in PHASES
+    ]
+    return choose_sizes(samples, needs, make_grids(ranks), BalanceConfig(mode=mode))
+
+
+def make_grids(ranks: int) -> dict[str, ExchangeGrid]:
+    """Every phase on the same ranks."""
+    line = np.arange(ranks, dtype=np.int32)[:, None]
+    return {phase: ExchangeGrid(line, line) for phase in MODEL.encoders}
+
+
+# ---------------------------------------------------------------------------- units
+
+
+@dataclass(frozen=True)
+class _Media:
+    """Items of one kind: the example of each, and its size in tokens (images) or frames (clips)."""
+
+    example: Longs
+    size: Longs
+
+    def with_more(self, example: Longs, size: NDArray[np.float64]) -> _Media:
+        return _Media(np.append(self.example, example), np.append(self.size, size.astype(np.int64)))
+
+    def ordered(self) -> _Media:
+        order = np.argsort(self.example, kind="stable")
+        return _Media(self.example[order], self.size[order])
+
+
+def _batch(text: Longs, images: _Media, clips: _Media) -> BatchItems:
+    """Each example has media of at most one kind, so each kind finds its places alone."""
+    patches = images.size * SLOTS_PER_TOKEN["vision"]
+    phases = {
+        "vision": _items(images.example, patches, patches, images.size, text),
+        "audio": _items(clips.example, _chunks(clips.size), clips.size, _clip_tokens(clips.size), text),
+    }
+    length = text.copy()
+    for items in phases.values():
+        length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
+    nothing, examples = np.zeros(len(text), np.int32), np.arange(len(text))
+    phases["language"] = PhaseItems(length, length, examples.astype(np.int32), nothing, nothing)
+    return BatchItems(examples, int(text.sum()), phases)
+
+
+def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Longs) -> PhaseItems:
+    ones = np.ones_like(example)
+    before = running_sums(example, ones)  # items of the same example
+    of_example = sums_by(example, ones, len(text))[example]
+    words = text[example] * (before + 1) // (of_example + 1)
+    slot = words + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
+    return PhaseItems(length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32))
+
+
+def _chunks(frames: Longs) -> Longs:
+    return -(-frames // CHUNK) * CHUNK
+
+
+def _clip_tokens(frames: Longs) -> Longs:
+    return -(-frames // SLOTS_PER_TOKEN["audio"])
+
+
+def _longest(phase: str, task: Task) -> int:
+    image = round(task.image.most)
+    frames = np.array([0 if task.clip is None else task.clip.most * FRAMES_PER_SECOND], np.int64)
+    if phase == "vision":
+        return image * SLOTS_PER_TOKEN["vision"] * min(task.images[1], 1)
+    if phase == "audio":
+        return int(_chunks(frames)[0])
+    text = task.text.most
+    if task.clip is not None and task.speech is not None:
+        text += task.clip.most * task.speech.most
+    clip = int(_clip_tokens(frames)[0]) + FRAME_TOKENS if task.clip is not None else 0
+    return int(np.ceil(text)) + task.images[1] * (image + FRAME_TOKENS) + clip
+
+
+def _correlate(statistics: dict[str, float], name: str, one: Longs, other: Longs) -> None:
+    if len(one) > 1 and one.std() and other.std():
+        statistics[f"correlation/{name}"] = float(np.corrcoef(one, other)[0, 1])
