@@ -34,14 +34,13 @@ class RowContext:
     angles: Float[Array, "R C K/2"]
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int | None = None) -> nnx.Param[Array]:
-    """Normal with standard deviation fan_in**-0.5; ones where no fan-in is given (norm scales)."""
-    if fan_in is None:
-        return nnx.Param(jnp.ones(shape), axes=axes)
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int) -> nnx.Param[Array]:
+    """Normal with standard deviation fan_in**-0.5."""
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
 
 
 def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
+    """Zeros."""
     return nnx.Param(jnp.zeros(shape), axes=axes)
 
 

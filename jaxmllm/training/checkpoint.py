@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import absl.logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -153,7 +154,10 @@ def _write_small_arrays_whole() -> None:
     """Replicas share the writing of an array by slicing it, which compiles a program for every shape and device:
     worth it for large arrays alone."""
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
+    verbosity = absl.logging.get_verbosity()
+    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns of any handler that replaces its own
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    absl.logging.set_verbosity(verbosity)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -58,6 +58,11 @@ class Step:
         """Trainable components of a phase; without any, its backward programs do not exist."""
         return tuple(name for name in self.components_of(phase) if name in self.model.trainable)
 
+    @property
+    def trains_encoders(self) -> bool:
+        """Whether any gradient flows from the language rows back to an encoder phase."""
+        return any(self.trainable_of(phase) for phase in self.model.config.encoders)
+
     def keeps_features(self, phase: str) -> bool:
         """Whether backward starts from the features of a frozen tower instead of running it again."""
         return self.trainable_of(phase) == (f"projector.{phase}",)
@@ -142,12 +147,12 @@ class Step:
             total, sums = self.decode(trainable | frozen, rows, media, valid)
             return total * scale, sums
 
-        (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trainable, media)
-        return (
-            put_rows(layout, d_media, rows.media, d_pool),
-            jax.tree.map(jnp.add, grads, d_params),
-            jax.tree.map(jnp.add, sums, new),
-        )
+        if self.trains_encoders:
+            (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trainable, media)
+            d_pool = put_rows(layout, d_media, rows.media, d_pool)
+        else:
+            d_params, new = jax.grad(objective, has_aux=True)(trainable, media)
+        return d_pool, jax.tree.map(jnp.add, grads, d_params), jax.tree.map(jnp.add, sums, new)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
