@@ -1,0 +1,246 @@
+"""How well plans balance, on generated batches of any size: nothing is decoded, compiled or run.
+
+    python -m benchmarks.balance [--settings RANKSxEXAMPLES ...] [--batches N] [--quick] [--json PATH]
+
+Batches come from jaxmllm/balance/workload.py: six tasks with images, clips and text, costed by the FLOPs of a model of
+0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are `auto`, chosen for each mode from
+batches that are not measured. Figures are means over the measured batches, times are medians.
+
+    gap to floor      costliest rank / max(mean rank, costliest item)
+    max/mean          costliest rank / mean rank
+    synchronised      sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
+    real tokens       share of row slots that hold data
+    step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
+                      `padded` counts the linear part of a row on all of its slots, as fixed shapes do
+    plan ms           one whole plan of mode `phases` on one core; `cpu` leaves out what other processes took
+
+Modes: `none` leaves examples where sampling put them, `tokens` balances the total tokens of examples, `language` the
+language phase alone, `phases` every phase.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import numpy as np
+
+from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
+
+Setting = tuple[int, int]  # ranks, examples a rank
+
+SETTINGS: tuple[Setting, ...] = (
+    *((ranks, per_rank) for ranks in (8, 64, 512, 2560) for per_rank in (8, 32)),
+    (8, 128),
+    (64, 128),
+)
+QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
+MODES: tuple[Mode, ...] = get_args(Mode)
+BALANCED: Mode = "phases"
+SAMPLED_EXAMPLES = 8192  # whose lengths decide the sizes ...
+SAMPLED_BATCHES = (2, 16)  # ... in as many batches as that makes, within these bounds
+SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
+GENERATOR = "jaxmllm.balance.workload.generate([seed, 2, i], ranks * per_rank), i = 0 .. batches - 1, default mix"
+
+
+def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes: int) -> list[dict[str, Any]]:
+    """One record for every phase, then one for the step."""
+    ranks, per_rank = setting
+    examples = ranks * per_rank
+    fewest, most = SAMPLED_BATCHES
+    count = min(max(SAMPLED_EXAMPLES // examples, fewest), most)
+    samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(count)]
+    held_out = [generate([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
+    figures: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
+    proxies: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    step: list[dict[str, float]] = []
+    times: list[dict[str, float]] = []
+    capacities: dict[str, list[int]] = {}
+    for mode in MODES:
+        spec = make_spec(ranks, samples, mode, row_classes)
+        for batch in held_out:
+            plan = plan_step(batch, spec)
+            proxies[mode].append(step_proxy(plan, batch, spec))
+            if mode == BALANCED:
+                step.append(route_figures(plan))
+                for phase in PHASES:
+                    figures[phase].append(phase_figures(plan.phases[phase], batch.phases[phase], spec.phases[phase]))
+        if mode == BALANCED:
+            times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
+            capacities = {phase: list(spec.phases[phase].capacities) for phase in PHASES}
+
+    where = {"ranks": ranks, "per_rank": per_rank}
+    by_phase = [where | {"phase": p, "capacities": capacities[p]} | _over(figures[p], statistics.fmean) for p in PHASES]
+    proxy = {mode: _over(records, statistics.fmean) for mode, records in proxies.items()}
+    whole = where | _over(times, statistics.median) | _over(step, statistics.fmean)
+    for name in ("step_proxy", "step_proxy_padded"):
+        whole[name] = {mode: proxy[mode][name] for mode in MODES}
+        whole[f"{name}_over_{BALANCED}"] = {mode: proxy[mode][name] / proxy[BALANCED][name] for mode in MODES}
+    whole["workload"] = describe(held_out[0])
+    return [*by_phase, whole]
+
+
+def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
+    """Balance and fill of one phase, from the plan's arrays alone; empty without items."""
+    if not len(items.length):
+        return {}
+    cost = row_costs(plan, items.length, spec)
+    by_rank, mean = cost.sum(axis=0), float(cost.sum()) / spec.ranks
+    largest = float(item_costs(spec, items.length).max())
+    return {
+        "gap_to_floor": float(by_rank.max()) / max(mean, largest),
+        "max_over_mean": float(by_rank.max()) / mean,
+        "floor": max(mean, largest) / mean,
+        "synchronised": float(cost.max(axis=1).sum()) / mean,
+        "real_token_fraction": float(items.real.sum()) / (float(plan.capacity.sum(dtype=np.int64)) * spec.ranks),
+        "inner_padding": 1 - float(items.real.sum()) / float(items.length.sum()),
+        "rows": plan.microbatches,
+    }
+
+
+def row_costs(plan: PhasePlan, length: np.ndarray, spec: PhaseSpec) -> np.ndarray:
+    """Cost of every row: [M, R], exact integers."""
+    row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
+    return sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
+
+
+def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
+    """FLOPs of the costliest rows, without and with the padding of rows."""
+    bare = padded = 0.0
+    for name, phase in spec.phases.items():
+        rows, length = plan.phases[name], batch.phases[name].length.astype(float)
+        slots, squares = np.zeros((rows.microbatches, phase.ranks)), np.zeros((rows.microbatches, phase.ranks))
+        np.add.at(slots, (rows.microbatch, rows.rank), length)
+        np.add.at(squares, (rows.microbatch, rows.rank), length**2)
+        attention = phase.quadratic * squares
+        bare += (phase.linear * slots + attention).max(axis=1, initial=0).sum()
+        padded += (phase.linear * rows.capacity[:, None].astype(float) + attention).max(axis=1, initial=0).sum()
+    return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
+
+
+def route_figures(plan: StepPlan) -> dict[str, float]:
+    """What the plan says of its routes."""
+    return {name: value for name, value in plan.statistics.items() if name.startswith("route/")}
+
+
+def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
+    """Milliseconds of one plan on one core."""
+    with one_core():
+        wall, cpu = time.perf_counter(), time.process_time()
+        plan_step(batch, spec)
+        return {"plan_ms": 1e3 * (time.perf_counter() - wall), "plan_cpu_ms": 1e3 * (time.process_time() - cpu)}
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this process on one core, where the system lets it."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _over(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, Any]:
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: reduce([record[name] for record in records if name in record]) for name in names}
+
+
+def parse_setting(text: str) -> Setting:
+    ranks, separator, per_rank = text.partition("x")
+    if not (separator and ranks.isdecimal() and per_rank.isdecimal() and int(ranks) and int(per_rank)):
+        raise ArgumentTypeError(f"{text!r} is not of the form RANKSxEXAMPLES, 64x32 for one")
+    return int(ranks), int(per_rank)
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all")
+    parser.add_argument("--batches", type=int, help="measured batches of each setting (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
+    parser.add_argument("--row-classes", type=int, default=ROW_CLASSES)
+    parser.add_argument("--quick", action="store_true", help="one batch of small settings")
+    options = parser.parse_args(command)
+    settings = options.settings or (QUICK if options.quick else SETTINGS)
+    batches = options.batches or (1 if options.quick else 3)
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        began = time.perf_counter()
+        records = measure(setting, batches, options.repeats, options.seed, options.row_classes)
+        print(f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        rows += records
+    show(rows, batches)
+    write_json(
+        options.json,
+        "balance",
+        options.seed,
+        GENERATOR,
+        settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
+        batches=batches,
+        row_classes=options.row_classes,
+        rows=rows,
+    )
+    return 0
+
+
+def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
+    """The tables: workload, phases, steps."""
+    by_phase = [row for row in rows if "phase" in row]
+    steps = [row for row in rows if "phase" not in row]
+    workload = steps[-1]["workload"]
+    names = ("items", "mean", "cv", "max_over_mean", "inner_padding")
+    table = [[phase, *(workload.get(f"{phase}/{name}") for name in names)] for phase in PHASES]
+    title = f"Workload: first batch of {steps[-1]['ranks']} x {steps[-1]['per_rank']} examples, lengths of items"
+    print_table(title, ["phase", "items", "mean", "CV", "max/mean", "inner padding"], table)
+    pairs = {name.removeprefix("correlation/"): r for name, r in workload.items() if name.startswith("correlation/")}
+    print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
+
+    where = ("ranks", "per_rank")
+    figures = ("gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction", "rows")
+    columns = ["ranks", "per rank", "phase", "gap to floor", "max/mean", "synchronised", "real tokens", "rows a rank"]
+    shown = [
+        [*(row.get(name) for name in (*where, "phase")), *(_digits(row.get(n)) for n in figures)] for row in by_phase
+    ]
+    print_table(f"Phases, balance.mode: {BALANCED}, mean of {batches}", columns, shown)
+
+    ratios = [mode for mode in MODES if mode != BALANCED]
+    columns = [
+        "ranks",
+        "per rank",
+        "plan ms",
+        "cpu",
+        *(f"{m}/{BALANCED}" for m in ratios),
+        *(f"{m} padded" for m in ratios),
+    ]
+    table = [
+        [
+            *(row[name] for name in (*where, "plan_ms", "plan_cpu_ms")),
+            *(row[f"step_proxy_over_{BALANCED}"][mode] for mode in ratios),
+            *(row[f"step_proxy_padded_over_{BALANCED}"][mode] for mode in ratios),
+        ]
+        for row in steps
+    ]
+    print_table("Steps", columns, table)
+
+
+def _digits(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
