@@ -21,7 +21,7 @@ quickstart: $(VENV)/.runtime sample/.made
 	$(CPU_DEVICES) $(PY) -m jaxmllm.train --config configs/quickstart.yaml
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS)
+	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.dev
 	$(PY) -m pytest -m slow

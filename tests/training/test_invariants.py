@@ -1,6 +1,5 @@
 """What must not change the mathematics: packing, the plan, the mesh."""
 
-
 import jax
 import numpy as np
 import pytest

@@ -184,41 +184,41 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
     return folder, example
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks):
+@pytest.mark.parametrize("ranks, apart", [(1, False), (2, False), (2, True)])
+def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks, apart):
+    """`apart`: the picture is encoded on another rank than that of its text."""
     folder, bad = damaged
     setup = setups(by_example(mesh={"data": ranks}), ranks)
-    corpus = setup_corpus(setup, folder)
-    healthy = [i for i in range(24) if corpus.example(i).media != () and not shares_media(corpus, i, bad)][:9]
-    parted = set()
-    for examples in ([bad, *healthy], [*healthy, bad]):
-        step = setup.step(examples, corpus)
-        assert len(step.failures) == 1 and "png" in step.failures[0]
-        result = setup.gradients(step)
-        source = corpus.source_of(bad)
-        assert result.failed == 1 and result.targets[source] == 0 and result.loss[source] == 0
+    corpus, source = setup_corpus(setup, folder), setup.corpus.source_of(bad)
+    healthy = [i for i in range(96) if corpus.example(i).media and not shares_media(corpus, i, bad)]
+    batches = ([bad, *healthy[first : first + 9]] for first in range(len(healthy) - 9))
+    steps = ((batch, setup.step(batch, corpus)) for batch in batches)
+    examples, step = next((batch, step) for batch, step in steps if (len(set(places(step, source))) == 2) == apart)
+    assert len(step.failures) == 1 and "png" in step.failures[0]
 
-        whole = setup.step(examples)  # of the undamaged data
-        masked = setup.gradients(without_targets(whole, [source]))
-        np.testing.assert_array_equal(result.targets, masked.targets)
-        np.testing.assert_allclose(result.loss, masked.loss, rtol=1e-5)
-        assert_close(result.grads, masked.grads, 1e-5)
-        others = setup.gradients(setup.step(healthy))
-        assert_close(scaled(result.grads, step.targets / others.targets.sum()), others.grads, 1e-5)
+    result = setup.gradients(step)
+    assert result.failed == 1 and result.targets[source] == 0 and result.loss[source] == 0
+    whole = setup.step(examples)  # of the undamaged data
+    masked = setup.gradients(without_targets(whole, [source]))
+    np.testing.assert_array_equal(result.targets, masked.targets)
+    np.testing.assert_allclose(result.loss, masked.loss, rtol=1e-5)
+    assert_close(result.grads, masked.grads, 1e-5)
+    others = setup.gradients(setup.step(examples[1:]))
+    assert_close(scaled(result.grads, step.targets / others.targets.sum()), others.grads, 1e-5)
 
-        state, metrics = setup.programs.train(setup.programs.init(0), setup.put(step))
-        assert metrics["failed_media"] == 1 and state.failed_media == 1 and metrics["skipped"] == 0
-        assert metrics["masked_targets"] == step.targets - others.targets.sum() > 0
-        assert metrics["loss"] == pytest.approx(others.mean_loss, rel=1e-5)
-        _, clean = setup.programs.train(setup.programs.init(0), setup.put(setup.step(healthy)))
-        assert metrics["gradient_norm"] == pytest.approx(float(clean["gradient_norm"]), rel=1e-5)
+    state, metrics = setup.programs.train(setup.programs.init(0), setup.put(step))
+    assert metrics["failed_media"] == 1 and state.failed_media == 1 and metrics["skipped"] == 0
+    assert metrics["masked_targets"] == step.targets - others.targets.sum() > 0
+    assert metrics["loss"] == pytest.approx(others.mean_loss, rel=1e-5)
+    _, clean = setup.programs.train(setup.programs.init(0), setup.put(setup.step(examples[1:])))
+    assert metrics["gradient_norm"] == pytest.approx(float(clean["gradient_norm"]), rel=1e-5)
 
-        encoder = int(np.flatnonzero(sum(rows["failed"] for rows in step.rows["vision"]))[0])
-        language = next(
-            rank for rows in step.rows["language"] for rank in range(ranks) if source in rows["sources"][rank]
-        )
-        parted.add(encoder != language)
-    assert ranks == 1 or True in parted  # the picture was also encoded away from its text
+
+def places(step, source: int) -> tuple[int, int]:
+    """Ranks of the picture that failed, and of the text of the example that is this source."""
+    (encoder,) = np.flatnonzero(sum(rows["failed"] for rows in step.rows["vision"]))
+    ((language, _),) = np.argwhere(sum(rows["sources"] == source for rows in step.rows["language"]))
+    return int(encoder), int(language)
 
 
 def setup_corpus(setup, folder):
