@@ -8,15 +8,16 @@
     multi_image          two to eight images with text between them
 
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision slots are patches,
-MERGE**2 of them a token; audio slots are frames of 10 ms, padded to whole chunks; the language sequence of an example
+merge**2 of them a token; audio slots are frames of 10 ms, padded to whole chunks; the language sequence of an example
 counts its text, the tokens of its media and two frame tokens around each. Media stand evenly between equal pieces of
-the text. The model is of 0.6B vision, 0.6B audio and 8B language parameters, all trained.
+the text. Examples are independent draws from the mix; one seed makes one batch.
 
-Examples are independent draws from the mix; one seed makes one batch.
+Without another, the model is of 0.6B vision, 0.6B audio and 8B language parameters, all trained.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,7 +26,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.cost import component_names, phase_flops
+from jaxmllm.balance.cost import STEM_STRIDE, component_names, phase_flops
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
@@ -40,10 +41,7 @@ MODEL: Final = ModelConfig(
 )
 PHASES: Final = (*MODEL.encoders, "language")
 FRAMES_PER_SECOND: Final = 100
-STEM_STRIDE: Final = 4  # frames behind one token of the audio tower's attention
-SLOTS_PER_TOKEN: Final = {"vision": 2**2, "audio": STEM_STRIDE * 2, "language": 1}
 GRANULES: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
-CHUNK: Final = 32  # frames
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
 
@@ -85,6 +83,11 @@ class Task:
     clip: LogNormal | None = None  # seconds
     speech: LogNormal | None = None  # tokens of transcript a second of the clip, added to the text
 
+    @property
+    def encoders(self) -> set[str]:
+        """Phases of its media."""
+        return ({"vision"} if self.images[1] else set()) | ({"audio"} if self.clip is not None else set())
+
 
 TASKS: Final[Mapping[str, Task]] = {
     "text": Task(LogNormal(400, 1.0, 16, 4096)),
@@ -106,22 +109,29 @@ DEFAULT_MIX: Final[Mapping[str, float]] = {
 }
 
 
-def generate(seed: int | Sequence[int], examples: int, mix: Mapping[str, float] = DEFAULT_MIX) -> BatchItems:
+def generate(
+    seed: int | Sequence[int], examples: int, mix: Mapping[str, float] = DEFAULT_MIX, model: ModelConfig = MODEL
+) -> BatchItems:
     """Lengths of one global batch.
 
     Args:
       seed: of everything drawn; a sequence of integers makes families of batches, as for numpy.
       examples: B.
       mix: weight of each task of `TASKS`; need not add up to one.
+      model: what a token and a chunk of media are.
 
     Returns:
-      Items of "vision", "audio" and "language"; `examples` is 0 .. B - 1, and all text tokens are targets.
+      Items of every phase of the model; `examples` is 0 .. B - 1, and all text tokens are targets.
 
     Raises:
-      ValueError: a task is unknown, or no weight is positive.
+      ValueError: a task is unknown or needs an encoder that the model lacks, or no weight is positive.
     """
-    if unknown := mix.keys() - TASKS.keys():
-        raise ValueError(f"unknown tasks {sorted(unknown)}: there are {list(TASKS)}")
+    possible = mix_for(model, dict.fromkeys(TASKS, 1.0))
+    if impossible := mix.keys() - possible.keys():
+        raise ValueError(
+            f"tasks {sorted(impossible)} are unknown or need another encoder than {list(model.encoders)}; "
+            f"possible are {list(possible)}"
+        )
     weights = np.array([*mix.values()], np.float64)
     if (weights < 0).any() or not weights.sum():
         raise ValueError(f"the weights of a mix must be at least 0, and one of them more: {dict(mix)}")
@@ -142,7 +152,13 @@ def generate(seed: int | Sequence[int], examples: int, mix: Mapping[str, float] 
             if task.speech is not None:
                 tokens += seconds * task.speech.draw(random, len(members))
         text[members] = np.rint(tokens)
-    return _batch(text, images.ordered(), clips.ordered())
+    return _batch(text, images.ordered(), clips.ordered(), model)
+
+
+def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
+    """The tasks of a mix whose media the model has encoders for."""
+    missing = {"vision", "audio"} - set(model.encoders)
+    return {name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)}
 
 
 def describe(batch: BatchItems) -> dict[str, float]:
@@ -180,9 +196,9 @@ def describe(batch: BatchItems) -> dict[str, float]:
     return statistics
 
 
-def longest(phase: str, mix: Mapping[str, float] = DEFAULT_MIX) -> int:
+def longest(phase: str, mix: Mapping[str, float] = DEFAULT_MIX, model: ModelConfig = MODEL) -> int:
     """Slots of the largest item of a phase that the mix can draw."""
-    return max(_longest(phase, TASKS[name]) for name in mix)
+    return max(_longest(phase, TASKS[name], model) for name in mix)
 
 
 def make_spec(
@@ -199,7 +215,7 @@ def make_spec(
             name=phase,
             ranks=ranks,
             granule=GRANULES[phase],
-            slots_per_token=SLOTS_PER_TOKEN[phase],
+            slots_per_token=_slots_per_token(phase, MODEL),
             longest=longest(phase, mix),
             flops=phase_flops(MODEL, phase, component_names(MODEL)),
             config=PhaseConfig(row_classes=row_classes),
@@ -233,13 +249,15 @@ class _Media:
         return _Media(self.example[order], self.size[order])
 
 
-def _batch(text: Longs, images: _Media, clips: _Media) -> BatchItems:
+def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> BatchItems:
     """Each example has media of at most one kind, so each kind finds its places alone."""
-    patches = images.size * SLOTS_PER_TOKEN["vision"]
-    phases = {
-        "vision": _items(images.example, patches, patches, images.size, text),
-        "audio": _items(clips.example, _chunks(clips.size), clips.size, _clip_tokens(clips.size), text),
-    }
+    phases = {}
+    if model.vision is not None:
+        patches = images.size * _slots_per_token("vision", model)
+        phases["vision"] = _items(images.example, patches, patches, images.size, text)
+    if model.audio is not None:
+        tokens, slots = _ceil(clips.size, _slots_per_token("audio", model)), _whole_chunks(clips.size, model.audio)
+        phases["audio"] = _items(clips.example, slots, clips.size, tokens, text)
     length = text.copy()
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
@@ -257,26 +275,35 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     return PhaseItems(length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32))
 
 
-def _chunks(frames: Longs) -> Longs:
-    return -(-frames // CHUNK) * CHUNK
-
-
-def _clip_tokens(frames: Longs) -> Longs:
-    return -(-frames // SLOTS_PER_TOKEN["audio"])
-
-
-def _longest(phase: str, task: Task) -> int:
-    image = round(task.image.most)
-    frames = np.array([0 if task.clip is None else task.clip.most * FRAMES_PER_SECOND], np.int64)
+def _longest(phase: str, task: Task, model: ModelConfig) -> int:
+    images, image = task.images[1], round(task.image.most)
+    frames = np.array([0 if task.clip is None else task.clip.most * FRAMES_PER_SECOND]).astype(np.int64)
     if phase == "vision":
-        return image * SLOTS_PER_TOKEN["vision"] * min(task.images[1], 1)
+        return image * _slots_per_token("vision", model) if images else 0
     if phase == "audio":
-        return int(_chunks(frames)[0])
-    text = task.text.most
-    if task.clip is not None and task.speech is not None:
-        text += task.clip.most * task.speech.most
-    clip = int(_clip_tokens(frames)[0]) + FRAME_TOKENS if task.clip is not None else 0
-    return int(np.ceil(text)) + task.images[1] * (image + FRAME_TOKENS) + clip
+        assert model.audio is not None
+        return int(_whole_chunks(frames, model.audio)[0])
+    length = task.text.most + images * (image + FRAME_TOKENS)
+    if task.clip is not None:
+        length += FRAME_TOKENS + int(_ceil(frames, _slots_per_token("audio", model))[0])
+        length += 0 if task.speech is None else task.clip.most * task.speech.most
+    return math.ceil(length)
+
+
+def _slots_per_token(phase: str, model: ModelConfig) -> int:
+    if phase == "vision" and model.vision is not None:
+        return model.vision.merge**2
+    if phase == "audio" and model.audio is not None:
+        return STEM_STRIDE * model.audio.merge
+    return 1
+
+
+def _whole_chunks(frames: Longs, audio: AudioConfig) -> Longs:
+    return _ceil(frames, audio.chunk_frames) * audio.chunk_frames
+
+
+def _ceil(amount: Longs, parts: int) -> Longs:
+    return -(-amount // parts)
 
 
 def _correlate(statistics: dict[str, float], name: str, one: Longs, other: Longs) -> None:

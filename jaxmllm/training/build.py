@@ -71,9 +71,8 @@ class Run:
             rows = " and ".join(map(str, phase.capacities))
             lines.append(f"{name}: {phase.ranks} ranks, rows of {rows} slots, at most {phase.max_segments} segments")
         for name, route in self.programs.spec.routes.items():
-            lines.append(
-                f"route {name}: pools of {route.encoder_pool} and {route.language_pool} tokens, {route.pair_slots} a pair"
-            )
+            pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
+            lines.append(f"route {name}: {pools}, {route.pair_slots} a pair")
         return "\n".join(lines)
 
 
@@ -188,23 +187,30 @@ def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality]) 
 
 def plan_spec(config: Config, model: MLLM, samples: Sequence[BatchItems], corpora: Sequence[Corpus]) -> PlanSpec:
     """Ranks, row classes, pools and costs of every phase."""
-    mods = corpora[0].modalities
+    longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
+    needs = phase_needs(config, model, corpora[0].modalities, longest)
+    return choose_sizes(samples, needs, exchange_grids(model), config.balance)
+
+
+def phase_needs(
+    config: Config, model: MLLM, modalities: Mapping[str, Modality], longest: Mapping[str, int]
+) -> list[PhaseNeeds]:
+    """What decides the rows of every phase beside the samples; `longest` is the largest item of each, in slots."""
     shapes = config.model.model_copy(
         update={"language": config.model.language.model_copy(update={"vocab_size": model.vocab_size})}
     )
-    needs = [
+    return [
         PhaseNeeds(
             name=phase,
             ranks=model.layout(phase).ranks,
-            granule=granule(config, phase, mods),
-            slots_per_token=1 if phase == LANGUAGE else mods[phase].slots_per_token,
-            longest=max(corpus.longest(phase) for corpus in corpora),
+            granule=granule(config, phase, modalities),
+            slots_per_token=1 if phase == LANGUAGE else modalities[phase].slots_per_token,
+            longest=longest[phase],
             flops=phase_flops(shapes, phase, model.trainable),
             config=getattr(config.phases, phase),
         )
         for phase in (*config.model.encoders, LANGUAGE)
     ]
-    return choose_sizes(samples, needs, exchange_grids(model), config.balance)
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
