@@ -3,7 +3,7 @@
 Rows cost their capacity, whatever is in them, so their number comes first; only then their contents.
 
     for counts in row_counts(..):   rows of each class a rank, fewest slots first
-        fill R * counts rows        longest first, best fit; keep the filling whose ranks wait least
+        fill R * counts rows        deal, relieve rows that are too full, level the rows that run together
     arrange                         rows of like cost into one microbatch, then rows onto ranks
 
 Letters: N items, R ranks, M microbatches, K row classes.
@@ -18,8 +18,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxmllm.balance.pack import best_fit, first_fit, lay_out, longest_first, sums_by
+from jaxmllm.balance.level import Filling, level, relieve
+from jaxmllm.balance.pack import best_fit, deal, first_fit, lay_out, sums_by
 from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
+
+EVEN = 100  # ranks that wait less than one part in so many are left as they are
+STEP = 64  # sets of rows with up to one part in so many more slots are tried where ranks wait longer
+TRIES = 3  # of them at most
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
@@ -33,18 +38,31 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     """
     _check_lengths(spec, items)
     cost = item_costs(spec, items.length)
+    if not len(cost):
+        return _phase_plan(spec, np.zeros(len(spec.capacities), np.int64), cost, cost, cost)
     anyone = np.zeros(len(cost), np.int64)
-    for counts in row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1)):
-        capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
-        fillings = (
-            longest_first(items.length, cost, capacity, spec.max_segments),
-            best_fit(items.length, capacity, spec.max_segments),
-        )
-        arranged = [_arrange(row_of, cost, counts, spec) for row_of in fillings if row_of is not None]
-        if arranged:
-            best = min(arranged, key=lambda placing: placing.waits)
-            return _phase_plan(spec, counts, best.microbatch, best.rank, items.length)
-    raise AssertionError("one row for every item always suffices")
+    sizes = np.array(spec.capacities, np.int64)
+    even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
+    best: tuple[float, Longs, _Placing] | None = None
+    most_slots, tries = 0, 0
+    for counts, more in _with_next(row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1))):
+        slots, after = int(counts @ sizes), int(more @ sizes)
+        if best is not None and (slots > most_slots or tries == TRIES):
+            break
+        placing = _fill(spec, items.length, cost, counts, tightest=after * STEP > slots * (STEP + 1))
+        if placing is None:
+            continue
+        if best is None:
+            most_slots = slots * (STEP + 1) // STEP
+        tries += 1
+        score = slots * placing.waits
+        if best is None or score < best[0]:
+            best = score, counts, placing
+        if placing.waits <= even:
+            break
+    assert best is not None, "one row for every item always suffices"
+    _, counts, placing = best
+    return _phase_plan(spec, counts, placing.microbatch, placing.rank, items.length)
 
 
 def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePlan:
@@ -141,6 +159,33 @@ def _tails(capacities: tuple[int, ...], below: int) -> Iterator[tuple[int, ...]]
     for count in range((below - 1) // capacities[0] + 1):
         for tail in _tails(capacities[1:], min(capacities[0], below - count * capacities[0])):
             yield (count, *tail)
+
+
+def _with_next(counts: Iterator[Longs]) -> Iterator[tuple[Longs, Longs]]:
+    """Each of endless counts and the one that follows it."""
+    this = next(counts)
+    for following in counts:
+        yield this, following
+        this = following
+
+
+def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, tightest: bool) -> _Placing | None:
+    """Place all items in `counts` rows of each class a rank; None where they do not fit.
+
+    Args:
+      tightest: try harder, for the next larger set of rows is much larger.
+    """
+    capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
+    row_of = deal(length, cost, capacity, spec.max_segments)
+    filling = None if row_of is None else Filling.of(row_of, length, capacity, spec.max_segments)
+    if filling is None or not relieve(filling):
+        row_of = best_fit(length, capacity, spec.max_segments) if tightest else None
+        if row_of is None:
+            return None
+        filling = Filling.of(row_of, length, capacity, spec.max_segments)
+    classes = np.split(np.arange(len(capacity)), np.cumsum(counts * spec.ranks)[:-1])
+    level(filling, cost, [rows for rows in classes if len(rows)], spec.ranks)
+    return _arrange(filling.row_of, cost, counts, spec)
 
 
 @dataclass(frozen=True)

@@ -3,68 +3,91 @@
 A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows and either find
 a place for every item or give up; how many rows to offer is decided in assign.py.
 
-    longest_first   costliest item onto the relatively lightest row that has room: rows of like cost
+    deal            costliest item onto the row that has most left: rows of like cost, some too full (see level.py)
     best_fit        longest item into the row it fills best: the tightest, for when the above gives up
     first_fit       items in the order given, into the first row with room: nothing is rearranged
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.balance.plan import Ints, Longs
 
+DEALT = 32  # one row in so many takes part in every round of `deal`
+NONE = np.iinfo(np.int64).min
 
-def longest_first(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, by descending cost, onto the lightest row that has room; light is cost over capacity.
+
+def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+    """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
+
+    What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
+    an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity get alike in
+    cost while slots last, and small rows are left to small items.
+
+    Items are dealt in rounds, one to every row that would get the next item in turn if they were dealt singly. Of
+    many rows at least one in `DEALT` takes part in a round, which may put some items a place late.
 
     Args:
       length: [N] slots.
-      cost: [N] ascending with length.
-      capacity: [rows] slots.
+      cost: [N], sum below 2**53.
+      capacity: [rows] slots; some row holds the longest item.
       max_segments: most items in a row.
 
     Returns:
-      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.
+      [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
     """
-    order = np.lexsort((-length, -cost))
-    largest = int(capacity.max(initial=1))
-    room, segments, load = capacity.tolist(), [max_segments] * len(capacity), [0] * len(capacity)
-    lengths, costs, capacities = length.tolist(), cost.tolist(), capacity.tolist()
-    row_of = np.empty(len(length), np.int64)
-    light = [(0, row) for row in range(len(capacity))]
-    parked: list[tuple[int, int]] = []  # (-room, row) of light rows that were too full for a longer item
-    smallest = int(length.min(initial=0))
-    for item in order.tolist():
-        wanted = lengths[item]
-        while parked and -parked[0][0] >= wanted:
-            row = heapq.heappop(parked)[1]
-            heapq.heappush(light, (load[row] * largest // capacities[row], row))
-        while light and room[light[0][1]] < wanted:
-            row = heapq.heappop(light)[1]
-            heapq.heappush(parked, (-room[row], row))
-        if not light:
-            return None
-        row = light[0][1]
-        row_of[item] = row
-        room[row] -= wanted
-        segments[row] -= 1
-        load[row] += costs[item]
-        if segments[row] and room[row] >= smallest:
-            heapq.heapreplace(light, (load[row] * largest // capacities[row], row))
+    rows, order = len(capacity), np.lexsort((-length, -cost))
+    if len(order) > rows * max_segments:
+        return None
+    total, slots = int(cost.sum()), int(length.sum())
+    shift = max(0, total.bit_length() + slots.bit_length() - 62)  # a product must fit int64
+    share = ((cost >> shift) * slots // max(total >> shift, 1))[order]
+    sizes, row_of = length[order], np.empty(len(order), np.int64)
+    room, budget, spare = capacity.copy(), capacity.copy(), np.full(rows, max_segments)
+    done, fewest = 0, max(1, rows // DEALT)
+    while done < len(order):
+        left = np.minimum(room, budget)
+        if (spare <= 0).any():
+            left[spare <= 0] = NONE
+        ranked = np.argsort(-left, kind="stable")[: len(order) - done]
+        taking, goal = slice(done, done + len(ranked)), ranked
+        fits = sizes[taking] <= room[ranked]
+        if not fits[0]:  # the budget is not kept where slots are short
+            goal = np.argsort(-np.where(spare > 0, room, NONE), kind="stable")[: len(ranked)]
+            fits = sizes[taking] <= room[goal]
+            in_turn = fewest
         else:
-            heapq.heappop(light)
+            after = np.minimum(room[ranked] - sizes[taking], budget[ranked] - share[taking])
+            in_turn = _leading(left[ranked][1:] >= np.maximum.accumulate(after)[:-1]) + 1
+        if fits[0]:
+            count = min(max(in_turn, fewest), _leading(fits))
+        else:
+            goal = goal[capacity[goal] >= sizes[done]]
+            count = fewest
+        count = min(count, _leading(spare[goal] > 0))
+        if not count:
+            return None
+        taking, goal = slice(done, done + count), goal[:count]
+        row_of[order[taking]] = goal
+        room[goal] -= sizes[taking]
+        budget[goal] -= share[taking]
+        spare[goal] -= 1
+        done += count
     return row_of
 
 
 def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending length, into the row with the least room that suffices.
 
-    Arguments, result and ties as for `longest_first`.
+    Arguments as for `deal`.
+
+    Returns:
+      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.
     """
     rows = len(capacity)
     segments = [max_segments] * rows
@@ -96,6 +119,11 @@ def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None
         room[row] -= wanted
         segments[row] -= 1
     return row_of
+
+
+def _leading(true: NDArray[np.bool_]) -> int:
+    """How many of the first entries are all true."""
+    return len(true) if true.all() else int(true.argmin())
 
 
 def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:

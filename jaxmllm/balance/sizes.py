@@ -3,16 +3,16 @@
     sampled batches --candidates, by a bound--> a few best --really packed--> capacities, max_segments
                     --places of the items--> pools and pair slots: nearly every step needs one pool and one round
 
-Row classes minimise, summed over the samples, the slots of a rank plus `MICROBATCH_TOLL` of its load for every
-microbatch, since each is a dispatch of its own and gathers sharded parameters anew: one percent of padding is worth
-one microbatch. Fewer classes win ties, for each is a program to compile.
+Row classes minimise, summed over the samples, the slots of a rank times the wait for the slowest rank, plus
+`MICROBATCH_TOLL` of its load for every microbatch, since each is a dispatch of its own and gathers sharded parameters
+anew. Fewer classes win ties, for each is a program to compile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,14 +21,16 @@ from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.routes import media_tokens, pair_volume
-from jaxmllm.balance.step_plan import home_ranks, place_items
+from jaxmllm.balance.step_plan import home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
-MICROBATCH_TOLL = 0.01
-RATIOS = (2, 4, 8, 16)  # tried between one row class and the next, beside fractions of the load
-FRACTIONS = 8  # the load is cut into 1 to so many rows more than it needs at least
-BEAM = 8  # sets of classes that get another class
-PACKED = 6  # sets that are really packed
+MICROBATCH_TOLL = 0.003
+SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
+FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
+PARTS = (2, 4, 8, 16, 32)  # of the median load in a row of another class
+PACKED = 16  # sets that are really packed
+PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
+BOUND = 16  # batches on which the others are judged by a bound
 EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 
@@ -84,12 +86,26 @@ class _Load:
     items: PhaseItems
     home: Longs | None
     slots: int  # of the fullest rank, when rows could be cut anywhere
+    known: dict[Capacities, RowNeeds] = field(default_factory=dict)  # by bounds of the classes
 
     def needs(self, spec: PhaseSpec) -> RowNeeds:
-        length = self.items.length
-        if self.home is None:
-            return row_needs(spec, length, np.zeros(len(length), np.int64), 1)
-        return row_needs(spec, length, self.home, spec.ranks)
+        """Bounds on the rows that some packing will meet, as full as rows get."""
+        parts = [self._part(spec, below) for below in (*spec.capacities[1:], 0)]
+        slots = np.array([part.slots[0] for part in parts])
+        slots[-1] = max(slots[-1], math.ceil(self.slots / EXPECTED_FILL))
+        return RowNeeds(slots, np.array([part.rows[0] for part in parts]))
+
+    def _part(self, spec: PhaseSpec, below: int) -> RowNeeds:
+        """Needs of the items above `below`: searching asks for the same few again and again."""
+        key = (spec.capacities[0], below)
+        if key not in self.known:
+            long = self.items.length > below
+            length, alone = self.items.length[long], replace(spec, capacities=spec.capacities[:1])
+            if self.home is None:
+                self.known[key] = row_needs(alone, length, np.zeros(len(length), np.int64), 1)
+            else:
+                self.known[key] = row_needs(alone, length, self.home[long], spec.ranks)
+        return self.known[key]
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         return assign(spec, self.items) if self.home is None else assign_in_place(spec, self.items, self.home)
@@ -135,55 +151,49 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     if not loads:
         return (least,)
 
-    def bound(spec: PhaseSpec, load: _Load) -> tuple[int, int]:
-        exact = load.needs(spec)
-        slots = exact.slots.copy()
-        slots[-1] = max(slots[-1], math.ceil(load.slots / EXPECTED_FILL))
-        counts = next(row_counts(spec.capacities, RowNeeds(slots, exact.rows)))
-        return int(counts @ np.array(spec.capacities)), int(counts.sum())
+    def bound(spec: PhaseSpec, load: _Load) -> float:
+        counts = next(row_counts(spec.capacities, load.needs(spec)))
+        return float(counts @ np.array(spec.capacities)) + MICROBATCH_TOLL * load.slots * int(counts.sum())
 
-    def packed(spec: PhaseSpec, load: _Load) -> tuple[int, int]:
+    def packed(spec: PhaseSpec, load: _Load) -> float:
         plan = load.plan(spec)
-        return int(plan.capacity.sum(dtype=np.int64)), plan.microbatches
+        statistics = phase_statistics(plan, load.items, spec)
+        slots = int(plan.capacity.sum(dtype=np.int64)) * statistics.get(f"{needs.name}/synchronised", 1.0)
+        return slots + MICROBATCH_TOLL * load.slots * plan.microbatches
 
-    sizes = _sizes(needs, loads, largest)
-    best = _best(((max(size, least),) for size in {least, *sizes}), needs, loads, bound, BEAM)
-    for _ in range(needs.config.row_classes - 1):
-        more = {
-            (*capacities, size)
-            for capacities in best
-            for size in {*sizes, *(_up(capacities[-1] // ratio, needs.granule) for ratio in RATIOS)}
-            if size < capacities[-1]
-        }
-        best = _best({*best, *more}, needs, loads, bound, BEAM)
-    return _best(best[:PACKED], needs, loads, packed, 1)[0]
+    few = max(1, PACKED_ITEMS // (PACKED * max(len(load.items.length) for load in loads)))
+    candidates = _candidates(needs, loads, least, largest)
+    return _best(_best(candidates, needs, loads[:BOUND], bound, PACKED), needs, loads[:few], packed, 1)[0]
 
 
-def _sizes(needs: PhaseNeeds, loads: Sequence[_Load], largest: int) -> set[int]:
-    """Capacities of which 1, 2, .. rows hold the median or the largest load of the samples."""
+def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: int) -> set[Capacities]:
+    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a load, the others
+    parts of the median load, to hold what the first leaves over."""
     slots = np.array([load.slots for load in loads])
-    sizes = set()
-    for load in (float(np.median(slots)), float(slots.max())):
+    median = float(np.median(slots))
+    first, parts = {least}, {_up(math.ceil(median / part), needs.granule) for part in PARTS}
+    for load in (float(slots.min()), median, float(slots.max())):
         fewest = math.ceil(load / largest)
         for rows in range(fewest, fewest + FRACTIONS):
-            sizes |= {_up(math.ceil(load / fill / rows), needs.granule) for fill in (1.0, EXPECTED_FILL)}
-    return {size for size in sizes if size <= largest}
+            first |= {_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
+    chosen = {(size,) for size in first if least <= size <= largest}
+    for _ in range(needs.config.row_classes - 1):
+        chosen |= {(*sizes, part) for sizes in chosen for part in parts if part < sizes[-1]}
+    return chosen
 
 
 def _best(
     candidates: Iterable[Capacities],
     needs: PhaseNeeds,
     loads: Sequence[_Load],
-    rows: Callable[[PhaseSpec, _Load], tuple[int, int]],
+    cost: Callable[[PhaseSpec, _Load], float],
     count: int,
 ) -> list[Capacities]:
-    """The candidates of least score, with `rows` telling (slots of a rank, microbatches) of a load."""
+    """The candidates of least cost, summed over the loads."""
 
     def score(capacities: Capacities) -> float:
         spec = _spec(needs, capacities)
-        return sum(
-            slots + MICROBATCH_TOLL * load.slots * number for load in loads for slots, number in [rows(spec, load)]
-        )
+        return sum(cost(spec, load) for load in loads)
 
     return sorted(set(candidates), key=lambda capacities: (score(capacities), len(capacities), capacities))[:count]
 

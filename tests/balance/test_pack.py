@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.pack import best_fit, first_fit, lay_out, longest_first
+from jaxmllm.balance.pack import best_fit, deal, first_fit, lay_out, sums_by
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 ROWS = st.lists(st.integers(10, 60), min_size=1, max_size=12)
@@ -45,26 +43,34 @@ def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
     costs = [7 * n + n * n for n in lengths]
     descending = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     arguments = (lengths, costs, capacities, max_segments)
-    largest = max(capacities)
-    light = plain_fill(descending, *arguments, lambda room, load, capacity, row: (load * largest // capacity, row))
     tight = plain_fill(descending, *arguments, lambda room, load, capacity, row: (room, row))
     first = plain_fill(range(len(lengths)), *arguments, lambda room, load, capacity, row: row)
-    assert same(longest_first(long(lengths), long(costs), long(capacities), max_segments), light)
     assert same(best_fit(long(lengths), long(capacities), max_segments), tight)
     assert same(first_fit(long(lengths), long(capacities), max_segments), first)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3))
-def test_longest_first_keeps_its_bound(costs, ranks):
-    """max load <= (4/3 - 1/(3 ranks)) * optimum when rows never overflow."""
-    rows = np.full(ranks, sum(costs), np.int64)
-    row_of = longest_first(long(costs), long(costs), rows, len(costs))
-    optimum = min(
-        max(sum(c for c, r in zip(costs, choice, strict=True) if r == rank) for rank in range(ranks))
-        for choice in itertools.product(range(ranks), repeat=len(costs))
-    )
-    assert 3 * ranks * np.bincount(row_of, weights=costs).max() <= (4 * ranks - 1) * optimum
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 12))
+def test_dealing_in_rounds_equals_dealing_singly(costs, rows):
+    """Rows of one size with room for all: loads as when each item goes to the lightest row."""
+    capacity = np.full(rows, max(sum(costs), 1))
+    row_of = deal(long(costs), long(costs), capacity, max(len(costs), 1))
+    load = [0] * rows
+    for cost in sorted(costs, reverse=True):
+        load[load.index(min(load))] += cost
+    assert sorted(sums_by(row_of, long(costs), rows)) == sorted(load)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, ROWS, st.integers(1, 6))
+def test_dealing_never_exceeds_segments(lengths, capacities, max_segments):
+    lengths = [min(length, max(capacities)) for length in lengths]
+    row_of = deal(long(lengths), long(lengths), long(capacities), max_segments)
+    if len(lengths) > max_segments * len(capacities):
+        assert row_of is None
+    elif row_of is not None:
+        assert np.bincount(row_of, minlength=1).max(initial=0) <= max_segments
+        assert all(lengths[item] <= capacities[row] for item, row in enumerate(row_of))
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,158 @@
+"""Levelling the rows of a filling: many pairs of a heavy and a light row at a time move or swap one item each.
+
+    heavy  [ a . . . ]   --a-->   light  [ . . b . ]     the a and b whose weights differ most nearly by half the gap:
+           [ b . . . ]   <--b--          [ . . a . ]     the heavier of the two rows gets as light as one swap can make it
+
+For every a the b is found by bisection among the items of the light row, for all pairs in one numpy call, so a sweep
+over n items costs O(n log n) whatever the number of rows. A move is a swap with nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.plan import Longs
+
+SWEEPS = 12
+TOLERANCE = 1000  # gaps and gains below one part in so many do not matter
+PATIENCE = 3  # sweeps that may gain less
+NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
+
+
+@dataclass
+class Filling:
+    """Which row every item lies in, with the sums that exchanging items keeps up to date."""
+
+    row_of: Longs  # [N]
+    length: Longs  # [N] slots
+    room: Longs  # [rows] free slots; below 0 where a row overflows
+    spare: Longs  # [rows] further items it may hold
+
+    @classmethod
+    def of(cls, row_of: Longs, length: Longs, capacity: Longs, max_segments: int) -> Filling:
+        room = capacity - sums_by(row_of, length, len(capacity))
+        spare = max_segments - np.bincount(row_of, minlength=len(capacity))
+        return cls(row_of.copy(), length, room, spare)
+
+
+def relieve(filling: Filling) -> bool:
+    """Exchange items until no row overflows; returns whether that succeeded."""
+    order = np.argsort(filling.length, kind="stable")
+    for sweep in range(SWEEPS):
+        rows = np.argsort(filling.room, kind="stable")
+        over = int(np.searchsorted(filling.room[rows], 0))
+        if not over:
+            return True
+        over = min(over, len(rows) // 2)
+        heavy, light = rows[:over], np.roll(rows[::-1], -sweep // 2)[:over]
+        if not over or not _exchange(filling, filling.length, order, -filling.room, heavy, light, fits=False):
+            return False
+    return not (filling.room < 0).any()
+
+
+def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> None:
+    """Make the rows that run together cost alike, without overflow.
+
+    Args:
+      filling: without overflow; changed in place.
+      cost: [N] of the items.
+      classes: rows of one capacity; of those of a class, `ranks` of like cost run together.
+    """
+    load = sums_by(filling.row_of, cost, len(filling.room))
+    order = np.argsort(cost, kind="stable")
+    half, waits, patience = ranks // 2, None, PATIENCE
+    for sweep in range(SWEEPS):
+        ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
+        slowest = int(load[ordered[:, 0]].sum())
+        gained = waits is None or (waits - slowest) * TOLERANCE > waits
+        patience = PATIENCE if gained else patience - 1
+        waits = slowest
+        heavy, light = ordered[:, :half], ordered[:, ::-1][:, :half]
+        if not gained:  # other partners
+            light = np.roll(light, sweep, axis=1)
+        enough = load[ordered].sum(axis=1, keepdims=True) // (ranks * TOLERANCE)
+        uneven = load[heavy] - load[light] > enough
+        if not uneven.any() or not patience:
+            return
+        _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
+
+
+def _exchange(
+    filling: Filling, weight: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs, fits: bool
+) -> int:
+    """One move or swap for every pair of rows that gains by it.
+
+    Args:
+      weight: [N] what shall be level.
+      order: [N] items by ascending weight.
+      load: [rows] sums of weight and a constant; changed in place.
+      heavy, light: [pairs] different rows.
+      fits: whether the rows must not overflow.
+
+    Returns:
+      How many pairs gained.
+    """
+    pairs, count, rows = len(heavy), len(weight), len(load)
+    pair_of = np.full(rows, 2 * pairs, np.int64)
+    pair_of[heavy] = np.arange(pairs)
+    pair_of[light] = np.arange(pairs, 2 * pairs)
+    pair = pair_of[filling.row_of[order]]
+    small = np.int16 if 2 * pairs < 1 << 15 else np.int64  # numpy sorts 16 bits by radix
+    chosen = np.flatnonzero(pair < 2 * pairs)
+    grouped = order[chosen[np.argsort(pair[chosen].astype(small), kind="stable")]]
+    owner = pair_of[filling.row_of[grouped]]
+    split = int(np.searchsorted(owner, pairs))
+    ours, our_pair = grouped[:split], owner[:split]
+    if not split:
+        return 0
+    # Every light row also offers "nothing", the item number `count`, before its lightest item.
+    starts = np.searchsorted(owner[split:], np.arange(pairs, 2 * pairs))
+    theirs = np.insert(grouped[split:], starts, count)
+    their_pair = np.insert(owner[split:] - pairs, starts, np.arange(pairs))
+    weights, lengths = np.append(weight, 0), np.append(filling.length, 0)
+    gap = load[heavy] - load[light]
+
+    largest = int(weight[order[-1]]) + 1
+    shift = max(0, largest.bit_length() + pairs.bit_length() - 62)
+    reach = (largest >> shift) + 1
+    ideal = np.maximum(weight[ours] - gap[our_pair] // 2, 0) >> shift
+    at = np.searchsorted(
+        their_pair * reach + (weights[theirs] >> shift), our_pair * reach + np.minimum(ideal, reach - 1)
+    )
+    places = np.clip(at[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS), 0, len(theirs) - 1)
+    others = theirs[places]
+    passed = weight[ours][:, None] - weights[others]
+    mine, goal = heavy[our_pair][:, None], light[our_pair][:, None]
+    allowed = (their_pair[places] == our_pair[:, None]) & (passed > 0) & (passed < gap[our_pair][:, None])
+    allowed &= (others < count) | (filling.spare[goal] > 0)
+    more = lengths[ours][:, None] - lengths[others]
+    if fits:
+        allowed &= (more <= filling.room[goal]) & (-more <= filling.room[mine])
+    miss = np.where(allowed, np.abs(2 * passed - gap[our_pair][:, None]), np.iinfo(np.int64).max)
+
+    best = miss.argmin(axis=1)
+    least = miss[np.arange(split), best]
+    first = np.flatnonzero(np.r_[True, our_pair[1:] != our_pair[:-1]])
+    lowest = np.minimum.reduceat(least, first)
+    winner = np.flatnonzero(
+        (least == np.repeat(lowest, np.diff(np.r_[first, split]))) & (least < np.iinfo(np.int64).max)
+    )
+    winner = winner[np.r_[True, our_pair[winner][1:] != our_pair[winner][:-1]]] if len(winner) else winner
+    if not len(winner):
+        return 0
+    given, taken = ours[winner], others[winner, best[winner]]
+    source, goal = heavy[our_pair[winner]], light[our_pair[winner]]
+    filling.row_of[given] = goal
+    swapped = taken < count
+    filling.row_of[taken[swapped]] = source[swapped]
+    moved, slots = weights[given] - weights[taken], lengths[given] - lengths[taken]
+    load[source] -= moved
+    load[goal] += moved
+    filling.room[source] += slots
+    filling.room[goal] -= slots
+    filling.spare[source] += ~swapped
+    filling.spare[goal] -= ~swapped
+    return len(winner)
