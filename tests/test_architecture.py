@@ -12,14 +12,22 @@ ARROWS = {
     "jaxmllm/models": {"jaxmllm.config", "jaxmllm.data", "sharding"},
     "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
     "jaxmllm/balance": {"jaxmllm.config"},
+    "jaxmllm/balance/report.py": {  # a command of its own, not used by the others
+        "jaxmllm.config",
+        "jaxmllm.data",
+        "jaxmllm.models",
+        "jaxmllm.training",
+        "sharding",
+    },
     "jaxmllm/config.py": set(),
     "sharding": set(),
 }
 
 
 def files(part: str) -> list[Path]:
+    """Python files of a part, without those that have arrows of their own."""
     path = ROOT / part
-    return [path] if path.suffix else sorted(path.rglob("*.py"))
+    return [path] if path.suffix else sorted(set(path.rglob("*.py")) - {ROOT / other for other in ARROWS})
 
 
 def imports(nodes) -> set[str]:
@@ -36,7 +44,7 @@ def imports(nodes) -> set[str]:
 
 @pytest.mark.parametrize("part", ARROWS)
 def test_imports_follow_the_arrows(part):
-    own = part.removesuffix(".py").replace("/", ".")
+    own = ".".join(part.removesuffix(".py").split("/")[:2])
     for file in files(part):
         for name in imports(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
             package = ".".join(name.split(".")[: 1 if name.startswith("sharding") else 2])
@@ -46,13 +54,14 @@ def test_imports_follow_the_arrows(part):
 
 def test_every_package_has_its_arrows():
     parts = {*ROOT.glob("jaxmllm/*.py"), *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py"))}
-    assert parts == {ROOT / part for part in ARROWS if part.startswith("jaxmllm")} | {ROOT / "jaxmllm/__init__.py"}
+    arrows = {ROOT / part for part in ARROWS if part.startswith("jaxmllm")} | {ROOT / "jaxmllm/__init__.py"}
+    assert {path for path in arrows if path.is_dir() or path.parent == ROOT / "jaxmllm"} == parts
 
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])
 def test_worker_processes_stay_light(part):
     """What they import of ours never imports jax at module level."""
-    for file in files(part):
+    for file in sorted((ROOT / part).rglob("*.py")):
         names = imports(ast.parse(file.read_text(encoding="utf-8")).body)
         heavy = {name for name in names if name.split(".")[0] in ("jax", "flax")}
         assert not heavy, f"{file} imports {heavy}"
