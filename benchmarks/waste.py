@@ -34,7 +34,7 @@ from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.plan import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
-from jaxmllm.balance.step_plan import home_ranks, plan_step
+from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.pipeline import batch_examples
 from jaxmllm.training.build import USER_ERRORS, Groundwork, lay_groundwork, plan_spec
@@ -134,9 +134,10 @@ def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, An
             plan_ms[method].append(plan.statistics["plan_ms"])
             for name, waste in planned(plan, items, spec).items():
                 wastes[name, method].append(waste)
+        home = example_ranks(items, phases[LANGUAGE].ranks, "none")
         for name, phase in phases.items():
             if len(items.phases[name].length):
-                rank = home_ranks(items, name, phases[LANGUAGE].ranks, grids)
+                rank = home_ranks(items, name, home, grids)
                 for method, one_shape in PADDED.items():
                     wastes[name, method].append(padded(items.phases[name], phase, rank, one_shape))
 

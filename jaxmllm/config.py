@@ -214,9 +214,11 @@ class PhasesConfig(Section):
 
 
 class BalanceConfig(Section):
-    """`none`: examples stay on the rank where sampling put them, packed there; `phases`: every phase balanced."""
+    """`none`: examples stay on the rank where sampling put them, with their media; `tokens`: examples and their media
+    are dealt to ranks by one number, their tokens in all phases; `language`: the language phase is balanced, media
+    stay with their example; `phases`: every phase is balanced on its own."""
 
-    mode: Literal["none", "phases"] = "phases"
+    mode: Literal["none", "tokens", "language", "phases"] = "phases"
     pool_slots: PositiveInt | Auto = "auto"  # routed tokens a rank holds in one buffer
     pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one exchange
 

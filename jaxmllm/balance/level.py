@@ -1,7 +1,7 @@
 """Levelling the rows of a filling: many pairs of a heavy and a light row at a time move or swap one item each.
 
-    heavy  [ a . . . ]   --a-->   light  [ . . b . ]     the a and b whose weights differ most nearly by half the gap:
-           [ b . . . ]   <--b--          [ . . a . ]     the heavier of the two rows gets as light as one swap can make it
+    heavy [ a . . . ]  --a-->  light [ . . b . ]    the a and b whose weights differ most nearly by half the gap:
+          [ b . . . ]  <--b--        [ . . a . ]    the heavier of the two gets as light as one swap can make it
 
 For every a the b is found by bisection among the items of the light row, for all pairs in one numpy call, so a sweep
 over n items costs O(n log n) whatever the number of rows. A move is a swap with nothing.

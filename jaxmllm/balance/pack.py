@@ -18,25 +18,26 @@ from numpy.typing import NDArray
 
 from jaxmllm.balance.plan import Ints, Longs
 
-DEALT = 32  # one row in so many takes part in every round of `deal`
+DEALT = 32  # at least one row in so many takes part in a round of `deal`
 NONE = np.iinfo(np.int64).min
 
 
-def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int, fewest: int | None = None) -> Longs | None:
     """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
 
     What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
     an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity get alike in
     cost while slots last, and small rows are left to small items.
 
-    Items are dealt in rounds, one to every row that would get the next item in turn if they were dealt singly. Of
-    many rows at least one in `DEALT` takes part in a round, which may put some items a place late.
+    Items are dealt in rounds, one to every row that would get the next item in turn if they were dealt singly, but to
+    no fewer than `fewest` rows.
 
     Args:
       length: [N] slots.
       cost: [N], sum below 2**53.
       capacity: [rows] slots; some row holds the longest item.
       max_segments: most items in a row.
+      fewest: 1 deals as if singly; by default one row in `DEALT`, for speed.
 
     Returns:
       [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
@@ -49,7 +50,7 @@ def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Long
     share = ((cost >> shift) * slots // max(total >> shift, 1))[order]
     sizes, row_of = length[order], np.empty(len(order), np.int64)
     room, budget, spare = capacity.copy(), capacity.copy(), np.full(rows, max_segments)
-    done, fewest = 0, max(1, rows // DEALT)
+    done, fewest = 0, fewest or max(1, rows // DEALT)
     while done < len(order):
         left = np.minimum(room, budget)
         if (spare <= 0).any():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Mode = Literal["none", "phases"]
+Mode = Literal["none", "tokens", "language", "phases"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.routes import media_tokens, pair_volume
-from jaxmllm.balance.step_plan import home_ranks, phase_statistics, place_items
+from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
 MICROBATCH_TOLL = 0.003
@@ -67,11 +67,18 @@ def choose_sizes(
     Raises:
       ConfigError: a size of the config is not a multiple of the granule, or too small for the largest item.
     """
-    language_ranks = next(needs.ranks for needs in phases if needs.name == "language")
-    specs = {}
-    for needs in phases:
-        loads = _loads(samples, needs, grids, language_ranks if balance.mode == "none" else None)
-        specs[needs.name] = _choose_rows(needs, loads)
+    specs: dict[str, PhaseSpec] = {}
+    homes: list[Longs | None] = [None] * len(samples)  # rank of each example, where media stay with it
+    for needs in sorted(phases, key=lambda needs: needs.name != "language"):
+        if needs.name == "language" and balance.mode in ("none", "tokens"):
+            homes = [example_ranks(batch, needs.ranks, balance.mode) for batch in samples]
+        specs[needs.name] = _choose_rows(needs, _loads(samples, needs, grids, homes))
+        if needs.name == "language" and balance.mode == "language":
+            plans = [assign(specs["language"], batch.phases["language"]) for batch in samples]
+            homes = [
+                example_ranks(batch, needs.ranks, "language", plan) for batch, plan in zip(samples, plans, strict=True)
+            ]
+    specs = {needs.name: specs[needs.name] for needs in phases}
     longest = {needs.name: needs.longest for needs in phases}
     return PlanSpec(specs, _choose_routes(samples, specs, longest, grids, balance), balance.mode)
 
@@ -112,18 +119,21 @@ class _Load:
 
 
 def _loads(
-    samples: Sequence[BatchItems], needs: PhaseNeeds, grids: Mapping[str, ExchangeGrid], language_ranks: int | None
+    samples: Sequence[BatchItems],
+    needs: PhaseNeeds,
+    grids: Mapping[str, ExchangeGrid],
+    homes: Sequence[Longs | None],
 ) -> list[_Load]:
-    """Loads of the samples that have items of the phase; `language_ranks` is given when items stay at home."""
+    """Loads of the samples that have items of the phase; `homes` has the rank of each example if its items stay."""
     loads = []
-    for batch in samples:
+    for batch, example_rank in zip(samples, homes, strict=True):
         items = batch.phases[needs.name]
         if not len(items.length):
             continue
-        if language_ranks is None:
+        if example_rank is None:
             loads.append(_Load(items, None, -(-int(items.length.sum()) // needs.ranks)))
         else:
-            home = home_ranks(batch, needs.name, language_ranks, grids)
+            home = home_ranks(batch, needs.name, example_rank, grids)
             loads.append(_Load(items, home, int(sums_by(home, items.length, needs.ranks).max())))
     return loads
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmllm.balance.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.pack import running_sums, sums_by
+from jaxmllm.balance.partition import packed
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
@@ -36,7 +37,9 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     Statistics, for every phase: `<phase>/rows`, `<phase>/microbatches`, `<phase>/slots` (of all rows) and
     `<phase>/tokens` (slots that hold data), `<phase>/flops` (of real lengths). Per phase that has rows:
     `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
-    `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means). For every encoder phase
+    `<phase>/gap_to_floor` (the same / what no placement goes below: the mean or the costliest item),
+    `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means), `<phase>/idle_share` (of
+    the ranks' time, by the same sums: 1 - 1 / synchronised). For every encoder phase
     `route/<phase>/rounds`; and `plan_ms`.
 
     Raises:
@@ -62,25 +65,57 @@ def place_items(
     Args:
       phases: encoder phases and "language".
       grids: by encoder phase.
-      mode: "phases" balances each phase; with "none" examples are dealt to language ranks in contiguous blocks and
-        their media stay with them.
+      mode: "phases" balances each phase; otherwise media stay with their example, and the examples are placed as
+        `example_ranks` says.
     """
     if mode == "phases":
         return {name: assign(spec, items.phases[name]) for name, spec in phases.items()}
-    ranks = phases["language"].ranks
+    balanced = {"language": assign(phases["language"], items.phases["language"])} if mode == "language" else {}
+    home = example_ranks(items, phases["language"].ranks, mode, balanced.get("language"))
     return {
-        name: assign_in_place(spec, items.phases[name], home_ranks(items, name, ranks, grids))
+        name: balanced[name]
+        if name in balanced
+        else assign_in_place(spec, items.phases[name], home_ranks(items, name, home, grids))
         for name, spec in phases.items()
     }
 
 
-def home_ranks(items: BatchItems, phase: str, language_ranks: int, grids: Mapping[str, ExchangeGrid]) -> Longs:
-    """Rank of each item of a phase when examples stay where sampling put them: [N].
+def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan | None = None) -> Longs:
+    """Language rank of each example when its media stay with it: [B].
 
-    Position p of a batch of B examples belongs to language rank p * R // B; media go to the encoder ranks on the
-    same devices, in turn when there are several.
+    Args:
+      ranks: of the language phase.
+      mode: "none" deals the batch in contiguous blocks, as sampling does: position p belongs to rank p * ranks // B.
+        "tokens" deals by the tokens of an example in all phases: those of its language sequence and, once more, those
+        that its media become, longest first. "language" follows the plan of the language phase.
+      language: that plan.
     """
-    home = items.phases[phase].example.astype(np.int64) * language_ranks // max(len(items.examples), 1)
+    examples = len(items.examples)
+    sequences = items.phases["language"]
+    if mode == "tokens":
+        tokens = sums_by(sequences.example, sequences.length, examples)
+        for name, media in items.phases.items():
+            if name != "language":
+                tokens += sums_by(media.example, media.tokens.astype(np.int64), examples)
+        return packed(tokens, ranks)
+    if mode == "none":
+        return np.arange(examples) * ranks // max(examples, 1)
+    assert language is not None, f"mode {mode!r} follows the plan of the language phase"
+    home = np.zeros(examples, np.int64)
+    home[sequences.example] = language.rank
+    return home
+
+
+def home_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]) -> Longs:
+    """Rank of each item of a phase when it stays with its example: [N].
+
+    Media go to the encoder ranks on the same devices, in turn when there are several.
+
+    Args:
+      example_rank: [B] language rank of each example.
+      grids: by encoder phase.
+    """
+    home = example_rank[items.phases[phase].example]
     if phase == "language":
         return home
     grid = grids[phase]
@@ -108,12 +143,17 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     if not rows:
         return statistics
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    cost = sums_by(row, item_costs(spec, items.length), rows).reshape(-1, spec.ranks)
+    each = item_costs(spec, items.length)
+    cost = sums_by(row, each, rows).reshape(-1, spec.ranks)
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
     if total := int(cost.sum()):
         mean = total / spec.ranks
         statistics[f"{spec.name}/max_over_mean"] = int(cost.sum(axis=0).max()) / mean
-        statistics[f"{spec.name}/synchronised"] = int(cost.max(axis=1).sum()) / mean
+        floor = max(mean, int(each.max()))
+        statistics[f"{spec.name}/gap_to_floor"] = int(cost.sum(axis=0).max()) / floor
+        waits = int(cost.max(axis=1).sum())
+        statistics[f"{spec.name}/synchronised"] = waits / mean
+        statistics[f"{spec.name}/idle_share"] = 1 - mean / waits
     return statistics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.assign import assign
 from jaxmllm.balance.cost import PhaseFlops
+from jaxmllm.balance.plan import Mode
 from jaxmllm.balance.sizes import MICROBATCH_TOLL, PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
@@ -19,6 +21,7 @@ from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 PER_TOKEN = {"vision": 4, "audio": 8, "language": 1}
 LONGEST = {"vision": 512, "audio": 512, "language": 1500}
 GRANULE = 64
+MODES = get_args(Mode)
 
 
 def needs_of(ranks: int, **configs: PhaseConfig) -> list[PhaseNeeds]:
@@ -44,7 +47,7 @@ def long_enough(batches):
     seed=st.integers(0, 1000),
     ranks=st.sampled_from([1, 2, 4]),
     classes=st.integers(1, 3),
-    mode=st.sampled_from(["phases", "none"]),
+    mode=st.sampled_from(MODES),
     media=st.sampled_from([0, 2]),
 )
 def test_chosen_sizes_plan_any_batch(make, seed, ranks, classes, mode, media):

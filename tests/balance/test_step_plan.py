@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.plan import StepPlan
+from jaxmllm.balance.plan import Mode, StepPlan
 from jaxmllm.balance.step_plan import plan_step, validate
+
+MODES = get_args(Mode)
 
 
 @settings(max_examples=120, deadline=None)
@@ -22,7 +25,7 @@ from jaxmllm.balance.step_plan import plan_step, validate
     wide=st.booleans(),
     classes=st.integers(1, 3),
     max_segments=st.sampled_from([1, 4, 64]),
-    mode=st.sampled_from(["phases", "none"]),
+    mode=st.sampled_from(MODES),
     pool=st.sampled_from([0, 512]),
 )
 def test_plans_are_valid(make, seed, examples, media, ranks, wide, classes, max_segments, mode, pool):
