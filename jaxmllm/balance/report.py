@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -53,6 +55,7 @@ BARS = 32  # more ranks are drawn without gaps between them ...
 IN_ORDER = 128  # ... and even more are sorted by load
 
 USED, WASTED, INK, FAINT = "#0072B2", "#F0B04A", "#222222", "#8A8A8A"  # after Okabe and Ito: told apart by everybody
+DASHES = (0, (4, 3))
 COLUMNS = ("gap to floor", "max/mean", "synchronised", "rows", "real tokens", "idle")
 MODE_WORDS: Mapping[str, str] = {
     "none": "examples stay where sampling put them",
@@ -197,12 +200,13 @@ def _head(figure: Figure, line: str, height: float) -> None:
     top = "Load and padding of every rank, before and after balancing"
     figure.text(0.008, 1 - 0.14 / height, top, fontsize=17, fontweight="bold", color=INK, va="top")
     figure.text(0.008, 1 - 0.53 / height, line, fontsize=10.5, color=INK, va="top", linespacing=1.5)
-    handles = [
+    handles: list[Artist] = [
         Patch(color=USED, label="load: work   rows: data"),
         Patch(color=WASTED, label="load: waiting   rows: padding"),
     ]
+    handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="mean load"))
     place = (0.996, 1 - 0.08 / height)
-    figure.legend(handles=handles, loc="upper right", bbox_to_anchor=place, frameon=False, ncols=2, fontsize=10.5)
+    figure.legend(handles=handles, loc="upper right", bbox_to_anchor=place, frameon=False, ncols=3, fontsize=10.5)
 
 
 def _order(shown: PhaseView) -> NDArray[np.int64]:
@@ -217,9 +221,14 @@ def _draw_load(axes: Axes, shown: PhaseView, order: NDArray[np.int64], scale: fl
     time = shown.time / scale
     _columns(axes, np.zeros_like(load), load, USED)
     _columns(axes, load, np.full_like(load, time), WASTED)
-    axes.axhline(load.mean(), color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(load.mean(), color=INK, linewidth=1, linestyle=DASHES)
     figures = shown.figures
-    _caption(axes, f"max/mean {figures['max/mean']:.2f}   ·   idle {100 * figures['idle']:.1f} %   ·   dashes: mean")
+    shares = (
+        f"max/mean {figures['max/mean']:.2f}",
+        f"gap {figures['gap to floor']:.2f}",
+        f"idle {100 * figures['idle']:.1f} %",
+    )
+    _caption(axes, "   ·   ".join(shares))
 
 
 def _draw_rows(axes: Axes, shown: PhaseView, order: NDArray[np.int64]) -> None:
