@@ -40,10 +40,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes import choose_sizes
-from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.step_plan import phase_statistics, place_items
 from jaxmllm.balance.workload import MODEL, describe, generate, longest, make_spec, mix_for
 from jaxmllm.config import ModelConfig, load_config
 
@@ -56,11 +55,18 @@ IN_ORDER = 128  # ... and even more are sorted by load
 
 USED, WASTED, INK, FAINT = "#0072B2", "#F0B04A", "#222222", "#8A8A8A"  # after Okabe and Ito: told apart by everybody
 DASHES = (0, (4, 3))
-COLUMNS = ("gap to floor", "max/mean", "synchronised", "rows", "real tokens", "idle")
+COLUMNS: Mapping[str, str] = {  # and the names of their statistics
+    "gap to floor": "gap_to_floor",
+    "max/mean": "max_over_mean",
+    "synchronised": "synchronised",
+    "rows": "microbatches",
+    "real tokens": "real_token_fraction",
+    "idle": "idle_share",
+}
 MODE_WORDS: Mapping[str, str] = {
     "none": "examples stay where sampling put them",
-    "tokens": "total tokens of examples balanced",
-    "language": "language phase balanced",
+    "tokens": "examples dealt by their tokens, media with them",
+    "language": "language phase balanced, media with their examples",
     "phases": "every phase balanced",
 }
 
@@ -95,33 +101,23 @@ Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by 
 
 def view(items: BatchItems, spec: PlanSpec) -> dict[str, PhaseView]:
     """Plan a batch and see every phase."""
-    plan = plan_step(items, spec)
-    return {
-        name: _view(plan.phases[name], items.phases[name], phase, plan.statistics)
-        for name, phase in spec.phases.items()
-    }
+    grids = {phase: route.grid for phase, route in spec.routes.items()}
+    plans = place_items(items, spec.phases, grids, spec.mode)
+    return {name: _view(plans[name], items.phases[name], phase) for name, phase in spec.phases.items()}
 
 
-def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, statistics: Mapping[str, float]) -> PhaseView:
+def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
     where = (plan.microbatch, plan.rank)
     load, real = np.zeros((plan.microbatches, spec.ranks)), np.zeros((plan.microbatches, spec.ranks), np.int64)
     length = items.length.astype(float)
     np.add.at(load, where, spec.linear * length + spec.quadratic * length**2)
     np.add.at(real, where, items.real)
-    figures: dict[str, float] = {}
-    if plan.microbatches:
-        max_over_mean, synchronised = (statistics[f"{spec.name}/{n}"] for n in ("max_over_mean", "synchronised"))
-        cost = item_costs(spec, items.length)
-        floor = max(1.0, float(cost.max()) * spec.ranks / float(cost.sum()))
-        values = (
-            max_over_mean / floor,
-            max_over_mean,
-            synchronised,
-            plan.microbatches,
-            statistics[f"{spec.name}/real_token_fraction"],
-            1 - 1 / synchronised,
-        )
-        figures = dict(zip(COLUMNS, values, strict=True))
+    statistics = phase_statistics(plan, items, spec)
+    figures = {
+        column: statistics[f"{spec.name}/{name}"]
+        for column, name in COLUMNS.items()
+        if plan.microbatches and f"{spec.name}/{name}" in statistics
+    }
     return PhaseView(load, real, plan.capacity.astype(np.int64), figures)
 
 
