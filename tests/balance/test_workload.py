@@ -1,0 +1,147 @@
+"""The generator: seeded, in true units, correlated as it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxmllm.balance.step_plan import plan_step, validate
+from jaxmllm.balance.workload import (
+    DEFAULT_MIX,
+    MODEL,
+    TASKS,
+    LogNormal,
+    LogUniform,
+    describe,
+    generate,
+    longest,
+    make_spec,
+    mix_for,
+)
+
+
+def alone(task, examples=1500, seed=3):
+    return generate(seed, examples, {task: 1.0})
+
+
+def test_one_seed_makes_one_batch():
+    one, again, other = generate([5, 1], 200), generate([5, 1], 200), generate([5, 2], 200)
+    for phase in one.phases:
+        for field in ("length", "real", "example", "tokens", "slot"):
+            np.testing.assert_array_equal(getattr(one.phases[phase], field), getattr(again.phases[phase], field))
+    assert not np.array_equal(one.phases["language"].length, other.phases["language"].length)
+
+
+def test_units_are_those_of_training():
+    batch = generate(0, 1000)
+    vision, audio, language = (batch.phases[name] for name in ("vision", "audio", "language"))
+    assert (vision.length % 4 == 0).all() and (vision.tokens * 4 == vision.length).all()
+    assert (vision.real == vision.length).all()
+    chunk = MODEL.audio.chunk_frames
+    assert (audio.length % chunk == 0).all() and (audio.length - audio.real < chunk).all()
+    assert (audio.real <= audio.length).all() and (audio.real > 0).all()
+    assert (audio.tokens == np.ceil(audio.real / 8)).all()
+    assert language.length.tolist() == language.real.tolist() and len(language.length) == 1000
+    assert all(items.length.dtype == np.int64 and items.example.dtype == np.int32 for items in batch.phases.values())
+
+
+def test_media_stand_inside_their_sequence_one_after_another():
+    batch = generate(1, 500)
+    end_of_last = {}
+    text = batch.phases["language"].length.copy()
+    for phase in ("vision", "audio"):
+        items = batch.phases[phase]
+        assert (np.diff(items.example) >= 0).all()
+        for example, slot, tokens in zip(items.example, items.slot, items.tokens, strict=True):
+            assert slot >= end_of_last.get(example, 0) + 1  # a frame token before ...
+            end_of_last[example] = slot + tokens + 1  # ... and one behind
+            assert end_of_last[example] <= batch.phases["language"].length[example]
+            text[example] -= tokens + 2
+    assert (text > 0).all() and batch.targets == text.sum()
+
+
+@pytest.mark.parametrize(
+    ("task", "vision", "audio"),
+    [
+        ("text", 0, 0),
+        ("speech_recognition", 0, 1),
+        ("spoken_question", 0, 1),
+        ("captioning", 1, 0),
+        ("visual_question", 1, 0),
+    ],
+)
+def test_every_example_of_a_task_has_its_media(task, vision, audio):
+    batch = alone(task, 50)
+    assert np.bincount(batch.phases["vision"].example, minlength=50).tolist() == [vision] * 50
+    assert np.bincount(batch.phases["audio"].example, minlength=50).tolist() == [audio] * 50
+
+
+def test_multi_image_examples_have_two_to_eight():
+    counts = np.bincount(alone("multi_image").phases["vision"].example)
+    assert set(counts.tolist()) == set(range(2, 9))
+
+
+def test_transcripts_follow_their_clips_and_answers_do_not():
+    assert describe(alone("speech_recognition"))["correlation/text|audio"] > 0.9
+    assert abs(describe(alone("spoken_question"))["correlation/text|audio"]) < 0.1
+
+
+def test_distributions_are_what_they_say():
+    random = np.random.default_rng(0)
+    normal = LogNormal(100, 0.5, 50, 300).draw(random, 20_000)
+    assert normal.min() >= 50 and normal.max() <= 300
+    inside = np.exp(np.random.default_rng(1).normal(np.log(100), 0.5, 100_000))
+    inside = inside[(inside >= 50) & (inside <= 300)]
+    np.testing.assert_allclose(np.quantile(normal, [0.1, 0.5, 0.9]), np.quantile(inside, [0.1, 0.5, 0.9]), rtol=0.02)
+    uniform = np.log(LogUniform(10, 1000).draw(random, 20_000))
+    np.testing.assert_allclose(np.quantile(uniform, [0, 0.5, 1]), np.log([10, 100, 1000]), atol=0.05)
+
+
+def test_the_mix_is_drawn_by_weight():
+    batch = generate(0, 20_000)
+    has_image = len(np.unique(batch.phases["vision"].example)) / 20_000
+    assert has_image == pytest.approx(sum(DEFAULT_MIX[t] for t in TASKS if "vision" in TASKS[t].encoders), abs=0.01)
+
+
+def test_description_is_that_of_plain_sums():
+    batch = generate(2, 300)
+    said = describe(batch)
+    vision = batch.phases["vision"]
+    assert said["vision/items"] == len(vision.length)
+    assert said["vision/cv"] == pytest.approx(np.std(vision.length) / np.mean(vision.length))
+    assert said["vision/max_over_mean"] == pytest.approx(np.max(vision.length) / np.mean(vision.length))
+    audio = batch.phases["audio"]
+    assert said["audio/inner_padding"] == pytest.approx(1 - audio.real.sum() / audio.length.sum())
+    of_example = [vision.length[vision.example == example].sum() for example in range(300)]
+    expected = np.corrcoef(of_example, batch.phases["language"].length)[0, 1]
+    assert said["correlation/vision,language"] == pytest.approx(expected)
+
+
+def test_nothing_is_longer_than_promised():
+    batch = generate(0, 20_000)
+    for phase, items in batch.phases.items():
+        assert 0.5 * longest(phase) < items.length.max() <= longest(phase)
+
+
+def test_models_get_the_tasks_and_units_that_they_can_take():
+    without_audio = MODEL.model_copy(update={"audio": None})
+    mix = mix_for(without_audio)
+    assert "captioning" in mix and "text" in mix and "spoken_question" not in mix
+    assert list(generate(0, 20, mix, without_audio).phases) == ["vision", "language"]
+    with pytest.raises(ValueError, match="spoken_question"):
+        generate(0, 20, DEFAULT_MIX, without_audio)
+    chunky = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"chunk_frames": 400})})
+    assert (generate(0, 50, DEFAULT_MIX, chunky).phases["audio"].length % 400 == 0).all()
+
+
+@pytest.mark.parametrize("mix", [{"poetry": 1.0}, {"text": 0.0}, {"text": -1.0, "captioning": 2.0}])
+def test_impossible_mixes_are_refused(mix):
+    with pytest.raises(ValueError, match=r"mix|poetry"):
+        generate(0, 10, mix)
+
+
+@pytest.mark.parametrize("mode", ["phases", "none"])
+def test_generated_batches_can_be_planned(mode):
+    spec = make_spec(4, [generate([0, i], 32) for i in range(3)], mode)
+    batch = generate([0, 9], 32)
+    validate(plan_step(batch, spec), batch, spec)

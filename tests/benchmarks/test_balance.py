@@ -1,0 +1,76 @@
+"""The balance benchmark: shape of its JSON, and its figures against loops over items."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.balance import MODES, generate, main, make_spec, phase_figures, step_proxy
+from jaxmllm.balance.step_plan import plan_step
+
+PHASES = ("vision", "audio", "language")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("balance") / "balance.json"
+    assert (
+        main(["--settings", "4x8", "2x4", "--batches", "1", "--repeats", "1", "--seed", "7", "--json", str(path)]) == 0
+    )
+    return json.loads(path.read_text())
+
+
+def test_json_has_a_record_for_every_phase_and_step(report):
+    assert (report["benchmark"], report["seed"], report["batches"]) == ("balance", 7, 1)
+    found = [(row["ranks"], row["per_rank"], row.get("phase")) for row in report["rows"]]
+    assert found == [(ranks, per, phase) for ranks, per in ((4, 8), (2, 4)) for phase in (*PHASES, None)]
+    for row in report["rows"]:
+        if "phase" in row:
+            assert {"gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction"} <= row.keys()
+            assert 1 <= row["gap_to_floor"] <= row["max_over_mean"] <= row["synchronised"] + 1e-9
+            assert 0 < row["real_token_fraction"] <= 1
+        else:
+            assert row["plan_ms"] > 0
+            assert set(row["step_proxy"]) == set(row["step_proxy_over_phases"]) == set(MODES)
+            assert row["step_proxy_over_phases"]["phases"] == 1
+            assert row["step_proxy_padded"]["none"] > row["step_proxy"]["none"]
+            assert "correlation/vision,language" in row["workload"]
+
+
+def test_figures_are_those_of_a_loop_over_rows():
+    ranks, examples = 4, 32
+    spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(2)], "none")
+    batch = generate([0, 2, 0], examples)
+    plan = plan_step(batch, spec)
+    bare = padded = 0.0
+    for name in PHASES:
+        phase, rows, items = spec.phases[name], plan.phases[name], batch.phases[name]
+        costs = phase.linear * items.length.astype(float) + phase.quadratic * items.length.astype(float) ** 2
+        row_costs = np.zeros((rows.microbatches, ranks))
+        slots = 0
+        for microbatch in range(rows.microbatches):
+            times = []
+            for rank in range(ranks):
+                here = (rows.microbatch == microbatch) & (rows.rank == rank)
+                row_costs[microbatch, rank] = costs[here].sum()
+                attention = phase.quadratic * (items.length[here].astype(float) ** 2).sum()
+                times.append(phase.linear * float(rows.capacity[microbatch]) + attention)
+                slots += int(rows.capacity[microbatch])
+            bare += row_costs[microbatch].max()
+            padded += max(times)
+        figures = phase_figures(rows, items, phase)
+        mean, top = costs.sum() / ranks, row_costs.sum(axis=0).max()
+        assert figures["gap_to_floor"] == pytest.approx(top / max(mean, costs.max()), rel=1e-6)
+        assert figures["max_over_mean"] == pytest.approx(top / mean, rel=1e-6)
+        assert figures["synchronised"] == pytest.approx(row_costs.max(axis=1).sum() / mean, rel=1e-6)
+        assert figures["real_token_fraction"] == pytest.approx(items.real.sum() / slots)
+    assert step_proxy(plan, batch, spec) == pytest.approx({"step_proxy": bare, "step_proxy_padded": padded})
+
+
+@pytest.mark.parametrize("setting", ["64", "0x8", "8x", "axb"])
+def test_settings_that_are_none_are_refused(setting, capsys):
+    with pytest.raises(SystemExit):
+        main(["--settings", setting])
+    assert "RANKSxEXAMPLES" in capsys.readouterr().err
