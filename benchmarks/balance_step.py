@@ -1,0 +1,146 @@
+"""What balancing is worth in seconds: whole training steps of one run with and without it, on this machine.
+
+    python -m benchmarks.balance_step --config configs/quickstart.yaml [--processes 2] [--per-rank 8] [key=value ...]
+
+Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in the collectives of
+fully sharded parameters, as hosts do. Both modes train on the same batches, each with the row sizes that a run in
+its mode would choose, and take turns step by step, so that a slow moment of the machine touches both. Rows are on the
+devices before the clock starts. `predicted` is the ratio of FLOPs of the slowest rows, padding included.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from benchmarks.balance import step_proxy
+from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.plan import Mode
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.workload import describe
+from jaxmllm.config import Config, load_config
+from jaxmllm.data.pipeline import StepFiller, batch_examples
+from jaxmllm.training.build import USER_ERRORS, lay_groundwork, local_share, plan_spec
+from jaxmllm.training.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
+from jaxmllm.training.programs import Programs
+from jaxmllm.training.step import Step
+from launch.local import run_local
+from sharding.mesh import make_mesh
+
+MODES: tuple[Mode, ...] = ("none", "phases")
+WARM_UP = 2  # steps, not counted
+GENERATOR = "the batches of the run after those that its sizes were chosen from"
+
+
+def measure(config: Config, steps: int) -> dict[str, Any]:
+    """Seconds of every step by mode, and what the plans predict."""
+    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
+    corpora = [ground.corpus, *ground.held_out]
+    programs, fillers = {}, {}
+    for mode in MODES:
+        balance = config.balance.model_copy(update={"mode": mode})
+        spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
+        blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
+        step = Step(ground.model, config.optimizer, config.run.steps, len(ground.corpus.sources))
+        programs[mode] = Programs(step, spec, ground.corpus.modalities, blocks, config.run.param_dtype)
+        fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), blocks)
+
+    state = programs[MODES[0]].init(config.run.seed)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    predicted: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(WARM_UP + steps):
+        examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + number)
+        items = ground.corpus.gather(examples)
+        for mode in MODES if number % 2 else MODES[::-1]:
+            batch = programs[mode].put(fillers[mode](number, examples))
+            jax.block_until_ready((batch.rows, batch.tables))
+            multihost_utils.sync_global_devices(f"{number} {mode}")
+            began = time.perf_counter()
+            state, metrics = programs[mode].train(state, batch)
+            jax.block_until_ready((state, metrics))
+            took = time.perf_counter() - began
+            if number >= WARM_UP:
+                seconds[mode].append(took)
+                spec = programs[mode].spec
+                predicted[mode].append(step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"])
+    workload = describe(ground.samples[0])
+    return {"seconds": seconds, "predicted": predicted, "workload": workload}
+
+
+def summarise(seconds: dict[str, list[float]], predicted: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians and quartiles of each mode, and of the ratio none / phases of the same batch."""
+    ratios = (np.array(seconds["none"]) / np.array(seconds["phases"])).tolist()
+    return {
+        **{mode: quartiles(times) for mode, times in seconds.items()},
+        "ratio": quartiles(ratios),
+        "ratio_of_medians": statistics.median(seconds["none"]) / statistics.median(seconds["phases"]),
+        "predicted_ratio": sum(predicted["none"]) / sum(predicted["phases"]),
+    }
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return {"median": median, "quarter": low, "three_quarters": high}
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.set_defaults(seed=None)
+    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--per-rank", type=int, default=8, help="examples of a process and step")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each mode")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the file")
+    options = parser.parse_intermixed_args(command)
+    if min(options.processes, options.per_rank, options.steps) < 1:
+        parser.error("--processes, --per-rank and --steps must be positive")
+    if PROCESS_ID not in os.environ:
+        own = sys.argv[1:] if command is None else command
+        return run_local([sys.executable, "-m", "benchmarks.balance_step", *own], options.processes, 1)
+
+    pin_to_core(int(os.environ[PROCESS_ID]))
+    reserve_cpu_threads()
+    initialize_distributed()
+    seed = [] if options.seed is None else [f"run.seed={options.seed}"]
+    mesh = ["mesh.data=1", f"mesh.fsdp={options.processes}", "mesh.tensor=1"]
+    size = [f"data.batch_size={options.processes * options.per_rank}"]
+    try:
+        config = load_config(options.config, [*mesh, *size, *seed, *options.overrides])
+        measured = measure(config, options.steps)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if jax.process_index() == 0:
+        summary = summarise(measured["seconds"], measured["predicted"])
+        show(summary, f"{options.config}: {options.processes} processes x {options.per_rank} examples")
+        settings = {"config": options.config, "overrides": options.overrides, "steps": options.steps}
+        sizes = {"processes": options.processes, "per_rank": options.per_rank}
+        write_json(options.json, "balance_step", config.run.seed, GENERATOR, **settings, **sizes, **summary, **measured)
+    return 0
+
+
+def show(summary: dict[str, Any], title: str) -> None:
+    rows = [[f"{mode} [s]", *summary[mode].values()] for mode in MODES]
+    rows.append(["none / phases, same batch", *summary["ratio"].values()])
+    rows.append(["none / phases, of medians", summary["ratio_of_medians"], None, None])
+    rows.append(["predicted", summary["predicted_ratio"], None, None])
+    print_table(title, ["step", "median", "quarter below", "quarter above"], rows)
+
+
+def pin_to_core(number: int) -> None:
+    """Give this process one core, where there are enough and the system lets it."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
