@@ -23,8 +23,10 @@ from jaxmllm.balance.pack import best_fit, deal, first_fit, lay_out, sums_by
 from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
-STEP = 64  # sets of rows with up to one part in so many more slots are tried where ranks wait longer
-TRIES = 3  # of them at most
+STEP = 40  # a set of rows is little larger than another if it has at most one part in so many more slots
+USUAL_FILL = 0.98  # of many items: fuller rows are hard to fill evenly, and avoided if the next set is little larger
+FEW = 1024  # items that are no longer many
+TRIES = 2  # sets of rows, little larger than the first, of which the best is taken where ranks wait longer
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
@@ -43,13 +45,17 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
+    load = int(items.length.sum())
     best: tuple[float, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
     for counts, more in _with_next(row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1))):
         slots, after = int(counts @ sizes), int(more @ sizes)
+        search = len(cost) <= FEW or after * STEP > slots * (STEP + 1)
+        if not search and slots * spec.ranks * USUAL_FILL < load:
+            continue
         if best is not None and (slots > most_slots or tries == TRIES):
             break
-        placing = _fill(spec, items.length, cost, counts, tightest=after * STEP > slots * (STEP + 1))
+        placing = _fill(spec, items.length, cost, counts, search=search)
         if placing is None:
             continue
         if best is None:
@@ -169,17 +175,17 @@ def _with_next(counts: Iterator[Longs]) -> Iterator[tuple[Longs, Longs]]:
         this = following
 
 
-def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, tightest: bool) -> _Placing | None:
+def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, search: bool) -> _Placing | None:
     """Place all items in `counts` rows of each class a rank; None where they do not fit.
 
     Args:
-      tightest: try harder, for the next larger set of rows is much larger.
+      search: try best fit too, which is slow.
     """
     capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
     row_of = deal(length, cost, capacity, spec.max_segments)
     filling = None if row_of is None else Filling.of(row_of, length, capacity, spec.max_segments)
     if filling is None or not relieve(filling):
-        row_of = best_fit(length, capacity, spec.max_segments) if tightest else None
+        row_of = best_fit(length, capacity, spec.max_segments) if search else None
         if row_of is None:
             return None
         filling = Filling.of(row_of, length, capacity, spec.max_segments)

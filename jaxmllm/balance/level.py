@@ -16,9 +16,10 @@ import numpy as np
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import Longs
 
-SWEEPS = 12
-TOLERANCE = 1000  # gaps and gains below one part in so many do not matter
-PATIENCE = 3  # sweeps that may gain less
+SWEEPS = 24  # at most
+EVEN = 256  # the slowest rows need not be nearer to the mean than one part in so many
+GAIN = 1024  # sweeps that gain less than one part in so many ...
+PATIENCE = 6  # ... may be this many in a row
 NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
 
 
@@ -67,17 +68,47 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
     for sweep in range(SWEEPS):
         ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
         slowest = int(load[ordered[:, 0]].sum())
-        gained = waits is None or (waits - slowest) * TOLERANCE > waits
+        gained = waits is None or (waits - slowest) * GAIN > waits
         patience = PATIENCE if gained else patience - 1
         waits = slowest
         heavy, light = ordered[:, :half], ordered[:, ::-1][:, :half]
         if not gained:  # other partners
             light = np.roll(light, sweep, axis=1)
-        enough = load[ordered].sum(axis=1, keepdims=True) // (ranks * TOLERANCE)
-        uneven = load[heavy] - load[light] > enough
-        if not uneven.any() or not patience:
+        mean = load[ordered].sum(axis=1, keepdims=True) // ranks
+        uneven = load[heavy] - load[light] > mean // EVEN
+        if slowest <= int((mean + mean // EVEN).sum()) or not patience or not uneven.any():
             return
         _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
+        if not gained:
+            _trade(filling, cost, order, load, heavy[uneven], light[uneven])
+
+
+def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs) -> None:
+    """Two exchanges for every pair of full rows that gains by both: a long item against a shorter one, then, to give
+    the slots back, short items against even shorter ones. Cost beyond what short items cost a slot changes hands.
+
+    Arguments as for `_exchange`.
+    """
+    short = order[: len(order) * 2 // 3]
+    if not len(short):
+        return
+    low, high = order[0], short[-1]
+    slots = int(filling.length[high] - filling.length[low])
+    beyond = cost - int(cost[high] - cost[low]) // max(slots, 1) * filling.length
+    beyond -= beyond.min()
+    row_of, room, spare, before = filling.row_of.copy(), filling.room.copy(), filling.spare.copy(), load.copy()
+    by_beyond = np.argsort(beyond, kind="stable")
+    _exchange(filling, beyond, by_beyond, load.copy(), heavy, light, fits=False)
+    owed = np.zeros_like(room)
+    owed[light] = 2 * (room - filling.room)[light]
+    _exchange(filling, filling.length, short, owed, light, heavy, fits=False)
+    load[:] = sums_by(filling.row_of, cost, len(load))
+    worse = np.maximum(load[heavy], load[light]) >= before[heavy]
+    worse |= (filling.room[heavy] < 0) | (filling.room[light] < 0)
+    undone = np.zeros(len(load), np.bool_)
+    undone[heavy[worse]] = undone[light[worse]] = True
+    filling.row_of[undone[row_of]] = row_of[undone[row_of]]
+    filling.room[undone], filling.spare[undone], load[undone] = room[undone], spare[undone], before[undone]
 
 
 def _exchange(

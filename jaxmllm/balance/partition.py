@@ -137,7 +137,8 @@ def _lighten(rank: Longs, lengths: Longs, own: Longs, ranks: int, padding: int) 
     theirs = np.flatnonzero(np.isin(rank, light))
     their = rank[theirs]
     rest_theirs = np.array([_longest_without(lengths[rank == rank[item]], lengths[item]) for item in theirs], np.int64)
-    best, change = int(cost[worst]), None
+    best = int(cost[worst])
+    change: tuple[int, int, int | None] | None = None
     ours = np.flatnonzero(rank == worst)
     for item in ours.tolist():
         size, spent, rest = lengths[item], own[item], _longest_without(lengths[ours], lengths[item])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxmllm.balance.assign import RowNeeds, assign, assign_in_place, row_counts, row_needs
+from jaxmllm.balance.assign import USUAL_FILL, RowNeeds, assign, assign_in_place, row_counts, row_needs
 from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
@@ -28,10 +28,9 @@ MICROBATCH_TOLL = 0.003
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
 FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
 PARTS = (2, 4, 8, 16, 32)  # of the median load in a row of another class
-PACKED = 16  # sets that are really packed
+PACKED = 24  # sets that are really packed
 PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
 BOUND = 16  # batches on which the others are judged by a bound
-EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 
 Capacities = tuple[int, ...]
@@ -99,7 +98,7 @@ class _Load:
         """Bounds on the rows that some packing will meet, as full as rows get."""
         parts = [self._part(spec, below) for below in (*spec.capacities[1:], 0)]
         slots = np.array([part.slots[0] for part in parts])
-        slots[-1] = max(slots[-1], math.ceil(self.slots / EXPECTED_FILL))
+        slots[-1] = max(slots[-1], math.ceil(self.slots / USUAL_FILL))
         return RowNeeds(slots, np.array([part.rows[0] for part in parts]))
 
     def _part(self, spec: PhaseSpec, below: int) -> RowNeeds:
@@ -186,7 +185,7 @@ def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: 
         fewest = math.ceil(load / largest)
         for rows in range(fewest, fewest + FRACTIONS):
             first |= {_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
-    chosen = {(size,) for size in first if least <= size <= largest}
+    chosen: set[Capacities] = {(size,) for size in first if least <= size <= largest}
     for _ in range(needs.config.row_classes - 1):
         chosen |= {(*sizes, part) for sizes in chosen for part in parts if part < sizes[-1]}
     return chosen
