@@ -221,6 +221,7 @@ class BalanceConfig(Section):
     mode: Literal["none", "tokens", "language", "phases"] = "phases"
     pool_slots: PositiveInt | Auto = "auto"  # routed tokens a rank holds in one buffer
     pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one exchange
+    check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
 
 
 class MeshConfig(Section):

@@ -8,7 +8,8 @@ W pool slots, E pair slots, X exchange ranks (see `ExchangeGrid`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -153,3 +154,14 @@ class StepPlan:
     phases: dict[str, PhasePlan]
     routes: dict[str, RoutePlan]
     statistics: dict[str, float] = field(default_factory=dict)  # e.g. "vision/max_over_mean", "plan_ms"
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of all placements and arrivals: equal on hosts that planned alike."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, phase in self.phases.items():
+            digest.update(name.encode())
+            for column in fields(phase):
+                digest.update(np.ascontiguousarray(getattr(phase, column.name)).tobytes())
+        for route in self.routes.values():
+            digest.update(np.ascontiguousarray(route.arrival).tobytes())
+        return digest.hexdigest()

@@ -108,6 +108,7 @@ class HostStep:
     rounds: dict[str, list[RouteRound]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
+    digest: str  # of the plan
 
 
 def fill(
@@ -152,6 +153,7 @@ def fill(
         rounds={phase: _local_rounds(plan.routes[phase], local.exchange[phase]) for phase in spec.routes},
         failures=tuple(failures),
         statistics=dict(plan.statistics),
+        digest=plan.digest(),
     )
 
 

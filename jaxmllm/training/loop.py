@@ -29,7 +29,6 @@ from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
-
 DATA_FILE = "data.json"  # what the run was trained on
 REJECTED_FILE = "rejected.jsonl"  # examples that were refused, with reasons
 SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
@@ -84,6 +83,8 @@ def train(run: Run) -> dict[str, Any]:
                 waited = time.monotonic() - asked
                 for failure in batch.failures:
                     progress.print(f"step {step + 1}: masked: {failure}")
+                if jax.process_count() > 1 and _due(step + 1, config.balance.check_every):
+                    check_digests(step + 1, multihost_utils.process_allgather(_digest_bytes(batch.digest)))
                 profiler.before_step(step, state.step)
                 state, metrics = run.programs.train(state, run.programs.put(batch))
                 step += 1
@@ -250,6 +251,20 @@ def _check_data(run: Run) -> None:
         write_atomically(path, json.dumps(content, indent=1))
         lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in run.corpus.rejected]
         write_atomically(run.directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
+
+
+def check_digests(step: int, digests: np.ndarray) -> None:
+    """Raise `TrainingError` unless all processes planned the step alike; digests uint8 [processes, bytes]."""
+    for process, digest in enumerate(digests):
+        if (digest != digests[0]).any():
+            raise TrainingError(
+                f"step {step}: the plan of process {process} is {bytes(digest).hex()}, that of process 0 "
+                f"{bytes(digests[0]).hex()}; give all hosts the same code, config, data and library versions"
+            )
+
+
+def _digest_bytes(digest: str) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex(digest), np.uint8)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -130,3 +130,14 @@ def test_validation_finds_what_is_wrong(make):
         fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)")
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
     fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")
+
+
+def test_digests_tell_plans_apart(make):
+    batch = make.batch(3, 24)
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, 1, "phases", 64, 0)
+    plan = plan_step(batch, spec)
+    assert plan.digest() == plan_step(batch, spec).digest()
+    moved = plan.phases["vision"].rank.copy()
+    moved[0] = (moved[0] + 1) % 4
+    other = plan.phases | {"vision": dataclasses.replace(plan.phases["vision"], rank=moved)}
+    assert plan.digest() != dataclasses.replace(plan, phases=other).digest()
