@@ -24,9 +24,9 @@ from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
 STEP = 40  # a set of rows is little larger than another if it has at most one part in so many more slots
-USUAL_FILL = 0.98  # of many items: fuller rows are hard to fill evenly, and avoided if the next set is little larger
+TRADING_ROOM = 12  # one slot in so many should be free if all cost were attention's: full rows cannot be levelled
 FEW = 1024  # items that are no longer many
-TRIES = 2  # sets of rows, little larger than the first, of which the best is taken where ranks wait longer
+WINDOW, TRIES = 20, 3  # where ranks wait longer, the best is taken of so many sets with up to a twentieth more slots
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
@@ -45,13 +45,13 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
-    load = int(items.length.sum())
-    best: tuple[float, Longs, _Placing] | None = None
+    wanted = _wanted_slots(items.length, cost)
+    best: tuple[int, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
     for counts, more in _with_next(row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1))):
         slots, after = int(counts @ sizes), int(more @ sizes)
         search = len(cost) <= FEW or after * STEP > slots * (STEP + 1)
-        if not search and slots * spec.ranks * USUAL_FILL < load:
+        if not search and slots * spec.ranks < wanted:
             continue
         if best is not None and (slots > most_slots or tries == TRIES):
             break
@@ -59,9 +59,9 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         if placing is None:
             continue
         if best is None:
-            most_slots = slots * (STEP + 1) // STEP
+            most_slots = slots * (WINDOW + 1) // WINDOW
         tries += 1
-        score = slots * placing.waits
+        score = slots * placing.waits**2
         if best is None or score < best[0]:
             best = score, counts, placing
         if placing.waits <= even:
@@ -165,6 +165,13 @@ def _tails(capacities: tuple[int, ...], below: int) -> Iterator[tuple[int, ...]]
     for count in range((below - 1) // capacities[0] + 1):
         for tail in _tails(capacities[1:], min(capacities[0], below - count * capacities[0])):
             yield (count, *tail)
+
+
+def _wanted_slots(length: Longs, cost: Longs) -> int:
+    """Slots in which many items can be placed evenly: their own, and some room where cost does not follow length."""
+    slots, total = int(length.sum()), max(int(cost.sum()), 1)
+    beyond = total - slots * int((cost // length).min())
+    return slots + slots * beyond // (total * TRADING_ROOM)
 
 
 def _with_next(counts: Iterator[Longs]) -> Iterator[tuple[Longs, Longs]]:

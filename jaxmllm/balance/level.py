@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.pack import NEVER, sums_by
 from jaxmllm.balance.plan import Longs
 
-SWEEPS = 24  # at most
-EVEN = 256  # the slowest rows need not be nearer to the mean than one part in so many
+SWEEPS = 16  # at most
+DIRECT = 2  # of them between all rows; after that the costlier of the heavy rows trade, too
+TURN = 7  # places by which partners change from sweep to sweep: those of the last may be full
+EVEN = 160  # the slowest rows need not be nearer to the mean than one part in so many
 GAIN = 1024  # sweeps that gain less than one part in so many ...
 PATIENCE = 6  # ... may be this many in a row
 NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
@@ -64,22 +66,24 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
     """
     load = sums_by(filling.row_of, cost, len(filling.room))
     order = np.argsort(cost, kind="stable")
-    half, waits, patience = ranks // 2, None, PATIENCE
+    half = ranks // 2
+    upper = -(-half // 2)
+    waits, patience = NEVER, PATIENCE
     for sweep in range(SWEEPS):
         ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
         slowest = int(load[ordered[:, 0]].sum())
-        gained = waits is None or (waits - slowest) * GAIN > waits
-        patience = PATIENCE if gained else patience - 1
-        waits = slowest
-        heavy, light = ordered[:, :half], ordered[:, ::-1][:, :half]
-        if not gained:  # other partners
-            light = np.roll(light, sweep, axis=1)
         mean = load[ordered].sum(axis=1, keepdims=True) // ranks
+        patience = PATIENCE if (waits - slowest) * GAIN > slowest else patience - 1
+        if slowest <= int((mean + mean // EVEN).sum()) or not patience:
+            return
+        waits = slowest
+        heavy = ordered[:, : half if sweep < DIRECT else upper]
+        light = np.roll(ordered[:, ranks - half :][:, ::-1], TURN * sweep, axis=1)[:, : heavy.shape[1]]
         uneven = load[heavy] - load[light] > mean // EVEN
-        if slowest <= int((mean + mean // EVEN).sum()) or not patience or not uneven.any():
+        if not uneven.any():
             return
         _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
-        if not gained:
+        if sweep >= DIRECT:
             _trade(filling, cost, order, load, heavy[uneven], light[uneven])
 
 
@@ -153,6 +157,10 @@ def _exchange(
     at = np.searchsorted(
         their_pair * reach + (weights[theirs] >> shift), our_pair * reach + np.minimum(ideal, reach - 1)
     )
+    if fits:  # what is longer than the light row has room for needs no less than this in return
+        least = np.maximum(lengths[ours] - filling.room[light][our_pair], 0)
+        wide = int(lengths.max()) + 1
+        at = np.maximum(at, np.searchsorted(their_pair * wide + lengths[theirs], our_pair * wide + least))
     places = np.clip(at[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS), 0, len(theirs) - 1)
     others = theirs[places]
     passed = weight[ours][:, None] - weights[others]
@@ -162,15 +170,13 @@ def _exchange(
     more = lengths[ours][:, None] - lengths[others]
     if fits:
         allowed &= (more <= filling.room[goal]) & (-more <= filling.room[mine])
-    miss = np.where(allowed, np.abs(2 * passed - gap[our_pair][:, None]), np.iinfo(np.int64).max)
+    miss = np.where(allowed, np.abs(2 * passed - gap[our_pair][:, None]), NEVER)
 
     best = miss.argmin(axis=1)
     least = miss[np.arange(split), best]
     first = np.flatnonzero(np.r_[True, our_pair[1:] != our_pair[:-1]])
     lowest = np.minimum.reduceat(least, first)
-    winner = np.flatnonzero(
-        (least == np.repeat(lowest, np.diff(np.r_[first, split]))) & (least < np.iinfo(np.int64).max)
-    )
+    winner = np.flatnonzero((least == np.repeat(lowest, np.diff(np.r_[first, split]))) & (least < NEVER))
     winner = winner[np.r_[True, our_pair[winner][1:] != our_pair[winner][:-1]]] if len(winner) else winner
     if not len(winner):
         return 0

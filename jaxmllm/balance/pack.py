@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from jaxmllm.balance.plan import Ints, Longs
 
 DEALT = 32  # at least one row in so many takes part in a round of `deal`
-NONE = np.iinfo(np.int64).min
+NONE, NEVER = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
 
 
 def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int, fewest: int | None = None) -> Longs | None:

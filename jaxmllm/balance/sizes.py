@@ -3,7 +3,7 @@
     sampled batches --candidates, by a bound--> a few best --really packed--> capacities, max_segments
                     --places of the items--> pools and pair slots: nearly every step needs one pool and one round
 
-Row classes minimise, summed over the samples, the slots of a rank times the wait for the slowest rank, plus
+Row classes minimise, summed over the samples, the slots of a rank times the square of the wait, plus
 `MICROBATCH_TOLL` of its load for every microbatch, since each is a dispatch of its own and gathers sharded parameters
 anew. Fewer classes win ties, for each is a program to compile.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxmllm.balance.assign import USUAL_FILL, RowNeeds, assign, assign_in_place, row_counts, row_needs
+from jaxmllm.balance.assign import RowNeeds, assign, assign_in_place, row_counts, row_needs
 from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
@@ -31,6 +31,7 @@ PARTS = (2, 4, 8, 16, 32)  # of the median load in a row of another class
 PACKED = 24  # sets that are really packed
 PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
 BOUND = 16  # batches on which the others are judged by a bound
+EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 
 Capacities = tuple[int, ...]
@@ -98,7 +99,7 @@ class _Load:
         """Bounds on the rows that some packing will meet, as full as rows get."""
         parts = [self._part(spec, below) for below in (*spec.capacities[1:], 0)]
         slots = np.array([part.slots[0] for part in parts])
-        slots[-1] = max(slots[-1], math.ceil(self.slots / USUAL_FILL))
+        slots[-1] = max(slots[-1], math.ceil(self.slots / EXPECTED_FILL))
         return RowNeeds(slots, np.array([part.rows[0] for part in parts]))
 
     def _part(self, spec: PhaseSpec, below: int) -> RowNeeds:
@@ -167,7 +168,7 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     def packed(spec: PhaseSpec, load: _Load) -> float:
         plan = load.plan(spec)
         statistics = phase_statistics(plan, load.items, spec)
-        slots = int(plan.capacity.sum(dtype=np.int64)) * statistics.get(f"{needs.name}/synchronised", 1.0)
+        slots = int(plan.capacity.sum(dtype=np.int64)) * statistics.get(f"{needs.name}/synchronised", 1.0) ** 2
         return slots + MICROBATCH_TOLL * load.slots * plan.microbatches
 
     few = max(1, PACKED_ITEMS // (PACKED * max(len(load.items.length) for load in loads)))
