@@ -5,8 +5,9 @@ import os
 from hypothesis import settings
 
 FLAG = "--xla_force_host_platform_device_count"
-kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(f"{FLAG}=")]
-os.environ["XLA_FLAGS"] = " ".join([*kept, f"{FLAG}=8"])
+QUICK = "--xla_backend_optimization_level=0"  # the tests compile far more than they compute
+kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(f"{FLAG}=") and flag != QUICK]
+os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jaxmllm.training.distributed import reserve_cpu_threads  # noqa: E402

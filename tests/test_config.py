@@ -72,7 +72,7 @@ def test_defaults_and_lists(path):
         ),
         ("optimizer.learning-rate=1.0", "unknown key 'optimizer.learning-rate'; did you mean"),
         ("checkpoint.zzz=3", "unknown key 'checkpoint.zzz'; valid here: every, keep"),
-        ("evaluation.interval=5", "unknown key 'evaluation.interval'; valid here: every, examples"),
+        ("evaluation.interval=5", "unknown key 'evaluation.interval'; valid here: at_start, every, examples"),
     ],
 )
 def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
