@@ -99,7 +99,7 @@ def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Long
     low, high = order[0], short[-1]
     slots = int(filling.length[high] - filling.length[low])
     beyond = cost - int(cost[high] - cost[low]) // max(slots, 1) * filling.length
-    beyond -= beyond.min()
+    beyond += int((load[heavy] - load[light]).max()) + 1 - int(beyond.min())  # so that nothing is never swapped with
     row_of, room, spare, before = filling.row_of.copy(), filling.room.copy(), filling.spare.copy(), load.copy()
     by_beyond = np.argsort(beyond, kind="stable")
     _exchange(filling, beyond, by_beyond, load.copy(), heavy, light, fits=False)

@@ -76,6 +76,10 @@ def test_statistics_against_plain_loops(make):
         flops = sum(phase.linear * int(real) + phase.quadratic * int(real) ** 2 for real in items.real)
         assert plan.statistics[f"{name}/flops"] == pytest.approx(flops)
         assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
+        cost = phase.linear * items.length + phase.quadratic * items.length**2
+        floor = max(load.sum(0).mean(), cost.max())
+        assert plan.statistics[f"{name}/gap_to_floor"] == pytest.approx(load.sum(0).max() / floor)
+        assert plan.statistics[f"{name}/idle_share"] == pytest.approx(1 - load.mean(1).sum() / load.max(1).sum())
         assert plan.statistics[f"{name}/synchronised"] == pytest.approx(load.max(1).sum() / load.mean(1).sum())
 
 
@@ -100,6 +104,44 @@ def test_balancing_beats_leaving_examples_where_they_are(make):
             totals += [statistics[f"{phase}/synchronised"] for phase in ("vision", "audio", "language")]
         waste[mode] = totals / 5
     assert (waste["phases"] < 0.75 * waste["none"]).all()
+
+
+def test_example_ranks_of_every_mode(make):
+    """Contiguous blocks; like totals of tokens; the ranks of the balanced language phase."""
+    batch = make.batch(5, 64)
+    grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
+    plans = {mode: plan_step(batch, make.spec(batch, grids, 2, mode, pool=4096)).phases for mode in MODES}
+    example = batch.phases["language"].example
+    ranks = {mode: np.zeros(64, int) for mode in MODES}
+    for mode in MODES:
+        ranks[mode][example] = plans[mode]["language"].rank
+    assert ranks["none"].tolist() == np.repeat(range(4), 16).tolist()
+    assert np.array_equal(ranks["language"], ranks["phases"])
+    tokens = np.zeros(64)
+    for name, items in batch.phases.items():
+        np.add.at(tokens, items.example, items.length if name == "language" else items.tokens)
+    totals = np.bincount(ranks["tokens"], weights=tokens)
+    assert totals.max() <= 1.01 * totals.mean()
+    grid = make.spec(batch, grids).routes["vision"].grid
+    for mode in ("none", "tokens", "language"):  # media run on the devices of their example
+        home = ranks[mode][batch.phases["vision"].example]
+        block = [int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in home]
+        on = plans[mode]["vision"].rank
+        assert all(rank in grid.encoder[number] for rank, number in zip(on, block, strict=True))
+
+
+def test_gap_and_idle_share_of_a_giant(make):
+    """One item dwarfs the rest: the floor is that item, and three of four ranks idle beside it."""
+    batch = make.batch(3, 12, media=0)
+    length = batch.phases["language"].length.copy()
+    length[4] = 100_000
+    language = dataclasses.replace(batch.phases["language"], length=length, real=length)
+    batch = dataclasses.replace(batch, phases=batch.phases | {"language": language})
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)})
+    statistics = plan_step(batch, spec).statistics
+    assert statistics["language/gap_to_floor"] == pytest.approx(1)
+    assert statistics["language/idle_share"] > 0.7
+    assert "vision/gap_to_floor" not in statistics
 
 
 def corrupted(plan: StepPlan, phase: str, **changes) -> StepPlan:
