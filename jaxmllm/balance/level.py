@@ -16,10 +16,10 @@ import numpy as np
 from jaxmllm.balance.pack import NEVER, sums_by
 from jaxmllm.balance.plan import Longs
 
-SWEEPS = 16  # at most
+SWEEPS = 14  # at most
 DIRECT = 2  # of them between all rows; after that the costlier of the heavy rows trade, too
 TURN = 7  # places by which partners change from sweep to sweep: those of the last may be full
-EVEN = 160  # the slowest rows need not be nearer to the mean than one part in so many
+EVEN = 100  # the slowest rows need not be nearer to the mean than one part in so many
 GAIN = 1024  # sweeps that gain less than one part in so many ...
 PATIENCE = 6  # ... may be this many in a row
 NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
@@ -39,6 +39,17 @@ class Filling:
         room = capacity - sums_by(row_of, length, len(capacity))
         spare = max_segments - np.bincount(row_of, minlength=len(capacity))
         return cls(row_of.copy(), length, room, spare)
+
+    def swap(self, given: Longs, taken: Longs, source: Longs, goal: Longs, slots: Longs) -> None:
+        """Move items `given` from rows `source` to rows `goal` and `taken` back, where that is an item; no row occurs
+        twice. The given are longer by `slots`."""
+        swapped = taken < len(self.row_of)
+        self.row_of[given] = goal
+        self.row_of[taken[swapped]] = source[swapped]
+        self.room[source] += slots
+        self.room[goal] -= slots
+        self.spare[source] += ~swapped
+        self.spare[goal] -= ~swapped
 
 
 def relieve(filling: Filling) -> bool:
@@ -83,29 +94,38 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
         if not uneven.any():
             return
         _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
+        if sweep == DIRECT:
+            goods = _Goods.of(filling.length, cost, order)
         if sweep >= DIRECT:
-            _trade(filling, cost, order, load, heavy[uneven], light[uneven])
+            _trade(filling, cost, goods, load, heavy[uneven], light[uneven])
 
 
-def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs) -> None:
+@dataclass(frozen=True)
+class _Goods:
+    """What full rows trade: cost beyond what short items cost a slot, against slots in short items."""
+
+    beyond: Longs  # [N]; large enough that no item is given for nothing
+    by_beyond: Longs  # [N] items in that order
+    short: Longs  # two thirds of the items, by length
+
+    @classmethod
+    def of(cls, length: Longs, cost: Longs, order: Longs) -> _Goods:
+        short = order[: -(-len(order) * 2 // 3)]
+        low, high = short[0], short[-1]
+        a_slot = int(cost[high] - cost[low]) // max(int(length[high] - length[low]), 1)
+        beyond = cost - a_slot * length
+        beyond += int(cost.sum()) + 1 - int(beyond.min())
+        return cls(beyond, np.argsort(beyond, kind="stable"), short)
+
+
+def _trade(filling: Filling, cost: Longs, goods: _Goods, load: Longs, heavy: Longs, light: Longs) -> None:
     """Two exchanges for every pair of full rows that gains by both: a long item against a shorter one, then, to give
-    the slots back, short items against even shorter ones. Cost beyond what short items cost a slot changes hands.
-
-    Arguments as for `_exchange`.
-    """
-    short = order[: len(order) * 2 // 3]
-    if not len(short):
-        return
-    low, high = order[0], short[-1]
-    slots = int(filling.length[high] - filling.length[low])
-    beyond = cost - int(cost[high] - cost[low]) // max(slots, 1) * filling.length
-    beyond += int((load[heavy] - load[light]).max()) + 1 - int(beyond.min())  # so that nothing is never swapped with
+    the slots back, short items against even shorter ones. Arguments as for `_exchange`."""
     row_of, room, spare, before = filling.row_of.copy(), filling.room.copy(), filling.spare.copy(), load.copy()
-    by_beyond = np.argsort(beyond, kind="stable")
-    _exchange(filling, beyond, by_beyond, load.copy(), heavy, light, fits=False)
+    _exchange(filling, goods.beyond, goods.by_beyond, load.copy(), heavy, light, fits=False)
     owed = np.zeros_like(room)
     owed[light] = 2 * (room - filling.room)[light]
-    _exchange(filling, filling.length, short, owed, light, heavy, fits=False)
+    _exchange(filling, filling.length, goods.short, owed, light, heavy, fits=False)
     load[:] = sums_by(filling.row_of, cost, len(load))
     worse = np.maximum(load[heavy], load[light]) >= before[heavy]
     worse |= (filling.room[heavy] < 0) | (filling.room[light] < 0)
@@ -122,7 +142,7 @@ def _exchange(
 
     Args:
       weight: [N] what shall be level.
-      order: [N] items by ascending weight.
+      order: items that may be exchanged, by ascending weight.
       load: [rows] sums of weight and a constant; changed in place.
       heavy, light: [pairs] different rows.
       fits: whether the rows must not overflow.
@@ -130,66 +150,80 @@ def _exchange(
     Returns:
       How many pairs gained.
     """
-    pairs, count, rows = len(heavy), len(weight), len(load)
-    pair_of = np.full(rows, 2 * pairs, np.int64)
-    pair_of[heavy] = np.arange(pairs)
-    pair_of[light] = np.arange(pairs, 2 * pairs)
-    pair = pair_of[filling.row_of[order]]
-    small = np.int16 if 2 * pairs < 1 << 15 else np.int64  # numpy sorts 16 bits by radix
-    chosen = np.flatnonzero(pair < 2 * pairs)
-    grouped = order[chosen[np.argsort(pair[chosen].astype(small), kind="stable")]]
-    owner = pair_of[filling.row_of[grouped]]
-    split = int(np.searchsorted(owner, pairs))
-    ours, our_pair = grouped[:split], owner[:split]
-    if not split:
+    offers = _Offers.of(filling.row_of, order, heavy, light)
+    if not len(offers.ours):
         return 0
-    # Every light row also offers "nothing", the item number `count`, before its lightest item.
-    starts = np.searchsorted(owner[split:], np.arange(pairs, 2 * pairs))
-    theirs = np.insert(grouped[split:], starts, count)
-    their_pair = np.insert(owner[split:] - pairs, starts, np.arange(pairs))
-    weights, lengths = np.append(weight, 0), np.append(filling.length, 0)
     gap = load[heavy] - load[light]
+    weights, lengths = np.append(weight, 0), np.append(filling.length, 0)
+    middle = offers.near(weights, weight[offers.ours] - gap[offers.our_pair] // 2)
+    item, pair, pair_gap = offers.ours, offers.our_pair, gap[offers.our_pair]
+    room, spare, own_room = filling.room[light][pair], filling.spare[light][pair] > 0, filling.room[heavy][pair]
+    if fits:  # what is longer than the light row has room for needs as much in return
+        middle = np.maximum(middle, offers.near(lengths, lengths[item] - room))
+    least, choice = np.full(len(item), NEVER), np.zeros(len(item), np.int64)
+    for step in range(-NEIGHBOURS, NEIGHBOURS):
+        place = np.clip(middle + step, 0, len(offers.theirs) - 1)
+        other = offers.theirs[place]
+        passed, more = weights[item] - weights[other], lengths[item] - lengths[other]
+        allowed = (offers.their_pair[place] == pair) & (passed > 0) & (passed < pair_gap)
+        allowed &= (other < len(weight)) | spare
+        if fits:
+            allowed &= (more <= room) & (-more <= own_room)
+        miss = np.where(allowed, np.abs(2 * passed - pair_gap), NEVER)
+        choice = np.where(miss < least, other, choice)
+        least = np.minimum(miss, least)
+    won = _least_of_group(least, pair)
+    given, taken, winner = item[won], choice[won], pair[won]
+    filling.swap(given, taken, heavy[winner], light[winner], lengths[given] - lengths[taken])
+    load[heavy[winner]] -= weights[given] - weights[taken]
+    load[light[winner]] += weights[given] - weights[taken]
+    return len(won)
 
-    largest = int(weight[order[-1]]) + 1
-    shift = max(0, largest.bit_length() + pairs.bit_length() - 62)
-    reach = (largest >> shift) + 1
-    ideal = np.maximum(weight[ours] - gap[our_pair] // 2, 0) >> shift
-    at = np.searchsorted(
-        their_pair * reach + (weights[theirs] >> shift), our_pair * reach + np.minimum(ideal, reach - 1)
-    )
-    if fits:  # what is longer than the light row has room for needs no less than this in return
-        least = np.maximum(lengths[ours] - filling.room[light][our_pair], 0)
-        wide = int(lengths.max()) + 1
-        at = np.maximum(at, np.searchsorted(their_pair * wide + lengths[theirs], our_pair * wide + least))
-    places = np.clip(at[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS), 0, len(theirs) - 1)
-    others = theirs[places]
-    passed = weight[ours][:, None] - weights[others]
-    mine, goal = heavy[our_pair][:, None], light[our_pair][:, None]
-    allowed = (their_pair[places] == our_pair[:, None]) & (passed > 0) & (passed < gap[our_pair][:, None])
-    allowed &= (others < count) | (filling.spare[goal] > 0)
-    more = lengths[ours][:, None] - lengths[others]
-    if fits:
-        allowed &= (more <= filling.room[goal]) & (-more <= filling.room[mine])
-    miss = np.where(allowed, np.abs(2 * passed - gap[our_pair][:, None]), NEVER)
 
-    best = miss.argmin(axis=1)
-    least = miss[np.arange(split), best]
-    first = np.flatnonzero(np.r_[True, our_pair[1:] != our_pair[:-1]])
-    lowest = np.minimum.reduceat(least, first)
-    winner = np.flatnonzero((least == np.repeat(lowest, np.diff(np.r_[first, split]))) & (least < NEVER))
-    winner = winner[np.r_[True, our_pair[winner][1:] != our_pair[winner][:-1]]] if len(winner) else winner
-    if not len(winner):
-        return 0
-    given, taken = ours[winner], others[winner, best[winner]]
-    source, goal = heavy[our_pair[winner]], light[our_pair[winner]]
-    filling.row_of[given] = goal
-    swapped = taken < count
-    filling.row_of[taken[swapped]] = source[swapped]
-    moved, slots = weights[given] - weights[taken], lengths[given] - lengths[taken]
-    load[source] -= moved
-    load[goal] += moved
-    filling.room[source] += slots
-    filling.room[goal] -= slots
-    filling.spare[source] += ~swapped
-    filling.spare[goal] -= ~swapped
-    return len(winner)
+@dataclass(frozen=True)
+class _Offers:
+    """Items of the heavy and of the light rows, by pair and then by weight. Every light row also offers nothing,
+    which has the number N, before its lightest item."""
+
+    ours: Longs
+    our_pair: Longs
+    theirs: Longs
+    their_pair: Longs
+
+    @classmethod
+    def of(cls, row_of: Longs, order: Longs, heavy: Longs, light: Longs) -> _Offers:
+        pairs = len(heavy)
+        pair_of = np.full(max(int(row_of.max()), int(heavy.max()), int(light.max())) + 1, 2 * pairs, np.int64)
+        pair_of[heavy], pair_of[light] = np.arange(pairs), np.arange(pairs, 2 * pairs)
+        pair = pair_of[row_of[order]]
+        chosen = np.flatnonzero(pair < 2 * pairs)
+        small = np.int16 if 2 * pairs < 1 << 15 else np.int64  # numpy sorts 16 bits by radix
+        grouped = chosen[np.argsort(pair[chosen].astype(small), kind="stable")]
+        item, owner = order[grouped], pair[grouped]
+        starts = np.searchsorted(owner, np.arange(pairs, 2 * pairs))
+        split = int(starts[0])
+        theirs = np.insert(item[split:], starts - split, len(row_of))
+        their_pair = np.insert(owner[split:] - pairs, starts - split, np.arange(pairs))
+        return cls(item[:split], owner[:split], theirs, their_pair)
+
+    def near(self, amounts: Longs, wanted: Longs) -> Longs:
+        """For each of ours, the place of the first of its pair's theirs that has at least the wanted amount.
+
+        Args:
+          amounts: [N + 1] ascending with weight.
+          wanted: one for each of ours.
+        """
+        theirs = amounts[self.theirs]
+        end = int(theirs.max()) + 1
+        shift = max(0, end.bit_length() + int(self.their_pair[-1]).bit_length() - 61)  # a product must fit int64
+        reach = (end >> shift) + 1
+        sought = np.clip(wanted, 0, end) >> shift
+        return np.searchsorted(self.their_pair * reach + (theirs >> shift), self.our_pair * reach + sought)
+
+
+def _least_of_group(amount: Longs, group: Longs) -> Longs:
+    """Place of the first least amount of every group that has one below `NEVER`; members of a group are neighbours."""
+    first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+    least = np.repeat(np.minimum.reduceat(amount, first), np.diff(np.r_[first, len(group)]))
+    place = np.flatnonzero((amount == least) & (amount < NEVER))
+    return place[np.r_[True, group[place][1:] != group[place][:-1]][: len(place)]]
