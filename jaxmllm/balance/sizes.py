@@ -27,8 +27,8 @@ from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 MICROBATCH_TOLL = 0.003
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
 FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
-PARTS = (2, 4, 8, 16, 32)  # of the median load in a row of another class
-PACKED = 24  # sets that are really packed
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the median load in a row of another class
+PACKED = 32  # sets that are really packed
 PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
 BOUND = 16  # batches on which the others are judged by a bound
 EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
