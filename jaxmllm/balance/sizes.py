@@ -3,7 +3,7 @@
     sampled batches --candidates, by a bound--> a few best --really packed--> capacities, max_segments
                     --places of the items--> pools and pair slots: nearly every step needs one pool and one round
 
-Row classes minimise, summed over the samples, the slots of a rank times the square of the wait, plus
+Row classes minimise, summed over the samples, the slots of a rank times the wait for the slowest, plus
 `MICROBATCH_TOLL` of its load for every microbatch, since each is a dispatch of its own and gathers sharded parameters
 anew. Fewer classes win ties, for each is a program to compile.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxmllm.balance.assign import RowNeeds, assign, assign_in_place, row_counts, row_needs
+from jaxmllm.balance.assign import EVEN, RowNeeds, assign, assign_in_place, row_counts, row_needs
 from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
@@ -24,14 +24,14 @@ from jaxmllm.balance.routes import media_tokens, pair_volume
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
-MICROBATCH_TOLL = 0.003
+MICROBATCH_TOLL = 0.002
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
 FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the median load in a row of another class
 PACKED = 32  # sets that are really packed
 PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
 BOUND = 16  # batches on which the others are judged by a bound
-EXPECTED_FILL = 0.98  # how full rows get; the bound alone would favour rows that exactly hold the mean
+EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 
 Capacities = tuple[int, ...]
@@ -168,7 +168,8 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     def packed(spec: PhaseSpec, load: _Load) -> float:
         plan = load.plan(spec)
         statistics = phase_statistics(plan, load.items, spec)
-        slots = int(plan.capacity.sum(dtype=np.int64)) * statistics.get(f"{needs.name}/synchronised", 1.0) ** 2
+        waits = max(statistics[f"{needs.name}/synchronised"], 1 + 1 / EVEN)
+        slots = int(plan.capacity.sum(dtype=np.int64)) * waits
         return slots + MICROBATCH_TOLL * load.slots * plan.microbatches
 
     few = max(1, PACKED_ITEMS // (PACKED * max(len(load.items.length) for load in loads)))
