@@ -1,0 +1,161 @@
+"""Node-wise placement: which rank runs which row, so that encoder outputs have a short way to the language rows.
+
+Balancing fixes what lies in one row; the ranks of a microbatch may swap their rows freely, for every rank waits for
+the costliest row of the microbatch anyway. A token costs nothing when it stays on its devices, little inside a node,
+and most between nodes:
+
+    benefit[row, rank] = NODE_WEIGHT * tokens for the rank's node + tokens for the rank's own devices
+
+Few ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each (node-wise
+placement as in OrchMLLM, arXiv 2503.23830, but row by row). Language rows stay where they are.
+
+Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
+
+NODE_WEIGHT = 2  # a token kept inside its node against one kept on its devices
+EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
+MARGIN = 512  # rows may move freely while the costliest rank's total grows by at most one part in so many
+
+
+def place_rows(
+    plans: Mapping[str, PhasePlan],
+    items: BatchItems,
+    phases: Mapping[str, PhaseSpec],
+    grids: Mapping[str, ExchangeGrid],
+    nodes: Mapping[str, Ints],
+) -> dict[str, PhasePlan]:
+    """Choose the ranks of the rows of every encoder phase.
+
+    Rows move within their microbatch, so rows, microbatches and the synchronised cost stay as they are. Should rank
+    totals suffer by more than one part in `MARGIN`, all rows of a rank move together and totals stay, too.
+
+    Args:
+      plans: by phase, with balanced ranks.
+      grids: by encoder phase.
+      nodes: by phase, node of each rank [R].
+
+    Returns:
+      The plans with new `rank` in encoder phases.
+    """
+    placed = dict(plans)
+    language = plans["language"]
+    home = np.full(len(items.examples), -1, np.int64)
+    home[items.phases["language"].example] = language.rank
+    for phase, grid in grids.items():
+        plan, wanted = plans[phase], items.phases[phase]
+        if not plan.microbatches or phases[phase].ranks == 1:
+            continue
+        goal, near = home[wanted.example], (nodes[phase], nodes["language"])
+        tokens, rank = wanted.tokens.astype(np.int64), plan.rank.astype(np.int64)
+        moved = np.empty_like(rank)
+        for microbatch in range(plan.microbatches):
+            own = np.flatnonzero(plan.microbatch == microbatch)
+            moved[own] = _match(rank[own], goal[own], tokens[own], grid, *near)[rank[own]]
+        cost = item_costs(phases[phase], wanted.length)
+        before = int(sums_by(rank, cost, phases[phase].ranks).max())
+        after = int(sums_by(moved, cost, phases[phase].ranks).max())
+        if (after - before) * MARGIN > before:
+            moved = _match(rank, goal, tokens, grid, *near)[rank]
+        placed[phase] = replace(plan, rank=moved.astype(np.int32))
+    return placed
+
+
+def node_tokens(
+    encoder: PhasePlan, language: PhasePlan, items: BatchItems, phase: str, nodes: Mapping[str, Ints]
+) -> int:
+    """Tokens of an encoder phase that a language rank of another node needs."""
+    home = np.full(len(items.examples), -1, np.int64)
+    home[items.phases["language"].example] = language.rank
+    wanted = items.phases[phase]
+    away = nodes[phase][encoder.rank] != nodes["language"][home[wanted.example]]
+    return int(wanted.tokens[away].sum(dtype=np.int64))
+
+
+def _match(
+    row: Longs, goal: Longs, tokens: Longs, grid: ExchangeGrid, encoder_node: Ints, language_node: Ints
+) -> Longs:
+    """A rank for each of R rows, every rank once: [R].
+
+    Args:
+      row: [N] row of each item, 0 .. R - 1.
+      goal: [N] language rank that needs the item.
+      tokens: [N].
+      encoder_node, language_node: node of each rank.
+    """
+    ranks = grid.encoder.size
+    encoder_block, language_block = _blocks(grid.encoder), _blocks(grid.language)
+    nodes = int(max(encoder_node.max(), language_node.max())) + 1
+    node_goal, block_goal = language_node[goal].astype(np.int64), language_block[goal]
+    if ranks <= EXACT_RANKS:
+        to_node = sums_by(row * nodes + node_goal, tokens, ranks * nodes).reshape(ranks, nodes)
+        to_block = sums_by(row * len(grid.encoder) + block_goal, tokens, grid.encoder.shape[0] * ranks)
+        benefit = NODE_WEIGHT * to_node[:, encoder_node] + to_block.reshape(ranks, -1)[:, encoder_block]
+        return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
+    node_of = _greedy(row, node_goal, tokens, np.bincount(encoder_node, minlength=nodes), ranks)
+    inside = node_of[row] == node_goal
+    room = np.full(len(grid.encoder), grid.encoder.shape[1])
+    # A block of several ranks may span nodes; then the node decides and the block is left to chance.
+    block_of = _greedy(row[inside], block_goal[inside], tokens[inside], room, ranks, fill=False)
+    return _deal(node_of, block_of, encoder_node, encoder_block)
+
+
+def _blocks(ranks: Ints) -> Longs:
+    """Place along A of every rank."""
+    block = np.empty(ranks.size, np.int64)
+    block[ranks] = np.arange(len(ranks))[:, None]
+    return block
+
+
+def _greedy(row: Longs, group: Longs, tokens: Longs, room: Longs, rows: int, fill: bool = True) -> Longs:
+    """A group for each row: repeatedly every row asks for the group that needs most of its tokens among those with
+    room, and groups take those with most tokens: [rows], -1 where none is left (never with `fill`)."""
+    groups = len(room)
+    key, index = np.unique(row * groups + group, return_inverse=True)
+    gain = sums_by(index, tokens, len(key))
+    key = key[np.lexsort((key, -gain))]  # best first
+    row, group = np.divmod(key, groups)
+    taken, room = np.full(rows, -1, np.int64), room.astype(np.int64)
+    while len(row):
+        asking = np.unique(row, return_index=True)[1]  # best wish of each row
+        asking = asking[np.lexsort((asking, group[asking]))]
+        wish = group[asking]
+        turn = np.arange(len(wish)) - np.searchsorted(wish, wish)
+        granted = asking[turn < room[wish]]
+        taken[row[granted]] = group[granted]
+        room -= np.bincount(group[granted], minlength=groups)
+        open_wishes = (taken[row] < 0) & (room[group] > 0)
+        row, group = row[open_wishes], group[open_wishes]
+    if fill:
+        taken[taken < 0] = np.repeat(np.arange(groups), room)[: np.count_nonzero(taken < 0)]
+    return taken
+
+
+def _deal(node_of: Longs, block_of: Longs, encoder_node: Ints, encoder_block: Longs) -> Longs:
+    """A rank of its node for each row, of the wished block if it has one there: [R]."""
+    rank_of = np.full(len(node_of), -1, np.int64)
+    place = encoder_node * (int(encoder_block.max()) + 1) + encoder_block
+    ranks = np.argsort(place, kind="stable")
+    wishing = np.flatnonzero(block_of >= 0)
+    wish = node_of[wishing] * (int(encoder_block.max()) + 1) + block_of[wishing]
+    order = np.argsort(wish, kind="stable")
+    wishing, wish = wishing[order], wish[order]
+    turn = np.searchsorted(place[ranks], wish) + np.arange(len(wish)) - np.searchsorted(wish, wish)
+    fits = turn < np.searchsorted(place[ranks], wish, side="right")
+    rank_of[wishing[fits]] = ranks[turn[fits]]
+    left = np.flatnonzero(rank_of < 0)
+    free = np.setdiff1d(np.arange(len(node_of)), rank_of)
+    left = left[np.argsort(node_of[left], kind="stable")]
+    rank_of[left] = free[np.argsort(encoder_node[free], kind="stable")]
+    return rank_of
