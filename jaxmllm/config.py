@@ -220,7 +220,9 @@ class BalanceConfig(Section):
 
     mode: Literal["none", "tokens", "language", "phases"] = "phases"
     pool_slots: PositiveInt | Auto = "auto"  # routed tokens a rank holds in one buffer
-    pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one exchange
+    pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one padded all-to-all
+    exchange: Literal["auto", "padded", "ragged"] = "auto"  # all-to-all; auto: ragged where the platform has it
+    ranks_per_node: PositiveInt | Auto = "auto"  # devices of a node, for placement; auto: those of a process
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
 
 

@@ -1,7 +1,11 @@
 """The exchange that carries encoder outputs to the ranks where the language phase needs them.
 
-    encoder pool [R_encoder, W, ...] --gather by send--> chunks [A, E, ...] --all-to-all over A--> received
-    received --gather by pick--> language pool [R_language, W, ...]
+    encoder pool [R_encoder, W, ...] --gather--> chunks [A, Q, ...] --all-to-all over A--> buffer [X, U, ...]  a hop
+                                         buffer --gather--> chunks --all-to-all over A--> buffer               ...
+    buffer, encoder pool --gather--> language pool [R_language, W, ...]                                     deliver
+
+A hop may send on what an earlier one brought, so that a token can take a way round a busy pair of ranks; tokens that
+stay where they are take no hop. The ragged all-to-all has no busy pairs, and needs one hop.
 
 Both directions only gather: the transpose has index tables of its own, so no scatter-add is needed and the
 gradient is deterministic. Mesh axes fall into three groups: A are batch axes of both layouts, E of the encoder's
@@ -33,6 +37,7 @@ class Exchange:
     mesh: Mesh | AbstractMesh
     encoder: Layout
     language: Layout
+    ragged: bool = False  # one all-to-all of chunks of any size, where the platform has it
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -64,51 +69,126 @@ class Exchange:
         order = [batch_axes.index(axis) for axis in (*self.shared, *rest)]
         return ranks.transpose(order).reshape(math.prod(self.mesh.shape[axis] for axis in self.shared), -1)
 
-    def forward(self, encoder_pool: Pool, language_pool: Pool, send: jax.Array, pick: jax.Array) -> Pool:
-        """Add the routed tokens to `language_pool` (zero where they arrive). send [X, A, E], pick [X, W]."""
-        return self._move(encoder_pool, language_pool, send, pick, self.encoder, self.language, self.encoder_only)
+    def hop(self, encoder_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+        """One all-to-all on the way to the language ranks.
 
-    def transposed(self, d_language_pool: Pool, d_encoder_pool: Pool, place: jax.Array, back: jax.Array) -> Pool:
-        """Add the gradients that belong to `encoder_pool`. place [X, A, E], back [X, W]."""
-        return self._move(d_language_pool, d_encoder_pool, place, back, self.language, self.encoder, self.language_only)
+        Args:
+          buffer: arrays [X, U, ...] that it fills: chunk n of the buffer if it is padded.
+          number: n.
+          tables: index into pool ++ buffer, int32 [X, A, Q]; ragged: [X, W], and sizes int32 [X, 4, A]: where the
+            tokens for each place begin and how many they are, where they land there, and how many come from it.
+        """
+        return self._hop(encoder_pool, buffer, number, tables, self.encoder)
 
-    def _move(
+    def hop_back(self, d_language_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+        """One all-to-all on the way back; as `hop`."""
+        return self._hop(d_language_pool, buffer, number, tables, self.language)
+
+    def deliver(self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, pick: jax.Array) -> Pool:
+        """Add what has arrived to `language_pool` (zero where it arrives): pick int32 [X, W] into buffer ++ encoder
+        pool."""
+        return self._deliver(encoder_pool, buffer, language_pool, pick, self.encoder, self.language, self.encoder_only)
+
+    def deliver_back(self, d_language_pool: Pool, buffer: Pool, d_encoder_pool: Pool, back: jax.Array) -> Pool:
+        """Add the gradients that have come back to `d_encoder_pool`; as `deliver`."""
+        return self._deliver(
+            d_language_pool, buffer, d_encoder_pool, back, self.language, self.encoder, self.language_only
+        )
+
+    def _hop(
+        self, source: Pool, buffer: Pool, number: jax.Array, tables: tuple[jax.Array, ...], layout: Layout
+    ) -> Pool:
+        def on_device(source: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+            def move(pool: jax.Array, received: jax.Array) -> jax.Array:
+                chunks = _gather_either(pool[0], received[0], tables[0][0])
+                if self.ragged:
+                    return _ragged_all_to_all(chunks, received[0], tables[1][0], self.shared)[None]
+                if self.shared:
+                    chunks = jax.lax.all_to_all(chunks, self.shared, 0, 0, tiled=True)
+                chunks = chunks.reshape(1, -1, *chunks.shape[2:])
+                return jax.lax.dynamic_update_slice_in_dim(received, chunks, number * chunks.shape[1], 1)
+
+            return jax.tree.map(move, source, buffer)
+
+        of_rank, of_exchange = layout.rows.spec, self.tables.spec
+        return jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(of_rank, of_exchange, P(), *(of_exchange for _ in tables)),
+            out_specs=of_exchange,
+            check_vma=False,
+        )(source, buffer, number, *tables)
+
+    def _deliver(
         self,
         source: Pool,
+        buffer: Pool,
         target: Pool,
-        take: jax.Array,
-        put: jax.Array,
+        gather: jax.Array,
         source_layout: Layout,
         target_layout: Layout,
         summed: tuple[str, ...],
     ) -> Pool:
-        def on_device(source: Pool, target: Pool, take: jax.Array, put: jax.Array) -> Pool:
-            def move(pool: jax.Array, into: jax.Array) -> jax.Array:
-                chunks = _gather(pool[0], take[0])
-                if self.shared:
-                    chunks = jax.lax.all_to_all(chunks, self.shared, 0, 0, tiled=True)
-                arrived = _gather(chunks.reshape(-1, *chunks.shape[2:]), put[0])
+        def on_device(source: Pool, buffer: Pool, target: Pool, gather: jax.Array) -> Pool:
+            def add(pool: jax.Array, received: jax.Array, into: jax.Array) -> jax.Array:
+                arrived = _gather_either(received[0], pool[0], gather[0])
                 if summed:
                     arrived = jax.lax.psum(arrived, summed)
                 return into + arrived[None]
 
-            return jax.tree.map(move, source, target)
+            return jax.tree.map(add, source, buffer, target)
 
-        table = self.tables.spec
+        of_exchange = self.tables.spec
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(source_layout.rows.spec, target_layout.rows.spec, table, table),
+            in_specs=(source_layout.rows.spec, of_exchange, target_layout.rows.spec, of_exchange),
             out_specs=target_layout.rows.spec,
             check_vma=False,
-        )(source, target, take, put)
+        )(source, buffer, target, gather)
+
+
+def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:
+    """Node of each rank of a layout, that of its first device: int32 [R].
+
+    A node is what one process drives, or so many devices in the order of the mesh's device numbers.
+    An abstract mesh counts as numbered in order, and as one node unless `devices_per_node` is given.
+    """
+    mesh = layout.mesh
+    if isinstance(mesh, Mesh):
+        per_node = devices_per_node
+        of = [device.process_index if per_node is None else device.id // per_node for device in mesh.devices.flat]
+        nodes = np.array(of)
+    else:
+        nodes = np.arange(mesh.size) // (devices_per_node or mesh.size)
+    nodes = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
+    first = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
+    return nodes[first].reshape(-1).astype(np.int32)
+
+
+def _ragged_all_to_all(chunks: jax.Array, received: jax.Array, sizes: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if not axes:
+        return received
+    begin, sent, land, expected = sizes
+    return jax.lax.ragged_all_to_all(chunks, received, begin, sent, land, expected, axis_name=axes)
 
 
 def _gather(values: jax.Array, index: jax.Array) -> jax.Array:
     """values[index], zero where index is -1."""
     taken = values[jnp.maximum(index, 0)]
-    present = (index >= 0).reshape(index.shape + (1,) * (taken.ndim - index.ndim))
-    return jnp.where(present, taken, 0)
+    return jnp.where(_like(index >= 0, taken), taken, 0)
+
+
+def _gather_either(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
+    """(first ++ second)[index], zero where index is -1, without joining the two."""
+    ends = len(first)
+    ours, theirs = first[jnp.clip(index, 0, ends - 1)], second[jnp.maximum(index - ends, 0)]
+    return jnp.where(_like(index >= 0, ours), jnp.where(_like(index < ends, ours), ours, theirs), 0)
+
+
+def _like(mask: jax.Array, values: jax.Array) -> jax.Array:
+    """The mask with trailing axes of length one, to meet `values`."""
+    return mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
 
 
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:

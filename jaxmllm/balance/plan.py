@@ -3,12 +3,13 @@
     BatchItems (lengths of B examples) --plan_step(.., PlanSpec)--> StepPlan --fill--> rows
 
 Letters: B examples, N items of a phase, R ranks, M microbatches, C row capacity in slots, S segments of a row,
-W pool slots, E pair slots, X exchange ranks (see `ExchangeGrid`).
+W pool slots, Q pair slots, H hops, U buffer slots, X exchange ranks (see `ExchangeGrid`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Mode = Literal["none", "tokens", "language", "phases"]
+Backend = Literal["padded", "ragged"]
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,37 @@ class ExchangeGrid:
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Fixed sizes of the exchange of one encoder phase."""
+    """Fixed sizes of the exchange of one encoder phase.
+
+    Phases of equal grids share encoder pools and one exchange, that of the first of them; see `carriers`.
+    """
 
     grid: ExchangeGrid
     encoder_pool: int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
-    pair_slots: int  # E: tokens one exchange rank sends another in one round
+    pair_slots: int  # Q: tokens one exchange rank sends another in one hop
+    hops: int = 16  # H: most hops of a round
+    backend: Backend = "padded"
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """U of the buffers that the hops of a round fill, forward and transposed."""
+        if self.backend == "ragged":
+            return self.language_pool, self.encoder_pool
+        return (self.grid.shape[0] * self.pair_slots * self.hops,) * 2
+
+
+def carriers(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
+    """By encoder phase: the phase whose pools and exchange carry its tokens, the first with an equal grid."""
+    chosen: dict[str, str] = {}
+    for phase, route in routes.items():
+        alike = (other for other in chosen.values() if _same_grid(routes[other].grid, route.grid))
+        chosen[phase] = next(alike, phase)
+    return chosen
+
+
+def _same_grid(one: ExchangeGrid, other: ExchangeGrid) -> bool:
+    return np.array_equal(one.encoder, other.encoder) and np.array_equal(one.language, other.language)
 
 
 @dataclass(frozen=True)
@@ -93,6 +120,7 @@ class PlanSpec:
     phases: dict[str, PhaseSpec]  # encoder phases in model order, then "language"
     routes: dict[str, RouteSpec]  # by encoder phase
     mode: Mode = "phases"
+    nodes: dict[str, Ints] = field(default_factory=dict)  # node of each rank [R], by phase; empty: not known
 
 
 @dataclass(frozen=True)
@@ -119,25 +147,58 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class RouteRound:
-    """One all-to-all from encoder pools number `source` to language pools number `target`; -1 means nothing.
+    """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
-    Forward:    chunk[x, b, c] = encoder_pool[x, send[x, b, c]];  all-to-all over A;
-                language_pool[x, w] = received.flat[pick[x, w]] where pick >= 0.
-    Transposed: chunk[x, a, c] = d_language_pool[x, place[x, a, c]];  all-to-all;
-                d_encoder_pool[x, w] = received.flat[back[x, w]] where back >= 0.
+    A run is consecutive tokens of one item that travel alike, [K] of them: from slots `start` .. of exchange rank
+    `sender` to slots `arrival` .. of `receiver`. If the two differ, they go in lanes `lane` .. to `relay`, which
+    may be the receiver, and otherwise in lanes `onward` .. of later hops from there. A lane numbers the slots
+    between two ranks through all hops: lane n is slot n % Q of hop n // Q (padded; ragged has one hop of any size).
     """
 
     source: int
     target: int
-    send: Ints  # [X, A, E]
-    pick: Ints  # [X, language W]
-    place: Ints  # [X, A, E]
-    back: Ints  # [X, encoder W]
+    hops: int
+    tokens: Ints  # [K]
+    start: Ints  # [K]
+    arrival: Ints  # [K]
+    sender: Ints  # [K]
+    relay: Ints  # [K]
+    receiver: Ints  # [K]
+    lane: Ints  # [K]
+    onward: Ints  # [K]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Index table of one all-to-all for exchange ranks x. Padded: `index` [x, A, Q], what is sent to each place.
+    Ragged: `index` [x, W], what is sent, by place; `sizes` [x, 4, A]: where in `index` the tokens of each place begin
+    and how many they are, where they land there, and how many come from it."""
+
+    index: Ints
+    sizes: Ints | None = None
+
+
+@dataclass(frozen=True)
+class RouteTables:
+    """A round as gathers, for exchange ranks x; -1 means nothing.
+
+    Forward:    the sources of hop h are encoder pool ++ buffer; what it receives fills the buffer, a padded hop's
+                A * Q slots from h * A * Q on;  language_pool[x, w] += (buffer ++ encoder_pool)[x, pick[x, w]].
+    Transposed: with d_language_pool in the place of the encoder pool: place, and
+                d_encoder_pool[x, w] += (buffer ++ d_language_pool)[x, back[x, w]].
+    """
+
+    source: int
+    target: int
+    send: tuple[Hop, ...]
+    pick: Ints  # [x, language W]
+    place: tuple[Hop, ...]
+    back: Ints  # [x, encoder W]
 
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """The rounds of one encoder phase, and where each item's tokens arrive.
+    """Where each item's tokens arrive, and the rounds that bring them there (under the phase that carries them).
 
     Item n's tokens occupy language pool slots arrival[n] .. arrival[n] + tokens of its language rank, in the pool
     number of its example's language microbatch.

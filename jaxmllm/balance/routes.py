@@ -1,23 +1,29 @@
 """The routes of a step: where encoder outputs wait, where the language phase finds them, and the exchange between.
 
-    encoder rows --pool_offset--> encoder pools --rounds of an all-to-all--> language pools --arrival--> language rows
+    encoder rows --pool_offset--> encoder pools --rounds of hops--> language pools --arrival--> language rows
 
 A pool is a buffer of fixed size on every rank; what does not fit one goes to the next. Normally a step needs one
-pool a phase and one round.
+pool a phase and one round. Phases of equal grids share the encoder pools and the exchange of the first of them.
 
-Letters: N items, R ranks, M microbatches, and A, E, L, X of `ExchangeGrid`.
+The plan describes rounds by runs of tokens, the same on every host; each host makes the index tables of its own
+exchange ranks from them.
+
+Letters: N items, R ranks, M microbatches, K runs, and A, E, L, X of `ExchangeGrid`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxmllm.balance.pack import running_sums
+from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
+    Hop,
     Ints,
     Longs,
     PhaseItems,
@@ -26,7 +32,10 @@ from jaxmllm.balance.plan import (
     RoutePlan,
     RouteRound,
     RouteSpec,
+    RouteTables,
+    carriers,
 )
+from jaxmllm.balance.relay import Legs, spread
 
 
 def plan_routes(
@@ -44,13 +53,12 @@ def plan_routes(
       ValueError: a pool of the spec cannot hold one row.
     """
     encoders = tuple(spec.routes)
-    placed = dict(plans)
-    for phase in encoders:
-        tokens = plans[phase].capacity.astype(np.int64)[:, None] // spec.phases[phase].slots_per_token
-        pool, start = _fill_pools(tokens, spec.routes[phase].encoder_pool, f"encoder pool of phase {phase!r}")
-        placed[phase] = replace(plans[phase], pool=pool, pool_offset=start[:, 0])
     if not encoders:
-        return placed, {}
+        return dict(plans), {}
+    placed = dict(plans)
+    carried_by = carriers(spec.routes)
+    for carrier in dict.fromkeys(carried_by.values()):
+        placed |= _encoder_pools([phase for phase in encoders if carried_by[phase] == carrier], plans, spec)
 
     language = plans["language"]
     sequence = sequence_of_example(items)
@@ -61,11 +69,24 @@ def plan_routes(
     placed["language"] = replace(language, pool=pool)
 
     arrivals = _arrivals(media, {phase: items.phases[phase].tokens for phase in encoders}, start.reshape(-1), ranks)
-    routes = {}
+    traffic: dict[str, list[_Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
-        traffic = _traffic(placed[phase], placed["language"], media[phase], arrivals[phase], items, spec, phase)
-        routes[phase] = RoutePlan(arrivals[phase].astype(np.int32), _rounds(traffic, spec.routes[phase]))
-    return placed, routes
+        part = _traffic(placed[phase], placed["language"], media[phase], arrivals[phase], items, spec, phase)
+        traffic[carried_by[phase]].append(part)
+    return placed, {
+        phase: RoutePlan(arrivals[phase].astype(np.int32), _rounds(traffic[phase], spec.routes[phase]))
+        for phase in encoders
+    }
+
+
+def _encoder_pools(phases: Sequence[str], plans: Mapping[str, PhasePlan], spec: PlanSpec) -> dict[str, PhasePlan]:
+    """The plans of phases that share pools, with `pool` and `pool_offset`."""
+    tokens = [plans[phase].capacity.astype(np.int64) // spec.phases[phase].slots_per_token for phase in phases]
+    name = f"encoder pool of phase {phases[0]!r}"
+    pool, start = _fill_pools(np.concatenate(tokens)[:, None], spec.routes[phases[0]].encoder_pool, name)
+    ends = np.cumsum([len(each) for each in tokens])[:-1]
+    parts = zip(phases, np.split(pool, ends), np.split(start[:, 0], ends), strict=True)
+    return {phase: replace(plans[phase], pool=numbers, pool_offset=offsets) for phase, numbers, offsets in parts}
 
 
 def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ...], ranks: int) -> Longs:
@@ -78,12 +99,11 @@ def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ..
     return taken
 
 
-def pair_volume(encoder: PhasePlan, language: PhasePlan, items: BatchItems, phase: str, grid: ExchangeGrid) -> int:
-    """The most tokens of a phase that one exchange rank would send another in a step."""
+def moved_tokens(encoder: PhasePlan, language: PhasePlan, items: BatchItems, phase: str, grid: ExchangeGrid) -> int:
+    """Tokens of a phase that change their exchange rank in a step."""
     sequence = sequence_of_example(items)[items.phases[phase].example]
-    source, _, receiver = _exchange_ranks(grid, encoder.rank, language.rank[sequence])
-    volume = np.bincount(source * grid.shape[0] + receiver, weights=items.phases[phase].tokens)
-    return int(volume.max(initial=0))
+    source, target = _exchange_ranks(grid, encoder.rank, language.rank[sequence])
+    return int(items.phases[phase].tokens[source != target].sum(dtype=np.int64))
 
 
 def sequence_of_example(items: BatchItems) -> Longs:
@@ -149,17 +169,15 @@ def _arrivals(media: dict[str, _Media], tokens: dict[str, Ints], start: Ints, ra
 
 @dataclass(frozen=True)
 class _Traffic:
-    """One record an item, all [N]: `tokens` from slot `start` of encoder pool `pool` on exchange rank `source` (its
-    place along A is `sender`) to slot `arrival` of language pool `goal` on exchange rank `target` (`receiver`)."""
+    """One record an item, all [N]: `tokens` from slot `start` of encoder pool `pool` on exchange rank `sender` to slot
+    `arrival` of language pool `goal` on exchange rank `receiver`."""
 
     tokens: Longs
     pool: Longs
     start: Longs
-    source: Longs
     sender: Longs
     goal: Longs
     arrival: Longs
-    target: Longs
     receiver: Longs
 
 
@@ -172,30 +190,25 @@ def _traffic(
     spec: PlanSpec,
     phase: str,
 ) -> _Traffic:
-    source, target, receiver = _exchange_ranks(spec.routes[phase].grid, encoder.rank, media.rank)
-    _, encoder_only, language_only = spec.routes[phase].grid.shape
+    sender, receiver = _exchange_ranks(spec.routes[phase].grid, encoder.rank, media.rank)
     start = encoder.pool_offset[encoder.microbatch] + encoder.offset // spec.phases[phase].slots_per_token
     return _Traffic(
         tokens=items.phases[phase].tokens.astype(np.int64),
         pool=encoder.pool[encoder.microbatch].astype(np.int64),
         start=start.astype(np.int64),
-        source=source,
-        sender=source // (encoder_only * language_only),
+        sender=sender,
         goal=language.pool[media.microbatch].astype(np.int64),
         arrival=arrival,
-        target=target,
         receiver=receiver,
     )
 
 
-def _exchange_ranks(grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints) -> tuple[Longs, Longs, Longs]:
-    """Exchange rank that sends, exchange rank that receives, and the receiver's place along A."""
+def _exchange_ranks(grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints) -> tuple[Longs, Longs]:
+    """Exchange ranks that send and that receive: they differ in their place along A alone."""
     _, encoder_only, language_only = grid.shape
     sender, e = _coordinates(grid.encoder, encoder_rank)
     receiver, at = _coordinates(grid.language, language_rank)
-    source = (sender * encoder_only + e) * language_only + at
-    target = (receiver * encoder_only + e) * language_only + at
-    return source, target, receiver
+    return (sender * encoder_only + e) * language_only + at, (receiver * encoder_only + e) * language_only + at
 
 
 def _coordinates(ranks: Ints, wanted: Ints) -> tuple[Longs, Longs]:
@@ -205,41 +218,264 @@ def _coordinates(ranks: Ints, wanted: Ints) -> tuple[Longs, Longs]:
     return np.divmod(place[wanted], ranks.shape[1])
 
 
-def _rounds(traffic: _Traffic, route: RouteSpec) -> tuple[RouteRound, ...]:
-    """Tables of all rounds, ordered by (source pool, target pool). The k-th token of a pair of ranks travels in
-    round k // pair_slots of its pools, in slot k % pair_slots."""
-    if not traffic.tokens.sum():
+# ---------------------------------------------------------------------------- rounds
+
+
+def _rounds(traffic: Sequence[_Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
+    """Rounds ordered by (source pool, target pool)."""
+    if not traffic:
         return ()
-    senders, encoder_only, language_only = route.grid.shape
-    exchange_ranks = senders * encoder_only * language_only
-    goals = int(traffic.goal.max()) + 1
-    pools = traffic.pool * goals + traffic.goal
-    pair = (pools * exchange_ranks + traffic.source) * senders + traffic.receiver
+    fields = zip(*(vars(part).values() for part in traffic), strict=True)
+    whole = _Traffic(*(np.concatenate(parts) for parts in fields))
+    goals = int(whole.goal.max(initial=0)) + 1
+    pools = whole.pool * goals + whole.goal
+    rounds: list[RouteRound] = []
+    for key in np.unique(pools[whole.tokens > 0]).tolist():
+        own = (pools == key) & (whole.tokens > 0)
+        part = _Traffic(*(column[own] for column in vars(whole).values()))
+        rounds += _rounds_between(key // goals, key % goals, part, route)
+    return tuple(rounds)
+
+
+def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpec) -> list[RouteRound]:
+    """The rounds between two pools; what stays on its exchange rank belongs to the first."""
+    places, encoder_only, language_only = route.grid.shape
+    planes = encoder_only * language_only
+    pair = traffic.sender * places + traffic.receiver // planes
     order = np.argsort(pair, kind="stable")
-    first = np.empty_like(pair)
-    first[order] = running_sums(pair[order], traffic.tokens[order])
+    changes = (traffic.sender != traffic.receiver)[order]
+    stays, moves = order[~changes], order[changes]
+    if route.backend == "ragged":
+        legs, hops = _whole_items(pair[moves], traffic.tokens[moves], places), [int(changes.any())]
+    else:
+        volume = sums_by(pair, traffic.tokens, places * planes * places).reshape(-1, places)
+        legs, hops = spread(volume, route.pair_slots, route.hops)
+        hops = hops or [0]
+    item, leg, of_item, of_leg, tokens = _cut(traffic.tokens[moves], legs.tokens)
+    item = moves[item]
+    relay = legs.relay[leg] * planes + traffic.sender[item] % planes
+    lane = legs.lane[leg] + of_leg
+    onward = np.where(relay == traffic.receiver[item], 0, legs.onward[leg] + of_leg)
+    nothing = np.zeros_like(stays)
+    columns = [
+        np.concatenate(halves).astype(np.int32)
+        for halves in (
+            (traffic.tokens[stays], tokens),
+            (traffic.start[stays], traffic.start[item] + of_item),
+            (traffic.arrival[stays], traffic.arrival[item] + of_item),
+            (traffic.sender[stays], traffic.sender[item]),
+            (traffic.sender[stays], relay),
+            (traffic.sender[stays], traffic.receiver[item]),
+            (nothing, lane),
+            (nothing, onward),
+        )
+    ]
+    number = np.concatenate([nothing, legs.round[leg]])
+    return [
+        RouteRound(source, target, count, *(column[number == n] for column in columns)) for n, count in enumerate(hops)
+    ]
 
-    item = np.repeat(np.arange(len(pair)), traffic.tokens)  # from here on one entry a token
-    step = running_sums(item, np.ones_like(item))
-    turn, slot = np.divmod(first[item] + step, route.pair_slots)
-    used, pools = np.unique(pools[item], return_inverse=True)
-    turns = np.zeros(len(used), np.int64)
-    np.maximum.at(turns, pools, turn + 1)
-    number = (np.cumsum(turns) - turns)[pools] + turn
 
-    start, arrival = traffic.start[item] + step, traffic.arrival[item] + step
-    source, target = traffic.source[item], traffic.target[item]
-    sender, receiver = traffic.sender[item], traffic.receiver[item]
-    rounds = int(turns.sum())
-    send = np.full((rounds, exchange_ranks, senders, route.pair_slots), -1, np.int32)
-    place = np.full_like(send, -1)
-    pick = np.full((rounds, exchange_ranks, route.language_pool), -1, np.int32)
-    back = np.full((rounds, exchange_ranks, route.encoder_pool), -1, np.int32)
-    send[number, source, receiver, slot] = start
-    pick[number, target, arrival] = sender * route.pair_slots + slot
-    place[number, target, sender, slot] = arrival
-    back[number, source, start] = receiver * route.pair_slots + slot
-    return tuple(
-        RouteRound(*divmod(int(key), goals), send[n], pick[n], place[n], back[n])
-        for n, key in enumerate(np.repeat(used, turns))
+def _whole_items(pair: Longs, tokens: Longs, places: int) -> Legs:
+    """One leg an item, straight to its receiver."""
+    nothing = np.zeros_like(pair)
+    return Legs(pair, pair % places, tokens, nothing, running_sums(pair, tokens), nothing)
+
+
+def _cut(items: Longs, legs: Longs) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+    """Cut one line of tokens where an item or a leg begins.
+
+    Args:
+      items, legs: tokens of each along the line, all above 0; both add up to its length.
+
+    Returns:
+      Of each piece: item, leg, first token counted in the item and in the leg, tokens.
+    """
+    item_end, leg_end = np.cumsum(items), np.cumsum(legs)
+    ends = np.union1d(item_end, leg_end)
+    tokens = np.diff(ends, prepend=0)
+    begin = ends - tokens
+    item, leg = np.searchsorted(item_end, begin, side="right"), np.searchsorted(leg_end, begin, side="right")
+    return item, leg, begin - (item_end - items)[item], begin - (leg_end - legs)[leg], tokens
+
+
+def route_statistics(
+    rounds: Sequence[RouteRound], route: RouteSpec, encoder_node: Ints | None, language_node: Ints | None
+) -> dict[str, float]:
+    """What an exchange moves in a step; `plan_step` says what the names mean. Nodes are of each rank, or None."""
+    places, encoder_only, language_only = route.grid.shape
+    tokens = np.concatenate([turn.tokens for turn in rounds] or [np.zeros(0, np.int32)]).astype(np.int64)
+    sender = np.concatenate([turn.sender for turn in rounds] or [np.zeros(0, np.int32)])
+    receiver = np.concatenate([turn.receiver for turn in rounds] or [np.zeros(0, np.int32)])
+    moved = int(tokens[sender != receiver].sum())
+    hops = sum(turn.hops for turn in rounds)
+    padded = hops * places * (places - 1) * encoder_only * language_only * route.pair_slots
+    slots = padded if route.backend == "padded" else moved
+    statistics: dict[str, float] = {
+        "rounds": len(rounds),
+        "hops": hops,
+        "tokens": int(tokens.sum()),
+        "moved_tokens": moved,
+        "slots_moved": slots,
+    }
+    if moved:
+        statistics["slots_over_moved"] = slots / moved
+        statistics["slots_over_tokens"] = slots / int(tokens.sum())
+    if encoder_node is not None and language_node is not None:
+        a, e, _ = np.unravel_index(sender, route.grid.shape)
+        b, _, at = np.unravel_index(receiver, route.grid.shape)
+        between = encoder_node[route.grid.encoder[a, e]] != language_node[route.grid.language[b, at]]
+        statistics["node_tokens"] = int(tokens[between].sum())
+    return statistics
+
+
+# ---------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Runs token by token, with places along A: all [T]."""
+
+    start: Longs
+    arrival: Longs
+    sender: Longs
+    relay: Longs
+    receiver: Longs
+    lane: Longs
+    onward: Longs
+
+
+def route_tables(turn: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> RouteTables:
+    """The index tables of a round for some exchange ranks, in the order given."""
+    places, encoder_only, language_only = route.grid.shape
+    local = np.full(places * encoder_only * language_only, -1, np.int64)
+    local[list(ranks)] = np.arange(len(ranks))
+    near = (local[turn.sender] >= 0) | (local[turn.relay] >= 0) | (local[turn.receiver] >= 0)
+    run = np.repeat(np.flatnonzero(near), turn.tokens[near])
+    step = running_sums(run, np.ones_like(run))
+    tokens = _Tokens(
+        start=turn.start[run] + step,
+        arrival=turn.arrival[run] + step,
+        sender=turn.sender[run].astype(np.int64),
+        relay=turn.relay[run].astype(np.int64),
+        receiver=turn.receiver[run].astype(np.int64),
+        lane=turn.lane[run] + step,
+        onward=turn.onward[run] + step,
     )
+    make = _padded_tables if route.backend == "padded" else _ragged_tables
+    return make(turn, tokens, route, local, len(ranks))
+
+
+def _padded_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, count: int) -> RouteTables:
+    """Each token leaves the sender in one hop and reaches the receiver in the same or a later one; the transposed
+    direction takes the same way back, so its hops are those of the forward one in reverse order."""
+    places, encoder_only, language_only = route.grid.shape
+    planes, slots = encoder_only * language_only, route.pair_slots
+    forward_buffer, transposed_buffer = route.buffers
+    hop, slot = np.divmod(tokens.lane, slots)
+    relayed = tokens.relay != tokens.receiver
+    last_hop, last_slot = np.where(relayed, np.divmod(tokens.onward, slots), (hop, slot))
+    last_sender = np.where(relayed, tokens.relay, tokens.sender)
+    hop_back, last_back = turn.hops - 1 - hop, turn.hops - 1 - last_hop
+    leaves = tokens.sender != tokens.receiver
+
+    def received(hop: Longs, other: Longs, slot: Longs) -> Longs:
+        """Buffer slot of what came from `other`."""
+        return (hop * places + other // planes) * slots + slot
+
+    def table(parts: Sequence[tuple[Longs, NDArray[np.bool_], Longs, Longs, Longs, Longs]]) -> tuple[Hop, ...]:
+        filled = np.full((count, turn.hops * places * slots), -1, np.int32)
+        for rank, where, at_hop, other, at_slot, values in parts:
+            _fill(filled, local[rank], where, received(at_hop, other, at_slot), values)
+        by_hop = filled.reshape(count, turn.hops, places, slots).swapaxes(0, 1)
+        return tuple(Hop(np.ascontiguousarray(index)) for index in by_hop)
+
+    first, second = received(hop, tokens.sender, slot), received(last_hop, last_sender, last_slot)
+    send = table(
+        (
+            (tokens.sender, leaves, hop, tokens.relay, slot, tokens.start),
+            (tokens.relay, relayed, last_hop, tokens.receiver, last_slot, route.encoder_pool + first),
+        )
+    )
+    pick = np.full((count, route.language_pool), -1, np.int32)
+    arrives = np.where(leaves, second, forward_buffer + tokens.start)
+    _fill(pick, local[tokens.receiver], True, tokens.arrival, arrives)
+
+    first, second = received(last_back, tokens.receiver, last_slot), received(hop_back, tokens.relay, slot)
+    place = table(
+        (
+            (tokens.receiver, leaves, last_back, last_sender, last_slot, tokens.arrival),
+            (tokens.relay, relayed, hop_back, tokens.sender, slot, route.language_pool + first),
+        )
+    )
+    back = np.full((count, route.encoder_pool), -1, np.int32)
+    returns = np.where(leaves, second, transposed_buffer + tokens.arrival)
+    _fill(back, local[tokens.sender], True, tokens.start, returns)
+    return RouteTables(turn.source, turn.target, send, pick, place, back)
+
+
+def _ragged_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, count: int) -> RouteTables:
+    """What leaves stands in the order of the receivers, what arrives in the order of the senders; the transposed
+    direction is the same with the two exchanged."""
+    places, encoder_only, language_only = route.grid.shape
+    planes = encoder_only * language_only
+
+    def from_other_end(pairs: Longs) -> Longs:
+        """[X, A] of (rank, place of the other), as the other rank sees it."""
+        return pairs.reshape(places, planes, places).transpose(2, 1, 0).reshape(len(local), places)
+
+    moves = turn.sender != turn.receiver
+    pair = turn.sender[moves].astype(np.int64) * places + turn.receiver[moves] // planes
+    out = sums_by(pair, turn.tokens[moves].astype(np.int64), len(local) * places).reshape(-1, places)
+    into = from_other_end(out)
+    leave, land = np.cumsum(out, axis=1) - out, np.cumsum(into, axis=1) - into
+
+    leaves = tokens.sender != tokens.receiver
+    sent = leave[tokens.sender, tokens.receiver // planes] + tokens.lane
+    landed = land[tokens.receiver, tokens.sender // planes] + tokens.lane
+    send = np.full((count, route.encoder_pool), -1, np.int32)
+    place = np.full((count, route.language_pool), -1, np.int32)
+    back, pick = np.full_like(send, -1), np.full_like(place, -1)
+    _fill(send, local[tokens.sender], leaves, sent, tokens.start)
+    _fill(place, local[tokens.receiver], leaves, landed, tokens.arrival)
+    forward_buffer, transposed_buffer = route.buffers
+    arrives = np.where(leaves, landed, forward_buffer + tokens.start)
+    returns = np.where(leaves, sent, transposed_buffer + tokens.arrival)
+    _fill(pick, local[tokens.receiver], True, tokens.arrival, arrives)
+    _fill(back, local[tokens.sender], True, tokens.start, returns)
+    own = np.argsort(np.where(local < 0, len(local), local), kind="stable")[:count]
+    sizes = np.stack([leave, out, from_other_end(land), into], axis=1)[own].astype(np.int32)
+    sizes_back = np.stack([land, into, from_other_end(leave), out], axis=1)[own].astype(np.int32)
+    forward, transposed = Hop(send, sizes), Hop(place, sizes_back)
+    return RouteTables(turn.source, turn.target, (forward,) * turn.hops, pick, (transposed,) * turn.hops, back)
+
+
+def _fill(table: Ints, at: Longs, where: NDArray[np.bool_] | bool, slot: Longs, values: Longs) -> None:
+    """table[at, slot] = values, for the tokens whose rank is local (at >= 0)."""
+    chosen = np.flatnonzero((at >= 0) & where)
+    table[at[chosen], slot[chosen]] = values[chosen]
+
+
+def run_hops(source: Longs, hops: Sequence[Hop], gather: Ints, route: RouteSpec, direction: int) -> Longs:
+    """What the devices do with the tables of all exchange ranks: [X, W of the source] -> [X, W of the target].
+
+    `direction` is 0 forward, 1 transposed. For checking plans; tokens are numbers, 0 means nothing.
+    """
+    places = route.grid.shape[0]
+    buffer = np.zeros((len(source), route.buffers[direction]), source.dtype)
+    for number, hop in enumerate(hops):
+        chunks = _take(np.concatenate([source, buffer], axis=1), hop.index.reshape(len(source), -1))
+        if hop.sizes is None:
+            sent = chunks.reshape(places, -1, places, chunks.shape[1] // places)
+            received = np.swapaxes(sent, 0, 2).reshape(chunks.shape)
+            buffer[:, number * chunks.shape[1] :][:, : chunks.shape[1]] = received
+            continue
+        planes = len(source) // places
+        for x, y in np.ndindex(len(source), places):
+            begin, amount, land, _ = hop.sizes[x, :, y]
+            buffer[y * planes + x % planes, land : land + amount] = chunks[x, begin : begin + amount]
+    return _take(np.concatenate([buffer, source], axis=1), gather)
+
+
+def _take(values: Longs, index: Ints) -> Longs:
+    return np.where(index >= 0, np.take_along_axis(values, np.maximum(index, 0).astype(np.int64), axis=1), 0)

@@ -19,8 +19,20 @@ import numpy as np
 from jaxmllm.balance.assign import EVEN, RowNeeds, assign, assign_in_place, row_counts, row_needs
 from jaxmllm.balance.cost import PhaseFlops
 from jaxmllm.balance.pack import sums_by
-from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RouteSpec
-from jaxmllm.balance.routes import media_tokens, pair_volume
+from jaxmllm.balance.plan import (
+    Backend,
+    BatchItems,
+    ExchangeGrid,
+    Ints,
+    Longs,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    RouteSpec,
+    carriers,
+)
+from jaxmllm.balance.routes import media_tokens, moved_tokens
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
@@ -33,6 +45,7 @@ PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more
 BOUND = 16  # batches on which the others are judged by a bound
 EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
+USUAL_HOPS, MOST_HOPS = 10, 16  # of a round: more of fewer slots waste less, fewer cost less time
 
 Capacities = tuple[int, ...]
 
@@ -55,6 +68,8 @@ def choose_sizes(
     phases: Sequence[PhaseNeeds],
     grids: Mapping[str, ExchangeGrid],
     balance: BalanceConfig,
+    nodes: Mapping[str, Ints] | None = None,
+    backend: Backend = "padded",
 ) -> PlanSpec:
     """Fill in every size that the config leaves to `auto`, and check the others.
 
@@ -63,6 +78,8 @@ def choose_sizes(
       phases: encoder phases in model order, then "language".
       grids: by encoder phase.
       balance: mode, pool_slots, pair_slots.
+      nodes: by phase, node of each rank; none: not known.
+      backend: of the exchange.
 
     Raises:
       ConfigError: a size of the config is not a multiple of the granule, or too small for the largest item.
@@ -80,7 +97,9 @@ def choose_sizes(
             ]
     specs = {needs.name: specs[needs.name] for needs in phases}
     longest = {needs.name: needs.longest for needs in phases}
-    return PlanSpec(specs, _choose_routes(samples, specs, longest, grids, balance), balance.mode)
+    routes = _choose_routes(samples, specs, longest, grids, balance, nodes)
+    routes = {phase: replace(route, backend=backend) for phase, route in routes.items()}
+    return PlanSpec(specs, routes, balance.mode, dict(nodes or {}))
 
 
 # ---------------------------------------------------------------------------- rows
@@ -250,29 +269,47 @@ def _choose_routes(
     longest: Mapping[str, int],
     grids: Mapping[str, ExchangeGrid],
     balance: BalanceConfig,
+    nodes: Mapping[str, Ints] | None,
 ) -> dict[str, RouteSpec]:
     if not grids:
         return {}
-    plans = [place_items(batch, specs, grids, balance.mode) for batch in samples]
+    plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in samples]
     language = specs["language"]
     arriving = [
         media_tokens(batch, plan["language"], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
     language_pool = _pool("language", arriving, language.capacities[0], balance)
+    whole = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
+    carried_by = carriers(whole)
     routes = {}
     for phase, grid in grids.items():
-        per_token = specs[phase].slots_per_token
-        leaving = [int(plan[phase].capacity.sum(dtype=np.int64)) // per_token for plan in plans]
-        pool = _pool(phase, leaving, specs[phase].capacities[0] // per_token, balance)
-        volumes = [
-            pair_volume(plan[phase], plan["language"], batch, phase, grid)
-            for batch, plan in zip(samples, plans, strict=True)
-        ]
-        most = max(volumes, default=0) or -(-longest[phase] // per_token)
-        pair = min(_with_head_room(most, 8), pool) if balance.pair_slots == "auto" else balance.pair_slots
-        routes[phase] = RouteSpec(grid, pool, language_pool, pair)
+        sharing = [other for other in grids if carried_by[other] == carried_by[phase]]
+        row = {other: specs[other].capacities[0] // specs[other].slots_per_token for other in sharing}
+        leaving = [sum(_pool_tokens(plan[other], specs[other]) for other in sharing) for plan in plans]
+        largest = max(sharing, key=lambda other: row[other])
+        pool = _pool(largest, leaving, row[largest], balance)
+        pair = balance.pair_slots
+        if pair == "auto":
+            moved = [
+                sum(moved_tokens(plan[other], plan["language"], batch, other, grid) for other in sharing)
+                for batch, plan in zip(samples, plans, strict=True)
+            ]
+            pair = _pair_slots(moved, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)
+        routes[phase] = replace(whole[phase], encoder_pool=pool, pair_slots=pair)
     return routes
+
+
+def _pool_tokens(plan: PhasePlan, spec: PhaseSpec) -> int:
+    return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
+
+
+def _pair_slots(moved: Sequence[int], longest: int, grid: ExchangeGrid) -> int:
+    """Slots with which `USUAL_HOPS` move what the samples moved, if every token takes two of them: uneven pairs and
+    second legs come to about that. Where nothing moved, they move the longest item."""
+    pairs = math.prod(grid.shape) * max(grid.shape[0] - 1, 1)
+    usual = 2 * float(np.mean(moved)) / pairs if any(moved) else longest
+    return max(1, math.ceil(usual / USUAL_HOPS))
 
 
 def _pool(phase: str, used: Sequence[int], least: int, balance: BalanceConfig) -> int:

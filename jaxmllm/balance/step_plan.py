@@ -1,6 +1,7 @@
 """From the lengths of a global batch to the plan of its step: pure, integers only, the same on every host.
 
 place_items   every phase on its own: rows, microbatches, ranks        assign.py
+              ranks so that tokens stay near                           placement.py
 plan_routes   pools and exchange between them                          routes.py
 statistics    what the plan wastes
 """
@@ -16,6 +17,7 @@ from jaxmllm.balance.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.partition import packed
+from jaxmllm.balance.placement import place_rows
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
@@ -26,9 +28,11 @@ from jaxmllm.balance.plan import (
     PhasePlan,
     PhaseSpec,
     PlanSpec,
+    RouteSpec,
     StepPlan,
+    carriers,
 )
-from jaxmllm.balance.routes import plan_routes, sequence_of_example
+from jaxmllm.balance.routes import plan_routes, route_statistics, route_tables, run_hops, sequence_of_example
 
 
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
@@ -39,26 +43,35 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
     `<phase>/gap_to_floor` (the same / what no placement goes below: the mean or the costliest item),
     `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means), `<phase>/idle_share` (of
-    the ranks' time, by the same sums: 1 - 1 / synchronised). For every encoder phase
-    `route/<phase>/rounds`; and `plan_ms`.
+    the ranks' time, by the same sums: 1 - 1 / synchronised). `plan_ms`. For every encoder
+    phase that carries an exchange (see `carriers`), `route/<phase>/...`: `rounds`; `hops` (all-to-alls, and as many
+    back); `tokens` routed; `moved_tokens` of them that change rank; `slots_moved` from one rank to another, padding
+    included; per token that changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known
+    nodes `node_tokens`, those that change node.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.
     """
     began = time.perf_counter()
     grids = {phase: route.grid for phase, route in spec.routes.items()}
-    phases, routes = plan_routes(place_items(items, spec.phases, grids, spec.mode), items, spec)
+    phases, routes = plan_routes(place_items(items, spec.phases, grids, spec.mode, spec.nodes), items, spec)
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
-    for name, route in routes.items():
-        statistics[f"route/{name}/rounds"] = len(route.rounds)
+    for name in dict.fromkeys(carriers(spec.routes).values()):
+        node = spec.nodes.get(name), spec.nodes.get("language")
+        for key, value in route_statistics(routes[name].rounds, spec.routes[name], *node).items():
+            statistics[f"route/{name}/{key}"] = value
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     return StepPlan(phases, routes, statistics)
 
 
 def place_items(
-    items: BatchItems, phases: Mapping[str, PhaseSpec], grids: Mapping[str, ExchangeGrid], mode: Mode
+    items: BatchItems,
+    phases: Mapping[str, PhaseSpec],
+    grids: Mapping[str, ExchangeGrid],
+    mode: Mode,
+    nodes: Mapping[str, Ints] | None = None,
 ) -> dict[str, PhasePlan]:
     """Rows, microbatches and ranks of every phase; pools are not set yet.
 
@@ -67,9 +80,11 @@ def place_items(
       grids: by encoder phase.
       mode: "phases" balances each phase; otherwise media stay with their example, and the examples are placed as
         `example_ranks` says.
+      nodes: by phase, node of each rank; none: not known, so ranks are left as balancing dealt them.
     """
     if mode == "phases":
-        return {name: assign(spec, items.phases[name]) for name, spec in phases.items()}
+        plans = {name: assign(spec, items.phases[name]) for name, spec in phases.items()}
+        return place_rows(plans, items, phases, grids, nodes) if nodes else plans
     balanced = {"language": assign(phases["language"], items.phases["language"])} if mode == "language" else {}
     home = example_ranks(items, phases["language"].ranks, mode, balanced.get("language"))
     return {
@@ -170,11 +185,15 @@ def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
     for name, phase in spec.phases.items():
         _validate_phase(plan.phases[name], items.phases[name], phase)
     taken: dict[tuple[int, int], list[Longs]] = {}
-    for name in spec.routes:
-        _validate_route(name, plan, items, spec, taken)
+    ways: dict[str, list[tuple[Longs, Longs]]] = {}
+    for name, carrier in carriers(spec.routes).items():
+        ways.setdefault(carrier, []).append(_validate_route(name, spec.routes[carrier], plan, items, spec, taken))
     for (pool, rank), slots in taken.items():
         clash = f"two tokens arrive at one slot of pool {pool} on rank {rank}"
         _require(_distinct(np.concatenate(slots)), "language", clash)
+    for carrier, parts in ways.items():
+        leaves, arrives = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        _validate_rounds(carrier, plan, spec.routes[carrier], leaves, arrives)
 
 
 def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None:
@@ -201,9 +220,14 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
 
 
 def _validate_route(
-    name: str, plan: StepPlan, items: BatchItems, spec: PlanSpec, taken: dict[tuple[int, int], list[Longs]]
-) -> None:
-    route, grid = spec.routes[name], spec.routes[name].grid
+    name: str,
+    route: RouteSpec,
+    plan: StepPlan,
+    items: BatchItems,
+    spec: PlanSpec,
+    taken: dict[tuple[int, int], list[Longs]],
+) -> tuple[Longs, Longs]:
+    """(pool, rank, slot) that each token of a phase leaves and that it shall reach: [n, 3] each."""
     encoder, language, wanted = plan.phases[name], plan.phases["language"], items.phases[name]
     per_token = spec.phases[name].slots_per_token
     home = sequence_of_example(items)[wanted.example]
@@ -221,40 +245,46 @@ def _validate_route(
         here = (arrives[:, 0] == pool) & (arrives[:, 1] == rank)
         taken.setdefault((int(pool), int(rank)), []).append(arrives[here, 2])
 
-    encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape)
-    language_rank = np.broadcast_to(grid.language[:, None, :], grid.shape)
-    none = np.zeros((0, 6), np.int64)
-    forward, backward = [none], [none]
-    for turn in plan.routes[name].rounds:
-        source, target = (turn.source, encoder_rank), (turn.target, language_rank)
-        forward.append(_delivered(turn.send, turn.pick, source, target))
-        backward.append(_delivered(turn.place, turn.back, target, source))
-    there, back = np.concatenate([leaves, arrives], axis=1), np.concatenate([arrives, leaves], axis=1)
-    _require(_same_rows(np.concatenate(forward), there), name, "the rounds do not bring every token to its arrival")
-    _require(_same_rows(np.concatenate(backward), back), name, "the rounds do not bring every gradient back")
+    return leaves, arrives
 
 
-def _delivered(table: Ints, gather: Ints, source: tuple[int, Ints], target: tuple[int, Ints]) -> Longs:
-    """What one round delivers: [n, 6] of (pool, rank, slot) it leaves and (pool, rank, slot) it reaches.
-
-    Args:
-      table: [X, A, E] slots that are sent.
-      gather: [X, W] which of the received fill the slots of the target pool.
-      source, target: pool number, and data rank of every exchange rank [A, E, L].
-    """
-    blocks, encoder_only, language_only = source[1].shape
-    chunks = table.reshape(blocks, encoder_only, language_only, blocks, -1)
-    received = np.swapaxes(chunks, 0, 3).reshape(len(table), -1)
-    at, slot = np.nonzero(gather >= 0)
-    chosen = gather[at, slot]
-    _, e, along = np.unravel_index(at, source[1].shape)
-    sender = source[1][chosen // table.shape[2], e, along]
-    pools = np.full_like(at, source[0]), np.full_like(at, target[0])
-    return np.stack([pools[0], sender, received[at, chosen], pools[1], target[1].reshape(-1)[at], slot], axis=1)
-
-
-def _same_rows(left: Longs, right: Longs) -> bool:
-    return left.shape == right.shape and np.array_equal(left[np.lexsort(left.T)], right[np.lexsort(right.T)])
+def _validate_rounds(carrier: str, plan: StepPlan, route: RouteSpec, leaves: Longs, arrives: Longs) -> None:
+    """Run the tables of all ranks on numbered tokens: `leaves` and `arrives` are [n, 3] of (pool, rank, slot)."""
+    grid = route.grid
+    encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)
+    language_rank = np.broadcast_to(grid.language[:, None, :], grid.shape).reshape(-1)
+    made: dict[int, Longs] = {}
+    wanted: dict[int, Longs] = {}
+    for pools, ranks, slots, where in (
+        (made, grid.encoder.size, route.encoder_pool, leaves),
+        (wanted, grid.language.size, route.language_pool, arrives),
+    ):
+        for pool in np.unique(where[:, 0]).tolist():
+            pools[pool] = np.zeros((ranks, slots), np.int64)
+        for number, (pool, rank, slot) in enumerate(where.tolist()):
+            pools[pool][rank, slot] = number + 1
+    arrived = {pool: np.zeros_like(tokens) for pool, tokens in wanted.items()}
+    returned = {pool: np.zeros_like(tokens) for pool, tokens in made.items()}
+    for turn in plan.routes[carrier].rounds:
+        moves = turn.sender != turn.receiver
+        relayed = moves & (turn.relay != turn.receiver)
+        lanes = turn.hops * route.pair_slots if route.backend == "padded" else max(route.buffers)
+        for first, end, which in (
+            (turn.start, route.encoder_pool, slice(None)),
+            (turn.arrival, route.language_pool, slice(None)),
+            (turn.lane, lanes, moves),
+            (turn.onward, lanes, relayed),
+        ):
+            within = (first + turn.tokens <= end)[which]
+            _require(within.all(), carrier, "a run of tokens reaches beyond its pool or its lanes")
+        tables = route_tables(turn, route, range(len(encoder_rank)))
+        out, into = made[turn.source][encoder_rank], wanted[turn.target][language_rank]
+        np.add.at(arrived[turn.target], language_rank, run_hops(out, tables.send, tables.pick, route, 0))
+        np.add.at(returned[turn.source], encoder_rank, run_hops(into, tables.place, tables.back, route, 1))
+    same = all(np.array_equal(arrived[pool], wanted[pool]) for pool in wanted)
+    _require(same, carrier, "the rounds do not bring every token to its arrival")
+    same = all(np.array_equal(returned[pool], made[pool]) for pool in made)
+    _require(same, carrier, "the rounds do not bring every gradient back")
 
 
 def _distinct(numbers: Longs) -> bool:

@@ -31,7 +31,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PlanSpec, RoutePlan, RouteRound, StepPlan
+from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PlanSpec, RouteTables, StepPlan
+from jaxmllm.balance.routes import route_tables
 from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.data.modality import MediaError, Modality, Shape
 
@@ -105,7 +106,7 @@ class HostStep:
     pools: dict[str, tuple[int, ...]]
     pool_offsets: dict[str, tuple[int, ...]]
     rows: dict[str, list[Row]]
-    rounds: dict[str, list[RouteRound]]
+    rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
     digest: str  # of the plan
@@ -150,7 +151,10 @@ def fill(
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
         pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
         rows=rows,
-        rounds={phase: _local_rounds(plan.routes[phase], local.exchange[phase]) for phase in spec.routes},
+        rounds={
+            phase: [route_tables(turn, route, local.exchange[phase]) for turn in plan.routes[phase].rounds]
+            for phase, route in spec.routes.items()
+        },
         failures=tuple(failures),
         statistics=dict(plan.statistics),
         digest=plan.digest(),
@@ -306,14 +310,6 @@ def _add_tiles(row: Row, segments: Ints, block: int, causal: bool) -> None:
     for rank in range(ranks):
         ranges = tile_ranges(segments[rank], block, causal)
         row["query_tiles"][rank], row["key_tiles"][rank] = ranges.queries, ranges.keys
-
-
-def _local_rounds(route: RoutePlan, exchange: tuple[int, ...]) -> list[RouteRound]:
-    mine = list(exchange)
-    return [
-        RouteRound(r.source, r.target, send=r.send[mine], pick=r.pick[mine], place=r.place[mine], back=r.back[mine])
-        for r in route.rounds
-    ]
 
 
 def _plain(values: Ints) -> tuple[int, ...]:

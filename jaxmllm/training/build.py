@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.cost import phase_flops
-from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PlanSpec
+from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import Config, ConfigError, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
@@ -33,7 +33,7 @@ from jaxmllm.training.metrics import CompilationCounter
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
 from jaxmllm.training.step import Step
 from sharding.mesh import MeshError, make_mesh
-from sharding.route import Exchange
+from sharding.route import Exchange, rank_nodes
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerError)
@@ -72,7 +72,7 @@ class Run:
             lines.append(f"{name}: {phase.ranks} ranks, rows of {rows} slots, at most {phase.max_segments} segments")
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
-            lines.append(f"route {name}: {pools}, {route.pair_slots} a pair")
+            lines.append(f"route {name}: {pools}, {route.backend} exchange")
         return "\n".join(lines)
 
 
@@ -189,7 +189,26 @@ def plan_spec(config: Config, model: MLLM, samples: Sequence[BatchItems], corpor
     """Ranks, row classes, pools and costs of every phase."""
     longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
     needs = phase_needs(config, model, corpora[0].modalities, longest)
-    return choose_sizes(samples, needs, exchange_grids(model), config.balance)
+    nodes, backend = rank_places(config, model), exchange_backend(config, model)
+    return choose_sizes(samples, needs, exchange_grids(model), config.balance, nodes, backend)
+
+
+def rank_places(config: Config, model: MLLM) -> dict[str, Ints]:
+    """Node of each rank, by phase."""
+    per_node = config.balance.ranks_per_node
+    return {
+        phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node)
+        for phase in (*model.config.encoders, LANGUAGE)
+    }
+
+
+def exchange_backend(config: Config, model: MLLM) -> Backend:
+    """Ragged where the devices' platform has a ragged all-to-all, if the config leaves it open."""
+    if config.balance.exchange != "auto":
+        return config.balance.exchange
+    mesh = model.layout(LANGUAGE).mesh
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    return "padded" if platform == "cpu" else "ragged"
 
 
 def phase_needs(

@@ -3,14 +3,15 @@
 How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is a loop count, so
 no program is ever compiled again:
 
-    zero pools; encode x M; exchange x rounds; decode_and_grad x M; exchange^T x rounds; encode_grad x M; update
+    zero pools; encode x M; (hop x hops; deliver) x rounds; decode_and_grad x M;
+    (hop_back x hops; deliver_back) x rounds; encode_grad x M; update
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.balance.plan import PlanSpec
+from jaxmllm.balance.plan import Hop, PlanSpec, RouteTables, carriers
 from jaxmllm.data.fill import HostStep
 from jaxmllm.data.modality import Modality
 from jaxmllm.models.rows import (
@@ -59,12 +60,22 @@ class Job:
 
 
 @dataclass(frozen=True)
+class DeviceTables:
+    """`RouteTables` whose arrays are on the devices; of each hop, its index and, if ragged, its sizes."""
+
+    send: list[tuple[jax.Array, ...]]
+    pick: jax.Array
+    place: list[tuple[jax.Array, ...]]
+    back: jax.Array
+
+
+@dataclass(frozen=True)
 class DeviceStep:
     """A `HostStep` whose arrays are on the devices."""
 
     host: HostStep
     rows: dict[str, list[Any]]  # EncoderRows or LanguageRows, by phase and microbatch
-    tables: dict[str, list[tuple[jax.Array, ...]]]  # (send, pick, place, back), by encoder phase and round
+    tables: dict[str, list[DeviceTables]]  # by encoder phase and round
 
 
 class Programs:
@@ -86,14 +97,18 @@ class Programs:
         self.encoders = tuple(spec.routes)
         self.layouts: dict[str, Layout] = {phase: step.model.layout(phase) for phase in spec.phases}
         self.mesh = self.layouts[LANGUAGE].mesh
+        self.carriers = carriers(spec.routes)
         self.exchanges = {
-            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE]) for phase in self.encoders
+            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
+            for phase, route in spec.routes.items()
         }
         self.params = step.model.abstract(param_dtype)
         self.param_dtype = param_dtype
         self.pools = self._abstract_pools()
         self.state = self._abstract_state()
         jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
+        for carrier in dict.fromkeys(self.carriers.values()):
+            jobs |= self._exchange_jobs(carrier)
         for phase in self.encoders:
             jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
         lowered = [job.lower() for job in jobs.values()]  # tracing is Python; compiling is not
@@ -114,10 +129,7 @@ class Programs:
             phase: [_row_type(phase)(**self._put_rows(phase, arrays)) for arrays in microbatches]
             for phase, microbatches in batch.rows.items()
         }
-        tables = {
-            phase: [tuple(self._put_table(phase, table) for table in (r.send, r.pick, r.place, r.back)) for r in rounds]
-            for phase, rounds in batch.rounds.items()
-        }
+        tables = {phase: [self._put_tables(phase, turn) for turn in rounds] for phase, rounds in batch.rounds.items()}
         return DeviceStep(batch, rows, tables)
 
     def train(self, state: TrainState, batch: DeviceStep) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -137,9 +149,11 @@ class Programs:
             own, language = self._grads(grads, LANGUAGE), self._components(params, LANGUAGE)
             d_pools[pool], own, sums = decode(language, rows, pools[pool], scale, d_pools[pool], own, sums)
             grads |= own
+        d_encoder_pools = self._returned(batch, d_pools)
         for phase in self.encoders:
-            if self.step.trainable_of(phase) and batch.rows[phase]:
-                grads |= self._encoder_grads(phase, params, batch, starts[phase], d_pools, self._grads(grads, phase))
+            if self.step.trainable_of(phase):
+                carried, own = d_encoder_pools[self.carriers[phase]], self._grads(grads, phase)
+                grads |= self._encoder_grads(phase, params, batch, starts[phase], carried, own)
         return grads, sums, failed
 
     def _targets(self, batch: DeviceStep) -> np.ndarray:
@@ -161,11 +175,11 @@ class Programs:
     def _encode(self, params: Any, batch: DeviceStep) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
         """Language pools with all media tokens, what each encoder's backward starts from, and failed items."""
         run, host = self.compiled, batch.host
-        language_pools = [run["zero", LANGUAGE]() for _ in range(max(host.pools[LANGUAGE], default=0) + 1)]
+        encoder_pools = self._zero_pools(batch, self.carriers.values(), "")
         starts: dict[str, list[Any]] = {}
         failed = run["zero", "failed"]()
         for phase in self.encoders:
-            pools = [run["zero", phase]() for _ in range(max(host.pools[phase], default=-1) + 1)]
+            pools = encoder_pools[self.carriers[phase]]
             starts[phase] = []
             for m, rows in enumerate(batch.rows[phase]):
                 pool, at = host.pools[phase][m], np.int32(host.pool_offsets[phase][m])
@@ -173,17 +187,43 @@ class Programs:
                     self._components(params, phase), rows, pools[pool], at, failed
                 )
                 starts[phase].append(rows if features is None else features)
-            for r, (send, pick, _, _) in zip(host.rounds[phase], batch.tables[phase], strict=True):
-                language_pools[r.target] = run["forward", phase](pools[r.source], language_pools[r.target], send, pick)
+        language_pools = [run["zero", LANGUAGE]() for _ in range(max(host.pools[LANGUAGE], default=0) + 1)]
+        for phase, pools in encoder_pools.items():
+            for turn, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
+                buffer = run["zero", "buffer", phase]()
+                for number, hop in enumerate(tables.send):
+                    buffer = run["hop", phase](pools[turn.source], buffer, np.int32(number), *hop)
+                language_pools[turn.target] = run["deliver", phase](
+                    pools[turn.source], buffer, language_pools[turn.target], tables.pick
+                )
         return language_pools, starts, failed
 
+    def _returned(self, batch: DeviceStep, d_language: list[jax.Array]) -> dict[str, list[jax.Array]]:
+        """Gradients of the encoder pools, by carrier that has something to train."""
+        run, host = self.compiled, batch.host
+        d_encoder = self._zero_pools(batch, self._trained_carriers, "d_")
+        for phase, pools in d_encoder.items():
+            for turn, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
+                buffer = run["zero", "d_buffer", phase]()
+                for number, hop in enumerate(tables.place):
+                    buffer = run["hop_back", phase](d_language[turn.target], buffer, np.int32(number), *hop)
+                pools[turn.source] = run["deliver_back", phase](
+                    d_language[turn.target], buffer, pools[turn.source], tables.back
+                )
+        return d_encoder
+
+    def _zero_pools(self, batch: DeviceStep, chosen: Iterable[str], prefix: str) -> dict[str, list[Any]]:
+        """Empty encoder pools of the chosen carriers, as many as the step needs."""
+        numbers: dict[str, int] = dict.fromkeys(chosen, -1)
+        for phase, carrier in self.carriers.items():
+            if carrier in numbers:
+                numbers[carrier] = max(numbers[carrier], *batch.host.pools[phase], -1)
+        return {name: [self.compiled["zero", prefix + name]() for _ in range(n + 1)] for name, n in numbers.items()}
+
     def _encoder_grads(
-        self, phase: str, params: Any, batch: DeviceStep, starts: list[Any], d_language: list[jax.Array], grads: Any
+        self, phase: str, params: Any, batch: DeviceStep, starts: list[Any], d_pools: list[jax.Array], grads: Any
     ) -> Any:
         run, host = self.compiled, batch.host
-        d_pools = [run["zero", f"d_{phase}"]() for _ in range(max(host.pools[phase]) + 1)]
-        for r, (_, _, place, back) in zip(host.rounds[phase], batch.tables[phase], strict=True):
-            d_pools[r.source] = run["transposed", phase](d_language[r.target], d_pools[r.source], place, back)
         for m, start in enumerate(starts):
             pool, at = host.pools[phase][m], np.int32(host.pool_offsets[phase][m])
             encode_grad = run["encode_grad", phase, host.capacities[phase][m]]
@@ -230,21 +270,32 @@ class Programs:
             jobs["evaluate", capacity] = Job(self.step.evaluate, (params, rows, pool, sums), sums, (3,))
         return jobs
 
-    def _encoder_jobs(self, phase: str, modality: Modality, block: int) -> dict[Any, Job]:
-        step, layout, exchange = self.step, self.layouts[phase], self.exchanges[phase]
-        params, grads = self._components(self.params, phase), self._grads(self.params, phase)
-        pool, language_pool = self.pools[phase], self.pools[LANGUAGE]
-        pairs, pick, back = self._abstract_tables(phase)
-        at, failed = self._scalar(np.int32), self._scalar(np.int32)
+    def _exchange_jobs(self, phase: str) -> dict[Any, Job]:
+        exchange, pool, language_pool = self.exchanges[phase], self.pools[phase], self.pools[LANGUAGE]
+        send, pick, place, back, buffer, d_buffer = self._abstract_tables(phase)
+        number = self._scalar(np.int32)
         jobs: dict[Any, Job] = {
             ("zero", phase): _zeros(pool),
-            ("forward", phase): Job(exchange.forward, (pool, language_pool, pairs, pick), language_pool, (1,)),
+            ("zero", "buffer", phase): _zeros(buffer),
+            ("hop", phase): Job(exchange.hop, (pool, buffer, number, *send), buffer, (1,)),
+            ("deliver", phase): Job(exchange.deliver, (pool, buffer, language_pool, pick), language_pool, (2,)),
         }
-        if step.trainable_of(phase):
-            jobs["zero", f"d_{phase}"] = _zeros(pool.tokens)
-            jobs["transposed", phase] = Job(
-                exchange.transposed, (language_pool.tokens, pool.tokens, pairs, back), pool.tokens, (1,)
-            )
+        if phase not in self._trained_carriers:
+            return jobs
+        tokens, d_language, d_buffer = pool.tokens, language_pool.tokens, d_buffer.tokens
+        return jobs | {
+            ("zero", f"d_{phase}"): _zeros(tokens),
+            ("zero", "d_buffer", phase): _zeros(d_buffer),
+            ("hop_back", phase): Job(exchange.hop_back, (d_language, d_buffer, number, *place), d_buffer, (1,)),
+            ("deliver_back", phase): Job(exchange.deliver_back, (d_language, d_buffer, tokens, back), tokens, (2,)),
+        }
+
+    def _encoder_jobs(self, phase: str, modality: Modality, block: int) -> dict[Any, Job]:
+        step, layout = self.step, self.layouts[phase]
+        params, grads = self._components(self.params, phase), self._grads(self.params, phase)
+        pool = self.pools[self.carriers[phase]]
+        at, failed = self._scalar(np.int32), self._scalar(np.int32)
+        jobs: dict[Any, Job] = {}
         for capacity in self.spec.phases[phase].capacities:
             rows = abstract_encoder_rows(layout, capacity, modality, block)
 
@@ -300,11 +351,30 @@ class Programs:
         array: Any = jax.ShapeDtypeStruct((layout.ranks, self.step.sources), self._real_dtype, sharding=layout.rows)
         return Sums(*(array for _ in Sums._fields))
 
-    def _abstract_tables(self, phase: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _abstract_tables(self, phase: str) -> tuple[Any, ...]:
+        """Shapes of what the exchange programs read: send, pick, place, back, and the buffers both ways."""
         route, sharding = self.spec.routes[phase], self.exchanges[phase].tables
-        ranks = math.prod(route.grid.shape)
-        shapes = ((route.grid.shape[0], route.pair_slots), (route.language_pool,), (route.encoder_pool,))
-        return tuple(jax.ShapeDtypeStruct((ranks, *shape), np.int32, sharding=sharding) for shape in shapes)
+        places, ranks = route.grid.shape[0], math.prod(route.grid.shape)
+
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((ranks, *shape), np.int32, sharding=sharding)
+
+        def buffer(slots: int) -> TokenPool:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((ranks, slots, *leaf.shape[2:]), leaf.dtype, sharding=sharding),
+                self.pools[phase],
+            )
+
+        encoder, language = ints(route.encoder_pool), ints(route.language_pool)
+        padded, sizes = ints(places, route.pair_slots), ints(4, places)
+        send, place = ((encoder, sizes), (language, sizes)) if route.backend == "ragged" else ((padded,), (padded,))
+        return send, language, place, encoder, *(buffer(slots) for slots in route.buffers)
+
+    @property
+    def _trained_carriers(self) -> tuple[str, ...]:
+        """Carriers of which some phase wants gradients."""
+        trained = (carrier for phase, carrier in self.carriers.items() if self.step.trainable_of(phase))
+        return tuple(dict.fromkeys(trained))
 
     @property
     def _real_dtype(self) -> Any:
@@ -323,8 +393,16 @@ class Programs:
         layout = self.layouts[phase]
         return {name: _put(array, layout.rows, layout.ranks) for name, array in arrays.items()}
 
-    def _put_table(self, phase: str, table: np.ndarray) -> jax.Array:
-        return _put(table, self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape))
+    def _put_tables(self, phase: str, turn: RouteTables) -> DeviceTables:
+        sharding, ranks = self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape)
+
+        def put(table: np.ndarray) -> jax.Array:
+            return _put(table, sharding, ranks)
+
+        def put_hops(hops: tuple[Hop, ...]) -> list[tuple[jax.Array, ...]]:
+            return [tuple(put(table) for table in (hop.index, hop.sizes) if table is not None) for hop in hops]
+
+        return DeviceTables(put_hops(turn.send), put(turn.pick), put_hops(turn.place), put(turn.back))
 
 
 def local_ranks(sharding: NamedSharding, ranks: int) -> tuple[int, ...]:

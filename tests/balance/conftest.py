@@ -50,8 +50,12 @@ def spec_for(
     max_segments: int = 64,
     pool: int | None = None,
     pair: int = 64,
+    hops: int = 16,
+    backend: str = "padded",
+    node: int | None = None,
 ) -> PlanSpec:
-    """A spec whose largest rows just hold the largest items; `pool` tokens beyond the least a pool must hold."""
+    """A spec whose largest rows just hold the largest items; `pool` tokens beyond the least a pool must hold, and
+    `node` ranks of each phase in a node (none: not known)."""
     phases, routes = {}, {}
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
     ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {"language": language_ranks}
@@ -60,11 +64,12 @@ def spec_for(
         largest = -(-int(batch.phases[name].length.max(initial=1)) // granule) * granule
         capacities = tuple(sorted({max(granule, largest // 3**k // granule * granule) for k in range(classes)}))[::-1]
         phases[name] = PhaseSpec(name, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
+    encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
+    language = phases["language"].capacities[0] + (pool or 0)
     for name, shape in grids.items():
-        encoder = phases[name].capacities[0] // ENCODERS[name] + (pool or 0)
-        language = phases["language"].capacities[0] + (pool or 0)
-        routes[name] = RouteSpec(grid_of(shape), encoder, language, pair)
-    return PlanSpec(phases, routes, mode)
+        routes[name] = RouteSpec(grid_of(shape), encoder, language, pair, hops, backend)
+    nodes = {name: np.arange(count, dtype=np.int32) // node for name, count in ranks.items()} if node else {}
+    return PlanSpec(phases, routes, mode, nodes)
 
 
 class Make:

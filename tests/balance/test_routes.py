@@ -9,89 +9,166 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmllm.balance.plan import carriers
+from jaxmllm.balance.routes import route_tables
 from jaxmllm.balance.step_plan import place_items, plan_step
 
 GRIDS = st.sampled_from([(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)])
 PER_TOKEN = {"vision": 4, "audio": 8}
 
 
-def all_to_all(chunks: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """chunks[x, b] goes to the exchange rank with b in the place of a, and lands at [.., a]."""
-    received = np.zeros_like(chunks)
-    for a in range(shape[0]):
-        for e in range(shape[1]):
-            for n in range(shape[2]):
-                for b in range(shape[0]):
-                    received[(b * shape[1] + e) * shape[2] + n, a] = chunks[(a * shape[1] + e) * shape[2] + n, b]
-    return received
+def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
+    """A round in one direction, token by token: pools [ranks, W] of labels (0: nothing) and the exchange ranks that
+    hold them. What two exchange ranks of one rank deliver must not meet in one slot."""
+    shape = spec.grid.shape
+    buffer = np.zeros((len(held_by), buffer_slots), np.int64)
 
+    def at(x, slot):
+        slots = source.shape[1]
+        return source[held_by[x], slot] if slot < slots else buffer[x, slot - slots]
 
-def run(table, gather, pools, held_by, into, kept_by, shape):
-    """One round: pools [ranks, W] of labels are read by the exchange ranks that hold them (0: nothing)."""
-    chunks = np.zeros(table.shape, np.int64)
-    for x, b, c in zip(*np.nonzero(table >= 0), strict=True):
-        chunks[x, b, c] = pools[held_by[x], table[x, b, c]]
-    received = all_to_all(chunks, shape).reshape(len(table), -1)
-    for x, w in zip(*np.nonzero(gather >= 0), strict=True):
-        assert into[kept_by[x], w] == 0, "a slot is filled twice"
-        into[kept_by[x], w] = received[x, gather[x, w]]
+    for number, hop in enumerate(hops):
+        arrived = []
+        for x in range(len(held_by)):
+            a, e, n = np.unravel_index(x, shape)
+            for b in range(shape[0]):
+                y = int(np.ravel_multi_index((b, e, n), shape))
+                if hop.sizes is None:
+                    first, chunk = (number * shape[0] + a) * spec.pair_slots, hop.index[x, b]
+                else:
+                    begin, amount, first, _ = hop.sizes[x, :, b]
+                    assert amount == hop.sizes[y, 3, a]
+                    chunk = hop.index[x, begin : begin + amount]
+                arrived += [(y, first + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0]
+        for y, slot, label in arrived:
+            assert buffer[y, slot] == 0, "a slot is received twice"
+            buffer[y, slot] = label
+    for y, slot in zip(*np.nonzero(gather >= 0), strict=True):
+        index = gather[y, slot]
+        label = buffer[y, index] if index < buffer_slots else source[held_by[y], index - buffer_slots]
+        assert target[kept_by[y], slot] == 0, "a slot is filled twice"
+        target[kept_by[y], slot] = label
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     grid=GRIDS,
+    same=st.booleans(),
     seed=st.integers(0, 10_000),
     examples=st.integers(1, 10),
+    media=st.integers(0, 3),
     pool=st.sampled_from([0, 16, 4096]),
-    pair=st.sampled_from([3, 32, 4096]),
+    pair=st.sampled_from([1, 3, 32]),
+    hops=st.sampled_from([1, 2, 7]),
+    backend=st.sampled_from(["padded", "ragged"]),
+    node=st.sampled_from([None, 1, 2]),
     mode=st.sampled_from(["phases", "none"]),
 )
-def test_every_token_arrives_and_every_gradient_returns(make, grid, seed, examples, pool, pair, mode):
-    batch = make.batch(seed, examples, longest=128, text=5)
-    spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, mode=mode, pool=pool, pair=pair)
+def test_every_token_arrives_and_every_gradient_returns(
+    make, grid, same, seed, examples, media, pool, pair, hops, backend, node, mode
+):
+    """With equal grids both encoders share pools and exchange."""
+    batch = make.batch(seed, examples, media, longest=128, text=5)
+    grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
+    spec = make.spec(batch, grids, classes=2, mode=mode, pool=pool, pair=pair, hops=hops, backend=backend, node=node)
     plan = plan_step(batch, spec)
     language = plan.phases["language"]
+    carried_by = carriers(spec.routes)
+    shared = same or grids["vision"] == grids["audio"]
+    assert carried_by == {"vision": "vision", "audio": "vision" if shared else "audio"}
     taken: set[tuple[int, int, int]] = set()
-    for phase, per_token in PER_TOKEN.items():
-        encoder, items, route = plan.phases[phase], batch.phases[phase], spec.routes[phase]
+    label = 0
+    for carrier in dict.fromkeys(carried_by.values()):
+        route = spec.routes[carrier]
         shape = route.grid.shape
         on = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
         encoder_rank = [route.grid.encoder[a, e] for a, e, _ in on]
         language_rank = [route.grid.language[a, n] for a, _, n in on]
-
-        made = np.zeros((encoder.pool.max(initial=-1) + 1, grid[0] * grid[1], route.encoder_pool), np.int64)
-        wanted = np.zeros((language.pool.max() + 1, grid[0] * grid[2], route.language_pool), np.int64)
-        label = 0
-        for item in range(len(items.length)):
-            m, home = encoder.microbatch[item], items.example[item]
-            for token in range(items.tokens[item]):
-                label += 1
-                written = encoder.pool_offset[m] + encoder.offset[item] // per_token + token
-                made[encoder.pool[m], encoder.rank[item], written] = label
-                goal = int(language.pool[language.microbatch[home]]), int(language.rank[home])
-                slot = int(plan.routes[phase].arrival[item]) + token
-                assert (*goal, slot) not in taken
-                taken.add((*goal, slot))
-                wanted[(*goal, slot)] = label
+        phases = [phase for phase in spec.routes if carried_by[phase] == carrier]
+        pools = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
+        made = np.zeros((pools, route.grid.encoder.size, route.encoder_pool), np.int64)
+        wanted = np.zeros((language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64)
+        for phase in phases:
+            encoder, items = plan.phases[phase], batch.phases[phase]
+            for item in range(len(items.length)):
+                m, home = encoder.microbatch[item], items.example[item]
+                for token in range(items.tokens[item]):
+                    label += 1
+                    written = encoder.pool_offset[m] + encoder.offset[item] // PER_TOKEN[phase] + token
+                    assert made[encoder.pool[m], encoder.rank[item], written] == 0
+                    made[encoder.pool[m], encoder.rank[item], written] = label
+                    goal = int(language.pool[language.microbatch[home]]), int(language.rank[home])
+                    slot = int(plan.routes[phase].arrival[item]) + token
+                    assert (*goal, slot) not in taken
+                    taken.add((*goal, slot))
+                    wanted[(*goal, slot)] = label
 
         arrived, returned = np.zeros_like(wanted), np.zeros_like(made)
-        for turn in plan.routes[phase].rounds:
-            source, target = turn.source, turn.target
-            run(turn.send, turn.pick, made[source], encoder_rank, arrived[target], language_rank, shape)
-            run(turn.place, turn.back, wanted[target], language_rank, returned[source], encoder_rank, shape)
+        for turn in plan.routes[carrier].rounds:
+            tables = route_tables(turn, route, range(len(on)))
+            assert len(tables.send) == len(tables.place) == turn.hops <= hops
+            out, into = (made[turn.source], encoder_rank), (wanted[turn.target], language_rank)
+            there, back = (arrived[turn.target], language_rank), (returned[turn.source], encoder_rank)
+            run(out[0], tables.send, tables.pick, out[1], *there, route, route.buffers[0])
+            run(into[0], tables.place, tables.back, into[1], *back, route, route.buffers[1])
         assert np.array_equal(arrived, wanted)
         assert np.array_equal(returned, made)
+    assert not any(plan.routes[phase].rounds for phase, carrier in carried_by.items() if phase != carrier)
+
+
+@pytest.mark.parametrize("backend", ["padded", "ragged"])
+def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
+    batch = make.batch(4, 24, text=5)
+    grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
+    spec = make.spec(batch, grids, pool=4096, pair=5, hops=40, backend=backend)
+    plan = plan_step(batch, spec)
+    for turn in plan.routes["vision"].rounds:
+        whole = route_tables(turn, spec.routes["vision"], range(8))
+        part = route_tables(turn, spec.routes["vision"], (6, 1))
+        assert len(whole.send) == len(part.send) > 0
+        for name in ("pick", "back"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
+        for mine, full in zip(part.send + part.place, whole.send + whole.place, strict=True):
+            np.testing.assert_array_equal(mine.index, full.index[[6, 1]])
+            assert (mine.sizes is None) == (full.sizes is None) == (backend == "padded")
+            if full.sizes is not None:
+                np.testing.assert_array_equal(mine.sizes, full.sizes[[6, 1]])
+
+
+@pytest.mark.parametrize("backend", ["padded", "ragged"])
+def test_statistics_of_an_exchange_against_plain_loops(make, backend):
+    batch = make.batch(9, 40)
+    grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
+    spec = make.spec(batch, grids, pool=1 << 14, pair=9, backend=backend, node=2)
+    plan = plan_step(batch, spec)
+    language, total, moved, between = plan.phases["language"], 0, 0, 0
+    for phase in grids:
+        grid, items = spec.routes[phase].grid, batch.phases[phase]
+        for item, tokens in enumerate(items.tokens.tolist()):
+            source, goal = int(plan.phases[phase].rank[item]), int(language.rank[items.example[item]])
+            total += tokens
+            moved += tokens * bool(
+                np.argwhere(grid.encoder == source)[0, 0] != np.argwhere(grid.language == goal)[0, 0]
+            )
+            between += tokens * (source // 2 != goal // 2)
+    found = {key.removeprefix("route/vision/"): value for key, value in plan.statistics.items() if "route/" in key}
+    assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
+    hops = sum(turn.hops for turn in plan.routes["vision"].rounds)
+    slots = hops * 4 * 3 * 9 if backend == "padded" else moved
+    assert (found["hops"], found["slots_moved"]) == (hops, slots)
+    assert found["slots_over_moved"] == pytest.approx(slots / moved)
+    assert found["slots_over_tokens"] == pytest.approx(slots / total)
 
 
 def test_roomy_sizes_need_one_round_and_tiny_ones_many(make):
     batch = make.batch(3, 40, text=5)
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
-    roomy = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 12))
-    assert [len(route.rounds) for route in roomy.routes.values()] == [1, 1]
+    roomy = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 7))
+    assert [len(route.rounds) for route in roomy.routes.values()] == [1, 0]
     assert not any(plan.pool.any() for plan in roomy.phases.values())
-    tiny = plan_step(batch, make.spec(batch, grids, pool=0, pair=7))
-    assert all(len(route.rounds) > 3 for route in tiny.routes.values())
-    assert tiny.phases["vision"].pool.max() == tiny.phases["vision"].microbatches - 1
+    tiny = plan_step(batch, make.spec(batch, grids, pool=0, pair=7, hops=2))
+    assert len(tiny.routes["vision"].rounds) > 6
+    assert tiny.phases["audio"].pool.max() > tiny.phases["vision"].pool.max() > 0
     assert tiny.phases["language"].pool.max() >= 1
 
 

@@ -165,11 +165,11 @@ def test_validation_finds_what_is_wrong(make):
     fails(corrupted(plan, "vision", offset=np.zeros_like(vision.offset)), "overlap")
     fails(corrupted(plan, "vision", offset=vision.offset + 400), "beyond its row")
     fails(corrupted(plan, "vision", microbatch=vision.microbatch[:-1]), "one entry an item")
-    for table in ("send", "pick", "place", "back"):
-        turn = route.rounds[0]
-        spoiled = np.where(getattr(turn, table) >= 0, (getattr(turn, table) + 1) % 8, -1).astype(np.int32)
-        broken = dataclasses.replace(route, rounds=(dataclasses.replace(turn, **{table: spoiled}), *route.rounds[1:]))
-        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)")
+    turn = route.rounds[0]
+    for name in ("start", "arrival", "lane"):
+        spoiled = (getattr(turn, name) + np.arange(len(turn.tokens)) % 2).astype(np.int32)
+        broken = dataclasses.replace(route, rounds=(dataclasses.replace(turn, **{name: spoiled}), *route.rounds[1:]))
+        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)|beyond its")
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
     fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")
 

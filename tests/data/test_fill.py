@@ -21,6 +21,7 @@ from jaxmllm.balance.plan import (
     RouteSpec,
     StepPlan,
 )
+from jaxmllm.balance.routes import route_tables
 from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.modality import MediaError
@@ -157,8 +158,12 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
             pool = (int(phases["language"].microbatch[example]), int(phases["language"].rank[example]))
             arrival.append(filled[pool])
             filled[pool] += int(tokens)
-        tables = [rng.integers(-1, 9, shape).astype(np.int32) for shape in [(4, 2, 3), (4, 7), (4, 2, 3), (4, 5)]]
-        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (RouteRound(0, 1, *tables),))
+        there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
+        near, far, nothing = (there, there + 4, np.zeros(4, np.int32)) if encoder == "vision" else (there,) * 3
+        turn = RouteRound(
+            0, 1, 1, np.ones(4, np.int32), near, far, there, (there + 1) % 4, (there + 1) % 4, nothing, nothing
+        )
+        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (turn,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
 
@@ -167,7 +172,7 @@ def make_spec() -> PlanSpec:
         phase: PhaseSpec(phase, RANKS[phase], (CAPACITIES[phase],), SEGMENTS, 1, 1, 0)
         for phase in ("vision", "audio", "language")
     }
-    grid = ExchangeGrid(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+    grid = ExchangeGrid(np.arange(4, dtype=np.int32)[:, None], np.arange(4, dtype=np.int32)[:, None])
     return PlanSpec(phases, {phase: RouteSpec(grid, 8, 64, 8) for phase in MODALITIES})
 
 
@@ -325,10 +330,13 @@ def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
     for phase, ranks in local.exchange.items():
         planned = case.plan.routes[phase].rounds
         assert len(part.rounds[phase]) == len(planned) == 1
-        for mine, full in zip(part.rounds[phase], planned, strict=True):
-            assert (mine.source, mine.target) == (full.source, full.target)
-            for name in ("send", "pick", "place", "back"):
-                np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
+        (mine,), full = part.rounds[phase], route_tables(planned[0], make_spec().routes[phase], range(4))
+        assert (mine.source, mine.target) == (0, 1)
+        for name in ("pick", "back"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
+        for own, whole_hop in zip(mine.send + mine.place, full.send + full.place, strict=True):
+            assert (own.index >= 0).any()
+            np.testing.assert_array_equal(own.index, whole_hop.index[list(ranks)])
     assert part.targets == whole.targets and part.capacities == whole.capacities
     assert set(part.failures) < set(whole.failures)
 

@@ -1,5 +1,7 @@
 """The exchange against plain loops over tokens, on every geometry of encoder and language ranks."""
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.mesh import make_mesh
-from sharding.route import Exchange, put_rows, take_rows
+from sharding.mesh import abstract_mesh, make_mesh
+from sharding.route import Exchange, put_rows, rank_nodes, take_rows
 from sharding.rules import make_layout
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 WIDTH, ENCODER_SLOTS, LANGUAGE_SLOTS = 3, 10, 14
+HOPS, PAIRS = 3, 20
+BUFFER = {shared: HOPS * shared * PAIRS for shared in (1, 2, 4)}
 GEOMETRIES = {  # encoder batch axes, language batch axes, (A, E, L)
     "shared": (["data", "fsdp"], ["data", "fsdp"], (4, 1, 1)),
     "encoder_has_more": (["data", "fsdp", "tensor"], ["data", "fsdp"], (4, 2, 1)),
@@ -30,22 +34,37 @@ class Case:
 
     exchange: Exchange
     moves: list[tuple[int, int, int, int]]
-    send: np.ndarray
+    send: np.ndarray  # [H, X, A, Q]
     pick: np.ndarray
-    place: np.ndarray
+    place: np.ndarray  # [H, X, A, Q]
     back: np.ndarray
+
+    def buffers(self, pool):
+        return jax.tree.map(lambda x: np.zeros((len(self.pick), BUFFER[self.pairs], *x.shape[2:]), x.dtype), pool)
+
+    @property
+    def pairs(self):
+        return self.send.shape[2]
 
     @cached_property
     def forward(self):
-        return jax.jit(self.exchange.forward)
+        return jax.jit(functools.partial(self._run, self.exchange.hop, self.exchange.deliver, self.send, self.pick))
 
     @cached_property
     def transposed(self):
-        return jax.jit(self.exchange.transposed)
+        hop, deliver = self.exchange.hop_back, self.exchange.deliver_back
+        return jax.jit(functools.partial(self._run, hop, deliver, self.place, self.back))
+
+    def _run(self, hop, deliver, hops, gather, source, target):
+        buffer = self.buffers(source)
+        for number, index in enumerate(hops):
+            buffer = hop(source, buffer, number, index)
+        return deliver(source, buffer, target, gather)
 
 
 def make_case(name, seed=0):
-    """The tables as balance/plan.py documents them, filled one token at a time."""
+    """The tables as balance/plan.py documents them, filled one token at a time. Tokens that change their exchange
+    rank go straight in a random hop or, every other one, by a random third in two hops."""
     encoder_axes, language_axes, (shared, encoder_only, language_only) = GEOMETRIES[name]
     exchange = Exchange(MESH, make_layout(MESH, {"batch": encoder_axes}), make_layout(MESH, {"batch": language_axes}))
     encoder_grid, language_grid = exchange.grid()
@@ -56,20 +75,46 @@ def make_case(name, seed=0):
     count = 4 * min(len(sources), len(targets)) // 5
     moves = np.concatenate([sources[:count], targets[:count]], axis=1).tolist()
 
-    ranks, pairs = shared * encoder_only * language_only, ENCODER_SLOTS
-    send, place = np.full((2, ranks, shared, pairs), -1, np.int32)
+    ranks = shared * encoder_only * language_only
+    buffer = BUFFER[shared]
+    send, place = np.full((2, HOPS, ranks, shared, PAIRS), -1, np.int32)
     pick = np.full((ranks, LANGUAGE_SLOTS), -1, np.int32)
     back = np.full((ranks, ENCODER_SLOTS), -1, np.int32)
-    used = np.zeros((ranks, shared), int)
+    used = np.zeros((HOPS, ranks, shared), int)
     encoder_place = {int(rank): place for place, rank in np.ndenumerate(encoder_grid)}
     language_place = {int(rank): place for place, rank in np.ndenumerate(language_grid)}
-    for encoder_rank, slot, language_rank, arrival in moves:
-        (a, e), (b, l) = encoder_place[encoder_rank], language_place[language_rank]  # noqa: E741
-        sender, receiver = ((x * encoder_only + e) * language_only + l for x in (a, b))
-        pair = used[sender, b]
-        used[sender, b] += 1
-        send[sender, b, pair], pick[receiver, arrival] = slot, a * pairs + pair
-        place[receiver, a, pair], back[sender, slot] = arrival, b * pairs + pair
+
+    def at(block, e, n):
+        return (block * encoder_only + e) * language_only + n
+
+    def lane(hop, sender, to):
+        used[hop, sender, to] += 1
+        return hop, used[hop, sender, to] - 1
+
+    def received(hop, block, slot):
+        return (hop * shared + block) * PAIRS + slot
+
+    for number, (encoder_rank, slot, language_rank, arrival) in enumerate(moves):
+        (a, e), (b, n) = encoder_place[encoder_rank], language_place[language_rank]
+        sender, receiver = at(a, e, n), at(b, e, n)
+        thirds = [c for c in range(shared) if c not in (a, b)]
+        if a == b:
+            pick[receiver, arrival], back[sender, slot] = buffer + slot, buffer + arrival
+        elif number % 2 or not thirds:
+            h, s = lane(int(rng.integers(HOPS)), sender, b)
+            send[h, sender, b, s], pick[receiver, arrival] = slot, received(h, a, s)
+            t = HOPS - 1 - h
+            place[t, receiver, a, s], back[sender, slot] = arrival, received(t, b, s)
+        else:
+            c = int(rng.choice(thirds))
+            h, s = lane(0, sender, c)
+            k, u = lane(int(rng.integers(1, HOPS)), at(c, e, n), b)
+            send[h, sender, c, s] = slot
+            send[k, at(c, e, n), b, u] = ENCODER_SLOTS + received(h, a, s)
+            pick[receiver, arrival] = received(k, c, u)
+            place[HOPS - 1 - k, receiver, c, u] = arrival
+            place[HOPS - 1 - h, at(c, e, n), a, s] = LANGUAGE_SLOTS + received(HOPS - 1 - k, b, u)
+            back[sender, slot] = received(HOPS - 1 - h, c, s)
     return Case(exchange, moves, send, pick, place, back)
 
 
@@ -92,7 +137,7 @@ def test_forward_brings_every_token_to_its_slot(case):
     for rank, slot, target, arrival in case.moves:
         for into, values in zip(want, encoder, strict=True):
             into[target, arrival] += values[rank, slot]
-    for got, expected in zip(case.forward(encoder, language, case.send, case.pick), want, strict=True):
+    for got, expected in zip(case.forward(encoder, language), want, strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
@@ -101,8 +146,7 @@ def test_transposed_brings_every_gradient_back(case):
     want = encoder[0].copy()
     for rank, slot, target, arrival in case.moves:
         want[rank, slot] += language[0][target, arrival]
-    got = case.transposed(language[0], encoder[0], case.place, case.back)
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(case.transposed(language[0], encoder[0]), want)
 
 
 def test_transposed_is_the_derivative_of_forward(case):
@@ -111,36 +155,62 @@ def test_transposed_is_the_derivative_of_forward(case):
     @jax.jit
     def pullback(encoder, d_language):
         zeros = jnp.zeros_like(d_language)
-        return jax.vjp(lambda pool: case.exchange.forward(pool, zeros, case.send, case.pick), encoder)[1](d_language)[0]
+        return jax.vjp(lambda pool: case.forward(pool, zeros), encoder)[1](d_language)[0]
 
-    got = case.transposed(language, np.zeros_like(encoder), case.place, case.back)
-    np.testing.assert_allclose(got, pullback(encoder, language), rtol=1e-6, atol=1e-6)
-
-
-def test_one_program_serves_every_table(case):
-    encoder, language = pools(case, 4)
-    empty = np.full_like(case.send, -1), np.full_like(case.pick, -1)
-    for got, expected in zip(case.forward(encoder, language, *empty), language, strict=True):
-        np.testing.assert_array_equal(got, expected)
-    assert case.forward._cache_size() == 1
+    want = pullback(encoder, language)
+    got = case.transposed(language, np.zeros_like(encoder))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
-def test_values_that_are_not_sent_do_no_harm():
-    case = make_case("encoder_has_more")
-    (encoder, _), (language, _) = pools(case, 5)
-    moved = {(rank, slot) for rank, slot, *_ in case.moves}
-    for rank in range(len(encoder)):
-        for slot in range(ENCODER_SLOTS):
-            if (rank, slot) not in moved:
-                encoder[rank, slot] = np.nan
-    assert np.isfinite(case.forward(encoder, language, case.send, case.pick)).all()
-
-
-def test_lowers_for_gpus_from_a_machine_without_one():
+def test_garbage_in_unused_slots_stays_there():
     case = make_case("both_have_own")
-    encoder, language = pools(case, 6)
-    lowered = case.forward.trace(encoder, language, case.send, case.pick).lower(lowering_platforms=("cuda",))
-    assert "all_to_all" in lowered.as_text()
+    (encoder, _), (language, _) = pools(case, 4)
+    used = {(rank, slot) for rank, slot, _, _ in case.moves}
+    for rank, slot in np.ndindex(encoder.shape[:2]):
+        if (rank, slot) not in used:
+            encoder[rank, slot] = np.nan
+    assert np.isfinite(case.forward(encoder, language)).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("name", ["shared", "both_have_own"])
+def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
+    """Both backends, both directions; shapes alone, for nothing is run."""
+    case = make_case(name)
+    exchange = dataclasses.replace(case.exchange, ragged=ragged)
+    shared, ranks = case.pairs, len(case.pick)
+    for hop, deliver, layout, other, slots, arrivals in (
+        (exchange.hop, exchange.deliver, exchange.encoder, exchange.language, ENCODER_SLOTS, LANGUAGE_SLOTS),
+        (exchange.hop_back, exchange.deliver_back, exchange.language, exchange.encoder, LANGUAGE_SLOTS, ENCODER_SLOTS),
+    ):
+        source = jax.ShapeDtypeStruct((layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows)
+        target = jax.ShapeDtypeStruct((other.ranks, arrivals, WIDTH), np.float32, sharding=other.rows)
+
+        def table(*shape, dtype=np.int32):
+            return jax.ShapeDtypeStruct((ranks, *shape), dtype, sharding=exchange.tables)
+
+        buffer = table(arrivals if ragged else BUFFER[shared], WIDTH, dtype=np.float32)
+        tables = (table(slots), table(4, shared)) if ragged else (table(shared, PAIRS),)
+
+        def run(source, buffer, target, gather, *tables, hop=hop, deliver=deliver):
+            return deliver(source, hop(source, buffer, 0, *tables), target, gather)
+
+        lowered = (
+            jax.jit(run).trace(source, buffer, target, table(arrivals), *tables).lower(lowering_platforms=("cuda",))
+        )
+        assert ("ragged_all_to_all" if ragged else "all_to_all") in lowered.as_text()
+
+
+def test_nodes_of_ranks():
+    """Eight devices in order; a rank's node is that of its first device."""
+    both = make_layout(MESH, {"batch": ["data", "fsdp"]})
+    assert rank_nodes(both, 4).tolist() == [0, 0, 1, 1]
+    assert rank_nodes(both, 2).tolist() == [0, 1, 2, 3]
+    assert rank_nodes(make_layout(MESH, {"batch": ["fsdp", "tensor"]}), 2).tolist() == [0, 0, 1, 1]
+    assert rank_nodes(both).tolist() == [0, 0, 0, 0]
+    planned = make_layout(abstract_mesh({"data": 16, "fsdp": 2}, 32))
+    assert rank_nodes(planned, 8).tolist() == [rank // 8 for rank in range(32)]
+    assert rank_nodes(planned).tolist() == [0] * 32
 
 
 # ---------------------------------------------------------------------------- rows
