@@ -26,7 +26,7 @@ from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePla
 
 NODE_WEIGHT = 2  # a token kept inside its node against one kept on its devices
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
-MARGIN = 512  # rows may move freely while the costliest rank's total grows by at most one part in so many
+MARGIN = 128  # rank totals may come to one part in so many above their floor
 
 
 def place_rows(
@@ -38,8 +38,9 @@ def place_rows(
 ) -> dict[str, PhasePlan]:
     """Choose the ranks of the rows of every encoder phase.
 
-    Rows move within their microbatch, so rows, microbatches and the synchronised cost stay as they are. Should rank
-    totals suffer by more than one part in `MARGIN`, all rows of a rank move together and totals stay, too.
+    Rows move within their microbatch, so rows, microbatches and the synchronised cost stay as they are. The costliest
+    rank's total stays as it is or within one part in `MARGIN` of what no placement goes below; where that cannot be
+    had, all rows of a rank move together.
 
     Args:
       plans: by phase, with balanced ranks.
@@ -54,33 +55,48 @@ def place_rows(
     home = np.full(len(items.examples), -1, np.int64)
     home[items.phases["language"].example] = language.rank
     for phase, grid in grids.items():
-        plan, wanted = plans[phase], items.phases[phase]
-        if not plan.microbatches or phases[phase].ranks == 1:
+        plan, wanted, ranks = plans[phase], items.phases[phase], phases[phase].ranks
+        if not plan.microbatches or ranks == 1:
             continue
         goal, near = home[wanted.example], (nodes[phase], nodes["language"])
         tokens, rank = wanted.tokens.astype(np.int64), plan.rank.astype(np.int64)
-        moved = np.empty_like(rank)
+        each = item_costs(phases[phase], wanted.length)
+        cost = sums_by(plan.microbatch * np.int64(ranks) + rank, each, plan.microbatches * ranks).reshape(-1, ranks)
+        rank_of = np.empty_like(cost)
         for microbatch in range(plan.microbatches):
             own = np.flatnonzero(plan.microbatch == microbatch)
-            moved[own] = _match(rank[own], goal[own], tokens[own], grid, *near)[rank[own]]
-        cost = item_costs(phases[phase], wanted.length)
-        before = int(sums_by(rank, cost, phases[phase].ranks).max())
-        after = int(sums_by(moved, cost, phases[phase].ranks).max())
-        if (after - before) * MARGIN > before:
-            moved = _match(rank, goal, tokens, grid, *near)[rank]
-        placed[phase] = replace(plan, rank=moved.astype(np.int32))
+            rank_of[microbatch] = _match(rank[own], goal[own], tokens[own], grid, *near)
+        floor = max(-(-int(cost.sum()) // ranks), int(each.max()))
+        if not _even_out(rank_of, cost, max(int(cost.sum(axis=0).max()), floor + floor // MARGIN)):
+            rank_of[:] = _match(rank, goal, tokens, grid, *near)
+        placed[phase] = replace(plan, rank=rank_of[plan.microbatch, rank].astype(np.int32))
     return placed
 
 
-def node_tokens(
-    encoder: PhasePlan, language: PhasePlan, items: BatchItems, phase: str, nodes: Mapping[str, Ints]
-) -> int:
-    """Tokens of an encoder phase that a language rank of another node needs."""
-    home = np.full(len(items.examples), -1, np.int64)
-    home[items.phases["language"].example] = language.rank
-    wanted = items.phases[phase]
-    away = nodes[phase][encoder.rank] != nodes["language"][home[wanted.example]]
-    return int(wanted.tokens[away].sum(dtype=np.int64))
+def _even_out(rank_of: Longs, cost: Longs, limit: int) -> bool:
+    """Swap rows of the ranks whose totals are above `limit`, in place; False if that is not enough.
+
+    Args:
+      rank_of: [M, R] rank of each row.
+      cost: [M, R] of each row.
+    """
+    row_at = np.argsort(rank_of, axis=1)
+    at = np.take_along_axis(cost, row_at, axis=1)
+    total = at.sum(axis=0)
+    while (worst := int(total.max())) > limit:
+        heavy = int(total.argmax())
+        gain = at[:, heavy, None] - at  # what the heavy rank loses, and the other one takes on
+        after = np.maximum(total[heavy] - gain, total + gain)
+        after[:, heavy] = worst
+        microbatch, other = divmod(int(after.argmin()), len(total))
+        if after[microbatch, other] >= worst:
+            return False
+        pair = [heavy, other]
+        total[pair] += gain[microbatch, other] * np.array([-1, 1])
+        at[microbatch, pair] = at[microbatch, pair[::-1]]
+        row_at[microbatch, pair] = row_at[microbatch, pair[::-1]]
+    np.put_along_axis(rank_of, row_at, np.arange(len(total))[None], axis=1)
+    return True
 
 
 def _match(

@@ -363,14 +363,16 @@ def route_tables(turn: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> Ro
         onward=turn.onward[run] + step,
     )
     make = _padded_tables if route.backend == "padded" else _ragged_tables
-    return make(turn, tokens, route, local, len(ranks))
+    return make(turn, tokens, route, local, ranks)
 
 
-def _padded_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, count: int) -> RouteTables:
+def _padded_tables(
+    turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, ranks: Sequence[int]
+) -> RouteTables:
     """Each token leaves the sender in one hop and reaches the receiver in the same or a later one; the transposed
     direction takes the same way back, so its hops are those of the forward one in reverse order."""
     places, encoder_only, language_only = route.grid.shape
-    planes, slots = encoder_only * language_only, route.pair_slots
+    planes, slots, count = encoder_only * language_only, route.pair_slots, len(ranks)
     forward_buffer, transposed_buffer = route.buffers
     hop, slot = np.divmod(tokens.lane, slots)
     relayed = tokens.relay != tokens.receiver
@@ -414,25 +416,21 @@ def _padded_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: L
     return RouteTables(turn.source, turn.target, send, pick, place, back)
 
 
-def _ragged_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, count: int) -> RouteTables:
+def _ragged_tables(
+    turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, ranks: Sequence[int]
+) -> RouteTables:
     """What leaves stands in the order of the receivers, what arrives in the order of the senders; the transposed
     direction is the same with the two exchanged."""
     places, encoder_only, language_only = route.grid.shape
-    planes = encoder_only * language_only
+    planes, count = encoder_only * language_only, len(ranks)
 
-    def from_other_end(pairs: Longs) -> Longs:
-        """[X, A] of (rank, place of the other), as the other rank sees it."""
-        return pairs.reshape(places, planes, places).transpose(2, 1, 0).reshape(len(local), places)
-
-    moves = turn.sender != turn.receiver
-    pair = turn.sender[moves].astype(np.int64) * places + turn.receiver[moves] // planes
-    out = sums_by(pair, turn.tokens[moves].astype(np.int64), len(local) * places).reshape(-1, places)
-    into = from_other_end(out)
+    out, out_land = _volumes(turn.sender, turn.receiver, turn.tokens, ranks, places, planes)
+    into, into_land = _volumes(turn.receiver, turn.sender, turn.tokens, ranks, places, planes)
     leave, land = np.cumsum(out, axis=1) - out, np.cumsum(into, axis=1) - into
 
     leaves = tokens.sender != tokens.receiver
-    sent = leave[tokens.sender, tokens.receiver // planes] + tokens.lane
-    landed = land[tokens.receiver, tokens.sender // planes] + tokens.lane
+    sent = leave[local[tokens.sender], tokens.receiver // planes] + tokens.lane  # of local senders
+    landed = land[local[tokens.receiver], tokens.sender // planes] + tokens.lane  # of local receivers
     send = np.full((count, route.encoder_pool), -1, np.int32)
     place = np.full((count, route.language_pool), -1, np.int32)
     back, pick = np.full_like(send, -1), np.full_like(place, -1)
@@ -443,11 +441,25 @@ def _ragged_tables(turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: L
     returns = np.where(leaves, sent, transposed_buffer + tokens.arrival)
     _fill(pick, local[tokens.receiver], True, tokens.arrival, arrives)
     _fill(back, local[tokens.sender], True, tokens.start, returns)
-    own = np.argsort(np.where(local < 0, len(local), local), kind="stable")[:count]
-    sizes = np.stack([leave, out, from_other_end(land), into], axis=1)[own].astype(np.int32)
-    sizes_back = np.stack([land, into, from_other_end(leave), out], axis=1)[own].astype(np.int32)
+    sizes = np.stack([leave, out, out_land, into], axis=1).astype(np.int32)
+    sizes_back = np.stack([land, into, into_land, out], axis=1).astype(np.int32)
     forward, transposed = Hop(send, sizes), Hop(place, sizes_back)
     return RouteTables(turn.source, turn.target, (forward,) * turn.hops, pick, (transposed,) * turn.hops, back)
+
+
+def _volumes(
+    ours: Ints, others: Ints, tokens: Ints, ranks: Sequence[int], places: int, planes: int
+) -> tuple[Longs, Longs]:
+    """What some exchange ranks have for each place along A, and how much ranks of lower places have for the same
+    receiver: [x, A] each."""
+    own, before = np.zeros((len(ranks), places), np.int64), np.zeros((len(ranks), places), np.int64)
+    moves = ours != others
+    for row, rank in enumerate(ranks):
+        near = moves & (ours == rank)
+        own[row] = sums_by(others[near] // planes, tokens[near].astype(np.int64), places)
+        lower = moves & (ours % planes == rank % planes) & (ours // planes < rank // planes)
+        before[row] = sums_by(others[lower] // planes, tokens[lower].astype(np.int64), places)
+    return own, before
 
 
 def _fill(table: Ints, at: Longs, where: NDArray[np.bool_] | bool, slot: Longs, values: Longs) -> None:

@@ -91,5 +91,6 @@ def test_rank_totals_hardly_grow(make):
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
         for phase in ("vision", "audio"):
-            assert placed[f"{phase}/max_over_mean"] <= left[f"{phase}/max_over_mean"] * (1 + 1 / placement.MARGIN)
+            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / placement.MARGIN + 1e-3  # rounding of costs
+            assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
             assert placed[f"{phase}/synchronised"] == left[f"{phase}/synchronised"]
