@@ -4,7 +4,7 @@ Balancing fixes what lies in one row; the ranks of a microbatch may swap their r
 the costliest row of the microbatch anyway. A token costs nothing when it stays on its devices, little inside a node,
 and most between nodes:
 
-    benefit[row, rank] = NODE_WEIGHT * tokens for the rank's node + tokens for the rank's own devices
+    benefit[row, rank] = tokens for the rank's node + tokens for the rank's own devices
 
 Few ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each (node-wise
 placement as in OrchMLLM, arXiv 2503.23830, but row by row). Language rows stay where they are.
@@ -24,7 +24,6 @@ from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
 
-NODE_WEIGHT = 2  # a token kept inside its node against one kept on its devices
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor
 
@@ -117,7 +116,7 @@ def _match(
     if ranks <= EXACT_RANKS:
         to_node = sums_by(row * nodes + node_goal, tokens, ranks * nodes).reshape(ranks, nodes)
         to_block = sums_by(row * len(grid.encoder) + block_goal, tokens, grid.encoder.shape[0] * ranks)
-        benefit = NODE_WEIGHT * to_node[:, encoder_node] + to_block.reshape(ranks, -1)[:, encoder_block]
+        benefit = to_node[:, encoder_node] + to_block.reshape(ranks, -1)[:, encoder_block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
     node_of = _greedy(row, node_goal, tokens, np.bincount(encoder_node, minlength=nodes), ranks)
     inside = node_of[row] == node_goal

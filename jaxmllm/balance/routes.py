@@ -326,6 +326,9 @@ def route_statistics(
         b, _, at = np.unravel_index(receiver, route.grid.shape)
         between = encoder_node[route.grid.encoder[a, e]] != language_node[route.grid.language[b, at]]
         statistics["node_tokens"] = int(tokens[between].sum())
+        apart = float((encoder_node[:, None] != language_node).mean())  # share of pairs of ranks
+        if arbitrary := apart * int(tokens.sum()):
+            statistics["node_tokens_over_arbitrary"] = statistics["node_tokens"] / arbitrary
     return statistics
 
 

@@ -45,7 +45,7 @@ PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more
 BOUND = 16  # batches on which the others are judged by a bound
 EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
-USUAL_HOPS, MOST_HOPS = 10, 16  # of a round: more of fewer slots waste less, fewer cost less time
+USUAL_HOPS, MOST_HOPS = 10, 24  # of a round: more of fewer slots waste less, fewer cost less time
 
 Capacities = tuple[int, ...]
 

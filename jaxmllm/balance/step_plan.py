@@ -47,7 +47,8 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     phase that carries an exchange (see `carriers`), `route/<phase>/...`: `rounds`; `hops` (all-to-alls, and as many
     back); `tokens` routed; `moved_tokens` of them that change rank; `slots_moved` from one rank to another, padding
     included; per token that changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known
-    nodes `node_tokens`, those that change node.
+    nodes `node_tokens`, those that change node, and `node_tokens_over_arbitrary`, the same against what change node
+    when ranks are dealt at random.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.balance.cost import STEM_STRIDE, component_names, phase_flops
 from jaxmllm.balance.pack import running_sums, sums_by
-from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
+from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 
@@ -207,6 +207,8 @@ def make_spec(
     mode: Mode = "phases",
     row_classes: int = ROW_CLASSES,
     mix: Mapping[str, float] = DEFAULT_MIX,
+    ranks_per_node: int | None = None,
+    backend: Backend = "padded",
 ) -> PlanSpec:
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase, chosen from
     `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""
@@ -222,7 +224,10 @@ def make_spec(
         )
         for phase in PHASES
     ]
-    return choose_sizes(samples, needs, make_grids(ranks), BalanceConfig(mode=mode))
+    nodes = None
+    if ranks_per_node is not None:
+        nodes = dict.fromkeys(PHASES, np.arange(ranks, dtype=np.int32) // ranks_per_node)
+    return choose_sizes(samples, needs, make_grids(ranks), BalanceConfig(mode=mode), nodes, backend)
 
 
 def make_grids(ranks: int) -> dict[str, ExchangeGrid]:

@@ -62,7 +62,7 @@ def test_the_exact_match_is_the_best_of_all_permutations(make):
     def gain(ranks):
         rank = np.asarray(ranks)[row]
         same = (np.argwhere(grid.language == goal[:, None, None])[:, 1] == rank).astype(int)
-        return int((tokens * (placement.NODE_WEIGHT * (node[rank] == node[goal]) + same)).sum())
+        return int((tokens * ((node[rank] == node[goal]).astype(int) + same)).sum())
 
     found = placement._match(row, goal, tokens, grid, node, node)
     assert sorted(found) == list(range(5))

@@ -153,6 +153,7 @@ def test_statistics_of_an_exchange_against_plain_loops(make, backend):
             between += tokens * (source // 2 != goal // 2)
     found = {key.removeprefix("route/vision/"): value for key, value in plan.statistics.items() if "route/" in key}
     assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
+    assert found["node_tokens_over_arbitrary"] == pytest.approx(between / (total / 2))
     hops = sum(turn.hops for turn in plan.routes["vision"].rounds)
     slots = hops * 4 * 3 * 9 if backend == "padded" else moved
     assert (found["hops"], found["slots_moved"]) == (hops, slots)
