@@ -12,6 +12,9 @@ batches that are not measured. Figures are means over the measured batches, time
     real tokens       share of row slots that hold data
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
+    node bytes        tokens that change node (of 8 ranks), rows placed near their texts / as balancing dealt them
+    slots moved       slots that the exchange sends from rank to rank, padding and relays included, / tokens that change
+                      rank
     plan ms           one whole plan of mode `phases` on one core; `cpu` leaves out what other processes took
 
 Modes: `none` leaves examples where sampling put them, `tokens` balances the total tokens of examples, `language` the
@@ -27,6 +30,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -34,8 +38,9 @@ import numpy as np
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.placement import node_tokens
 from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
-from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.balance.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples a rank
@@ -46,6 +51,8 @@ SETTINGS: tuple[Setting, ...] = (
     (64, 128),
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
+PROXIES = ("step_proxy", "step_proxy_padded")
+NODE = 8  # ranks
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
 SAMPLED_EXAMPLES = 8192  # whose lengths decide the sizes ...
@@ -68,12 +75,13 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     times: list[dict[str, float]] = []
     capacities: dict[str, list[int]] = {}
     for mode in MODES:
-        spec = make_spec(ranks, samples, mode, row_classes)
+        blind = make_spec(ranks, samples, mode, row_classes)
+        spec = in_nodes(blind)
         for batch in held_out:
             plan = plan_step(batch, spec)
             proxies[mode].append(step_proxy(plan, batch, spec))
             if mode == BALANCED:
-                step.append(route_figures(plan))
+                step.append(route_figures(plan, batch, spec, blind))
                 for phase in PHASES:
                     figures[phase].append(phase_figures(plan.phases[phase], batch.phases[phase], spec.phases[phase]))
         if mode == BALANCED:
@@ -84,7 +92,7 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     by_phase = [where | {"phase": p, "capacities": capacities[p]} | _over(figures[p], statistics.fmean) for p in PHASES]
     proxy = {mode: _over(records, statistics.fmean) for mode, records in proxies.items()}
     whole = where | _over(times, statistics.median) | _over(step, statistics.fmean)
-    for name in ("step_proxy", "step_proxy_padded"):
+    for name in PROXIES:
         whole[name] = {mode: proxy[mode][name] for mode in MODES}
         whole[f"{name}_over_{BALANCED}"] = {mode: proxy[mode][name] / proxy[BALANCED][name] for mode in MODES}
     whole["workload"] = describe(held_out[0])
@@ -129,9 +137,38 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
     return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
 
 
-def route_figures(plan: StepPlan) -> dict[str, float]:
-    """What the plan says of its routes."""
-    return {name: value for name, value in plan.statistics.items() if name.startswith("route/")}
+def in_nodes(spec: PlanSpec) -> PlanSpec:
+    """The same with every `NODE` ranks in one node."""
+    return replace(
+        spec, nodes={name: (np.arange(phase.ranks) // NODE).astype(np.int32) for name, phase in spec.phases.items()}
+    )
+
+
+def route_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec, blind: PlanSpec) -> dict[str, float]:
+    """What the exchanges of a step move, all phases together, over what has to move.
+
+    Args:
+      spec: that of the plan.
+      blind: the same without nodes.
+    """
+    sums = {
+        name: sum(
+            value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}")
+        )
+        for name in ("hops", "tokens", "moved_tokens", "slots_moved")
+    }
+    grids = {phase: route.grid for phase, route in spec.routes.items()}
+    arbitrary = place_items(batch, spec.phases, grids, spec.mode, blind.nodes)
+    between = [
+        sum(node_tokens(phases[name], phases["language"], batch, name, spec.nodes) for name in spec.routes)
+        for phases in (plan.phases, arbitrary)
+    ]
+    figures = {"hops": sums["hops"], "moved_token_fraction": sums["moved_tokens"] / sums["tokens"]}
+    if sums["moved_tokens"]:
+        figures["slots_moved_over_needed"] = sums["slots_moved"] / sums["moved_tokens"]
+    if between[1]:
+        figures["node_bytes_ratio"] = between[0] / between[1]
+    return figures
 
 
 def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
@@ -219,23 +256,17 @@ def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
     print_table(f"Phases, balance.mode: {BALANCED}, mean of {batches}", columns, shown)
 
     ratios = [mode for mode in MODES if mode != BALANCED]
-    columns = [
-        "ranks",
-        "per rank",
-        "plan ms",
-        "cpu",
-        *(f"{m}/{BALANCED}" for m in ratios),
-        *(f"{m} padded" for m in ratios),
-    ]
+    columns = ["ranks", "per rank", *ratios, *(f"{mode} padded" for mode in ratios)]
     table = [
-        [
-            *(row[name] for name in (*where, "plan_ms", "plan_cpu_ms")),
-            *(row[f"step_proxy_over_{BALANCED}"][mode] for mode in ratios),
-            *(row[f"step_proxy_padded_over_{BALANCED}"][mode] for mode in ratios),
-        ]
+        [*(row[name] for name in where), *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios)]
         for row in steps
     ]
-    print_table("Steps", columns, table)
+    print_table(f"Step proxy / that of mode {BALANCED}", columns, table)
+    costs = ("plan_ms", "plan_cpu_ms", "moved_token_fraction", "node_bytes_ratio", "hops", "slots_moved_over_needed")
+    columns = ["ranks", "per rank", "plan ms", "cpu", "tokens moved", "node bytes", "hops", "slots moved"]
+    print_table(
+        "Steps", columns, [[*(row[name] for name in where), *(row.get(name) for name in costs)] for row in steps]
+    )
 
 
 def _digits(value: float | None) -> str | None:
