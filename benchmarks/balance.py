@@ -12,7 +12,7 @@ batches that are not measured. Figures are means over the measured batches, time
     real tokens       share of row slots that hold data
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
-    node bytes        tokens that change node (of 8 ranks), rows placed near their texts / as balancing dealt them
+    node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
     slots moved       slots that the exchange sends from rank to rank, padding and relays included, / tokens that change
                       rank
     plan ms           one whole plan of mode `phases` on one core; `cpu` leaves out what other processes took
@@ -38,9 +38,8 @@ import numpy as np
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.pack import sums_by
-from jaxmllm.balance.placement import node_tokens
 from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
-from jaxmllm.balance.step_plan import place_items, plan_step
+from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples a rank
@@ -75,13 +74,12 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     times: list[dict[str, float]] = []
     capacities: dict[str, list[int]] = {}
     for mode in MODES:
-        blind = make_spec(ranks, samples, mode, row_classes)
-        spec = in_nodes(blind)
+        spec = in_nodes(make_spec(ranks, samples, mode, row_classes))
         for batch in held_out:
             plan = plan_step(batch, spec)
             proxies[mode].append(step_proxy(plan, batch, spec))
             if mode == BALANCED:
-                step.append(route_figures(plan, batch, spec, blind))
+                step.append(route_figures(plan, ranks))
                 for phase in PHASES:
                     figures[phase].append(phase_figures(plan.phases[phase], batch.phases[phase], spec.phases[phase]))
         if mode == BALANCED:
@@ -144,30 +142,17 @@ def in_nodes(spec: PlanSpec) -> PlanSpec:
     )
 
 
-def route_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec, blind: PlanSpec) -> dict[str, float]:
-    """What the exchanges of a step move, all phases together, over what has to move.
-
-    Args:
-      spec: that of the plan.
-      blind: the same without nodes.
-    """
-    sums = {
-        name: sum(
-            value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}")
-        )
-        for name in ("hops", "tokens", "moved_tokens", "slots_moved")
-    }
-    grids = {phase: route.grid for phase, route in spec.routes.items()}
-    arbitrary = place_items(batch, spec.phases, grids, spec.mode, blind.nodes)
-    between = [
-        sum(node_tokens(phases[name], phases["language"], batch, name, spec.nodes) for name in spec.routes)
-        for phases in (plan.phases, arbitrary)
-    ]
-    figures = {"hops": sums["hops"], "moved_token_fraction": sums["moved_tokens"] / sums["tokens"]}
-    if sums["moved_tokens"]:
-        figures["slots_moved_over_needed"] = sums["slots_moved"] / sums["moved_tokens"]
-    if between[1]:
-        figures["node_bytes_ratio"] = between[0] / between[1]
+def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
+    """What the exchanges of a step move, all phases together, over what has to move."""
+    hops, tokens, moved, slots, between = (
+        sum(value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}"))
+        for name in ("hops", "tokens", "moved_tokens", "slots_moved", "node_tokens")
+    )
+    figures = {"hops": hops, "moved_token_fraction": moved / tokens}
+    if moved:
+        figures["slots_moved_over_needed"] = slots / moved
+    if ranks > NODE:
+        figures["node_bytes_ratio"] = between / (tokens * (1 - NODE / ranks))
     return figures
 
 
