@@ -37,8 +37,8 @@ from sharding.route import Exchange, rank_nodes
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerError)
-SAMPLED_EXAMPLES = 1024  # whose lengths decide the sizes that the config leaves to `auto` ...
-SAMPLED_BATCHES = (8, 16)  # ... in as many batches as that makes, within these bounds
+SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
+SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 
 
