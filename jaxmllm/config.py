@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 Auto = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float64"]
-AXES = ("data", "fsdp", "tensor")
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
 

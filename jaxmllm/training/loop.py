@@ -136,7 +136,7 @@ class Report:
         values = jax.device_get(pending.metrics)
         record = self._record(pending, values)
         self.loss = record["loss"]
-        if pending.step % self.run.config.logging.every == 0 or pending.step == self.run.config.run.steps:
+        if _due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
             writer.write(pending.step, record)
         progress.update(pending.step, {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record})
         self._enforce(pending.step, values)

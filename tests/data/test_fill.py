@@ -25,6 +25,7 @@ from jaxmllm.balance.routes import route_tables
 from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.modality import MediaError
+from jaxmllm.data.text import MediaSpan, Rendered
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
 CAPACITIES = {"vision": 32, "audio": 48, "language": 64}
@@ -66,25 +67,8 @@ MODALITIES = {"vision": FakeModality("vision", 4, 1), "audio": FakeModality("aud
 
 
 @dataclass(frozen=True)
-class FakeSpan:
-    phase: str
-    path: Path
-    shape: tuple[int, int]
-    slot: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class FakeExample:
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    media: tuple[FakeSpan, ...]
-
-
-@dataclass(frozen=True)
 class FakeCorpus:
-    examples: dict[int, FakeExample]
+    examples: dict[int, Rendered]
 
     def example(self, i):
         return self.examples[i]
@@ -93,18 +77,18 @@ class FakeCorpus:
         return i % 5
 
 
-def make_example(number: int, rng: np.random.Generator, broken: bool) -> FakeExample:
+def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendered:
     spans, slot = [], int(rng.integers(1, 4))
     for k in range(rng.integers(0, 4)):
         phase = ("vision", "audio")[rng.integers(2)]
         shape = (int(rng.integers(1, 25)), number * 8 + k + 1)
         tokens = -(-shape[0] // MODALITIES[phase].slots_per_token)
         path = Path(f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}")
-        spans.append(FakeSpan(phase, path, shape, slot, tokens))
+        spans.append(MediaSpan(phase, path, shape, slot, tokens))
         slot += tokens + int(rng.integers(0, 3))
     length = slot + int(rng.integers(1, 6))
     targets = np.where(rng.random(length) < 0.5, rng.integers(0, 99, length), -1)
-    return FakeExample(
+    return Rendered(
         rng.integers(1, 99, length), targets, rng.integers(0, 99, (length, 3)).astype(np.int32), tuple(spans)
     )
 
@@ -213,7 +197,7 @@ def item_at(plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot
     return found[0] if found else None
 
 
-def span_of(case: Case, phase: str, item: int) -> FakeSpan:
+def span_of(case: Case, phase: str, item: int) -> MediaSpan:
     spans = [
         span for number in case.examples.tolist() for span in case.corpus.example(number).media if span.phase == phase
     ]

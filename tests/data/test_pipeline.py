@@ -29,7 +29,7 @@ from jaxmllm.data.pipeline import (
     steps,
     train_iterator,
 )
-from jaxmllm.data.text import ByteTokenizer
+from jaxmllm.data.text import ByteTokenizer, MediaSpan, Rendered
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -63,23 +63,6 @@ class Squares:
 
 
 @dataclass(frozen=True)
-class Span:
-    phase: str
-    path: Path
-    shape: tuple[int, int]
-    slot: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Rendered:
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    media: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Example i has 6 + i % 9 tokens, and i % 3 media items of one token each."""
 
@@ -88,7 +71,7 @@ class Corpus:
 
     def example(self, i):
         tokens = np.full(6 + i % 9, i + 1, np.int32)
-        media = tuple(Span("vision", Path(f"{i}-{k}"), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
+        media = tuple(MediaSpan("vision", Path(f"{i}-{k}"), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
         return Rendered(tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media)
 
     def source_of(self, i):
