@@ -86,7 +86,8 @@ def _slowest(plan: StepPlan, items: BatchItems, phase: PhaseSpec) -> float:
     rows, length = plan.phases[phase.name], items.phases[phase.name].length.astype(float)
     squares = np.zeros((rows.microbatches, phase.ranks))
     np.add.at(squares, (rows.microbatch, rows.rank), length**2)
-    return float(phase.linear * rows.capacity.sum(dtype=float) + phase.quadratic * squares.max(axis=1).sum())
+    flops = phase.flops
+    return float(flops.linear * rows.capacity.sum(dtype=float) + flops.quadratic * squares.max(axis=1).sum())
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
@@ -106,7 +107,8 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) ->
     np.maximum.at(longest, rank, items.length)
     if one_shape:
         count, longest = np.full_like(count, count.max()), np.full_like(longest, longest.max())
-    cost = count * (phase.linear * longest.astype(float) + phase.quadratic * longest.astype(float) ** 2)
+    flops = phase.flops
+    cost = count * (flops.linear * longest.astype(float) + flops.quadratic * longest.astype(float) ** 2)
     ratio = float(cost.max() / cost.mean())  # all is one microbatch
     return PhaseWaste(
         rows=int(count.sum()),
@@ -116,7 +118,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) ->
         floor=None,
         synchronised=ratio,
         slowest=float(cost.max()),
-        ideal=real_flops(items, phase) / phase.ranks,
+        ideal=real_flops(items, flops) / phase.ranks,
     )
 
 

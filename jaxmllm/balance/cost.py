@@ -1,6 +1,6 @@
-"""FLOPs of the real shapes: the one source for balancing, MFU and planning.
+"""FLOPs of the real shapes: the one source for MFU and, unless a calibration says what they take, for balancing.
 
-An item of l slots costs `linear * l + quadratic * l**2`. Matrix products count 2 FLOPs a multiply-add; norms,
+An item of l slots has `linear * l + quadratic * l**2` of them. Matrix products count 2 FLOPs a multiply-add; norms,
 activations, softmax and rotary turns are left out, as is usual. Backward counts what freezing leaves:
 
     bwd(l) = [something trainable upstream of l] * dX(l) + [l trainable] * dW(l)        dX = dW = fwd
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxmllm.balance.plan import BatchItems, PhaseItems, PhaseSpec
+from jaxmllm.balance.plan import BatchItems, PhaseFlops, PhaseItems
 from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 
 STEM_STRIDE = 4  # frames behind one token of the audio tower: two convolutions of stride 2 ...
@@ -22,15 +22,16 @@ STEM_KERNEL = 3  # ... and of this width
 
 
 @dataclass(frozen=True)
-class PhaseFlops:
-    """Forward and backward FLOPs of one item of l slots: linear * l + quadratic * l**2."""
+class PhaseTime:
+    """Measured femtoseconds: linear * l + quadratic * l**2 of one item of l slots, and what every row takes beside."""
 
     linear: int
     quadratic: int
+    row: int
 
 
 def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> PhaseFlops:
-    """Cost coefficients of a phase, per slot and per slot squared.
+    """FLOPs of a phase, per slot and per slot squared.
 
     An encoder phase includes its projector. The language phase includes the head on every slot, for that is what
     its program computes.
@@ -66,13 +67,13 @@ def component_names(model: ModelConfig) -> frozenset[str]:
 
 def batch_flops(items: BatchItems, flops: Mapping[str, PhaseFlops]) -> dict[str, float]:
     """FLOPs of a global batch by phase; see `real_flops`."""
-    return {phase: real_flops(items.phases[phase], cost) for phase, cost in flops.items()}
+    return {phase: real_flops(items.phases[phase], each) for phase, each in flops.items()}
 
 
-def real_flops(items: PhaseItems, cost: PhaseFlops | PhaseSpec) -> float:
+def real_flops(items: PhaseItems, flops: PhaseFlops) -> float:
     """FLOPs of items from their real lengths: padding inside and between items is not counted."""
     real = items.real.astype(float)
-    return float(cost.linear * real.sum() + cost.quadratic * (real * real).sum())
+    return float(flops.linear * real.sum() + flops.quadratic * (real * real).sum())
 
 
 def _language(config: LanguageConfig, upstream: bool, trained: bool) -> PhaseFlops:

@@ -48,8 +48,17 @@ class BatchItems:
 
 
 @dataclass(frozen=True)
+class PhaseFlops:
+    """Forward and backward FLOPs of one item of l slots: linear * l + quadratic * l**2."""
+
+    linear: int
+    quadratic: int
+
+
+@dataclass(frozen=True)
 class PhaseSpec:
-    """What the planner must know of a phase. The cost of one item of l slots is linear * l + quadratic * l**2."""
+    """What the planner must know of a phase. The cost of one item of l slots, by which items are balanced, is
+    linear * l + quadratic * l**2: its FLOPs, or femtoseconds where the phase is calibrated (balance/calibrate.py)."""
 
     name: str
     ranks: int
@@ -58,6 +67,12 @@ class PhaseSpec:
     slots_per_token: int  # encoder slots behind one language token; 1 for language
     linear: int
     quadratic: int
+    model_flops: PhaseFlops | None = None  # where the cost is measured; none: the cost is the FLOPs
+
+    @property
+    def flops(self) -> PhaseFlops:
+        """Of one item, whatever it is balanced by: for MFU."""
+        return self.model_flops or PhaseFlops(self.linear, self.quadratic)
 
 
 @dataclass(frozen=True)

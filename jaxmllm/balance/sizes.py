@@ -5,7 +5,7 @@
 
 Row classes minimise, summed over the samples, the slots of a rank times the wait for the slowest, plus
 `MICROBATCH_TOLL` of its load for every microbatch, since each is a dispatch of its own and gathers sharded parameters
-anew. Fewer classes win ties, for each is a program to compile.
+anew (a calibration says what that takes). Fewer classes win ties, for each is a program to compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxmllm.balance.assign import EVEN, RowNeeds, assign, assign_in_place, row_counts, row_needs
-from jaxmllm.balance.cost import PhaseFlops
+from jaxmllm.balance.cost import PhaseTime
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import (
     Backend,
@@ -25,6 +25,7 @@ from jaxmllm.balance.plan import (
     ExchangeGrid,
     Ints,
     Longs,
+    PhaseFlops,
     PhaseItems,
     PhasePlan,
     PhaseSpec,
@@ -61,6 +62,7 @@ class PhaseNeeds:
     longest: int  # slots of the largest item of the whole data; 0 without any
     flops: PhaseFlops
     config: PhaseConfig
+    time: PhaseTime | None = None  # balances items instead of their FLOPs
 
 
 def choose_sizes(
@@ -112,6 +114,7 @@ class _Load:
     items: PhaseItems
     home: Longs | None
     slots: int  # of the fullest rank, when rows could be cut anywhere
+    toll: float  # of a microbatch, in slots
     known: dict[Capacities, RowNeeds] = field(default_factory=dict)  # by bounds of the classes
 
     def needs(self, spec: PhaseSpec) -> RowNeeds:
@@ -145,16 +148,27 @@ def _loads(
 ) -> list[_Load]:
     """Loads of the samples that have items of the phase; `homes` has the rank of each example if its items stay."""
     loads = []
+    home: Longs | None
     for batch, example_rank in zip(samples, homes, strict=True):
         items = batch.phases[needs.name]
         if not len(items.length):
             continue
         if example_rank is None:
-            loads.append(_Load(items, None, -(-int(items.length.sum()) // needs.ranks)))
+            home, slots = None, -(-int(items.length.sum()) // needs.ranks)
         else:
             home = home_ranks(batch, needs.name, example_rank, grids)
-            loads.append(_Load(items, home, int(sums_by(home, items.length, needs.ranks).max())))
+            slots = int(sums_by(home, items.length, needs.ranks).max())
+        loads.append(_Load(items, home, slots, _toll(needs, items, slots)))
     return loads
+
+
+def _toll(needs: PhaseNeeds, items: PhaseItems, slots: int) -> float:
+    """What a microbatch takes beside its slots, in slots as dear as those of the items on average."""
+    if needs.time is None or not needs.time.row:
+        return MICROBATCH_TOLL * slots
+    length = items.length.astype(float)
+    cost = needs.time.linear * length.sum() + needs.time.quadratic * (length * length).sum()
+    return float(needs.time.row * length.sum() / cost)
 
 
 def _choose_rows(needs: PhaseNeeds, loads: Sequence[_Load]) -> PhaseSpec:
@@ -182,14 +196,14 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
 
     def bound(spec: PhaseSpec, load: _Load) -> float:
         counts = next(row_counts(spec.capacities, load.needs(spec)))
-        return float(counts @ np.array(spec.capacities)) + MICROBATCH_TOLL * load.slots * int(counts.sum())
+        return float(counts @ np.array(spec.capacities)) + load.toll * int(counts.sum())
 
     def packed(spec: PhaseSpec, load: _Load) -> float:
         plan = load.plan(spec)
         statistics = phase_statistics(plan, load.items, spec)
         waits = max(statistics[f"{needs.name}/synchronised"], 1 + 1 / EVEN)
         slots = int(plan.capacity.sum(dtype=np.int64)) * waits
-        return slots + MICROBATCH_TOLL * load.slots * plan.microbatches
+        return slots + load.toll * plan.microbatches
 
     few = max(1, PACKED_ITEMS // (PACKED * max(len(load.items.length) for load in loads)))
     candidates = _candidates(needs, loads, least, largest)
@@ -249,14 +263,16 @@ def _checked(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
 
 def _spec(needs: PhaseNeeds, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
+    cost = needs.time or needs.flops
     return PhaseSpec(
         name=needs.name,
         ranks=needs.ranks,
         capacities=capacities,
         max_segments=capacities[0] if max_segments is None else max_segments,
         slots_per_token=needs.slots_per_token,
-        linear=needs.flops.linear,
-        quadratic=needs.flops.quadratic,
+        linear=cost.linear,
+        quadratic=cost.quadratic,
+        model_flops=None if needs.time is None else needs.flops,
     )
 
 

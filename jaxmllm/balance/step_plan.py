@@ -154,7 +154,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         f"{spec.name}/microbatches": plan.microbatches,
         f"{spec.name}/slots": slots,
         f"{spec.name}/tokens": tokens,
-        f"{spec.name}/flops": real_flops(items, spec),
+        f"{spec.name}/flops": real_flops(items, spec.flops),
     }
     if not rows:
         return statistics

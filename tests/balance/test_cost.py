@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxmllm.balance.cost import PhaseFlops, batch_flops, phase_flops
-from jaxmllm.balance.plan import BatchItems, PhaseItems
+from jaxmllm.balance.cost import batch_flops, phase_flops
+from jaxmllm.balance.plan import BatchItems, PhaseFlops, PhaseItems
 from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
 
 LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.assign import assign
-from jaxmllm.balance.cost import PhaseFlops
-from jaxmllm.balance.plan import Mode
+from jaxmllm.balance.plan import Mode, PhaseFlops
 from jaxmllm.balance.sizes import MICROBATCH_TOLL, PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
