@@ -1,8 +1,8 @@
-"""Node-wise placement: which rank runs which row, so that encoder outputs have a short way to the language rows.
+"""Node-wise placement: where encoder items run, so that their outputs have a short way to the language rows.
 
-Balancing fixes what lies in one row; the ranks of a microbatch may swap their rows freely, for every rank waits for
-the costliest row of the microbatch anyway. A token costs nothing when it stays on its devices, little inside a node,
-and most between nodes:
+A token costs nothing when it stays on its devices, little inside a node, and most between nodes. The ranks of a
+microbatch may swap their rows freely, for every rank waits for the costliest row of the microbatch anyway; after that,
+items of like length trade places (trade.py).
 
     benefit[row, rank] = tokens for the rank's node + tokens for the rank's own devices
 
@@ -21,11 +21,76 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.balance.assign import item_costs
-from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.pack import lay_out, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
+from jaxmllm.balance.trade import Places, trade
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
-MARGIN = 128  # rank totals may come to one part in so many above their floor
+MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean
+WORTH = 50  # items trade as long as one part in so many of all routed tokens gains by a sweep
+
+
+def place_items_near(
+    plans: Mapping[str, PhasePlan],
+    items: BatchItems,
+    phases: Mapping[str, PhaseSpec],
+    grids: Mapping[str, ExchangeGrid],
+    nodes: Mapping[str, Ints],
+) -> dict[str, PhasePlan]:
+    """Choose the ranks of the rows of every encoder phase, then let items of like length trade places.
+
+    The number of rows and microbatches stays. The costliest row of a microbatch and the costliest rank stay as they
+    are or within one part in `MARGIN` of the mean and of what no placement goes below.
+
+    Args:
+      plans: by phase, with balanced ranks.
+      grids: by encoder phase.
+      nodes: by phase, node of each rank [R].
+
+    Returns:
+      The plans with new rows of the items of encoder phases.
+    """
+    placed = place_rows(plans, items, phases, grids, nodes)
+    worth = max(1, sum(int(items.phases[phase].tokens.sum(dtype=np.int64)) for phase in grids) // WORTH)
+    home = _language_ranks(items, plans["language"])
+    for phase, grid in grids.items():
+        spec, length = phases[phase], items.phases[phase].length
+        if placed[phase].microbatches and spec.ranks > 1:
+            goal = home[items.phases[phase].example]
+            places = Places(
+                node=nodes[phase],
+                block=_blocks(grid.encoder),
+                wanted_node=nodes["language"][goal],
+                wanted_block=_blocks(grid.language)[goal],
+                tokens=items.phases[phase].tokens.astype(np.int64),
+            )
+            placed[phase] = _trade_items(placed[phase], length, item_costs(spec, length), spec.ranks, places, worth)
+    return placed
+
+
+def _trade_items(plan: PhasePlan, length: Longs, cost: Longs, ranks: int, places: Places, worth: int) -> PhasePlan:
+    row_of = plan.microbatch.astype(np.int64) * ranks + plan.rank
+    rows = plan.microbatches * ranks
+    room = np.repeat(plan.capacity.astype(np.int64), ranks) - sums_by(row_of, length, rows)
+    load = sums_by(row_of, cost, rows).reshape(-1, ranks)
+    mean, total = load.sum(axis=1) // ranks, load.sum(axis=0)
+    floor = max(-(-int(total.sum()) // ranks), int(cost.max()))
+    most = np.maximum(load.max(axis=1), mean + mean // MARGIN)[:, None]
+    most_of_rank = max(int(total.max()), floor + floor // MARGIN)
+    spare = np.minimum(most - load, (most_of_rank - total) // plan.microbatches)  # every row has its part of the rank's
+    row_of = trade(row_of, length, cost, room, spare.reshape(-1), places, worth)
+    microbatch, rank = np.divmod(row_of, ranks)
+    offset, segment = lay_out(row_of, length)
+    return replace(
+        plan, microbatch=microbatch.astype(np.int32), rank=rank.astype(np.int32), offset=offset, segment=segment
+    )
+
+
+def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:
+    """Language rank of each example: [B]."""
+    home = np.full(len(items.examples), -1, np.int64)
+    home[items.phases["language"].example] = language.rank
+    return home
 
 
 def place_rows(
@@ -49,10 +114,7 @@ def place_rows(
     Returns:
       The plans with new `rank` in encoder phases.
     """
-    placed = dict(plans)
-    language = plans["language"]
-    home = np.full(len(items.examples), -1, np.int64)
-    home[items.phases["language"].example] = language.rank
+    placed, home = dict(plans), _language_ranks(items, plans["language"])
     for phase, grid in grids.items():
         plan, wanted, ranks = plans[phase], items.phases[phase], phases[phase].ranks
         if not plan.microbatches or ranks == 1:

@@ -1,7 +1,7 @@
 """From the lengths of a global batch to the plan of its step: pure, integers only, the same on every host.
 
 place_items   every phase on its own: rows, microbatches, ranks        assign.py
-              ranks so that tokens stay near                           placement.py
+              ranks and rows so that tokens stay near                  placement.py, trade.py
 plan_routes   pools and exchange between them                          routes.py
 statistics    what the plan wastes
 """
@@ -17,7 +17,7 @@ from jaxmllm.balance.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.cost import real_flops
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.partition import packed
-from jaxmllm.balance.placement import place_rows
+from jaxmllm.balance.placement import place_items_near
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
@@ -85,7 +85,7 @@ def place_items(
     """
     if mode == "phases":
         plans = {name: assign(spec, items.phases[name]) for name, spec in phases.items()}
-        return place_rows(plans, items, phases, grids, nodes) if nodes else plans
+        return place_items_near(plans, items, phases, grids, nodes) if nodes else plans
     balanced = {"language": assign(phases["language"], items.phases["language"])} if mode == "language" else {}
     home = example_ranks(items, phases["language"].ranks, mode, balanced.get("language"))
     return {

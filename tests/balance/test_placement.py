@@ -93,4 +93,5 @@ def test_rank_totals_hardly_grow(make):
         for phase in ("vision", "audio"):
             gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / placement.MARGIN + 1e-3  # rounding of costs
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
-            assert placed[f"{phase}/synchronised"] == left[f"{phase}/synchronised"]
+            waits = max(left[f"{phase}/synchronised"], 1 + 1 / placement.MARGIN)
+            assert placed[f"{phase}/synchronised"] <= waits + 1e-3
