@@ -1,0 +1,213 @@
+"""Partition: the freezing table, cuts against brute force, layouts and their errors."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.pipeline.partition import Layer, PartitionError, cut, layer_costs, partition
+
+
+def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
+    """Three tower layers, a projector of one, and embedding, two blocks and a head; every forward pass costs 10."""
+
+    def run(component: str, count: int, trainable: bool) -> list[Layer]:
+        return [Layer(component, 10, trainable=trainable, **shape) for _ in range(count)]
+
+    return {
+        "vision": run("vision", 3, vision) + run("projector.vision", 1, projector),
+        "language": run("language", 4, language),
+    }
+
+
+# ---------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize(
+    ("trained", "encoder", "projector", "language"),
+    [
+        ((False, True, False), 0, 1, 1),
+        ((False, True, True), 0, 1, 2),
+        ((True, True, False), 2, 2, 1),
+        ((True, True, True), 2, 2, 2),
+    ],
+    ids=["alignment", "encoder frozen", "language frozen", "all trained"],
+)
+def test_backward_passes_by_what_is_frozen(trained, encoder, projector, language):
+    """In forward passes, beside recomputation; of the tower a layer that has another before it."""
+    costs = layer_costs(model(*trained, checkpointed=False))
+    assert costs["vision"][1].backward == costs["vision"][2].backward == 10 * encoder
+    assert costs["vision"][3].backward == 10 * projector
+    assert {cost.backward for cost in costs["language"]} == {10 * language}
+    for kept, again in zip(costs["vision"], layer_costs(model(*trained))["vision"], strict=True):
+        assert again.backward == kept.backward + (10 if kept.backward else 0)
+
+
+def test_the_first_trained_layer_has_no_input_gradient():
+    first, second = layer_costs(model(True, True, True))["vision"][:2]
+    assert (first.input_grad, first.weight_grad, first.recompute) == (0, 10, 10)
+    assert (second.input_grad, second.weight_grad, second.recompute) == (10, 10, 10)
+
+
+def test_a_model_that_learns_nothing_has_no_backward_pass():
+    for costs in layer_costs(model(False, False, False)).values():
+        assert all(cost.backward == 0 and cost.forward == 10 for cost in costs)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_attention_costs_two_and_a_half_forward_passes_on_the_way_back(trainable):
+    before, layer = Layer("language", 1, trainable=True), Layer("language", 10, attention=4, trainable=trainable)
+    _, cost = layer_costs({"language": [before, layer]})["language"]
+    assert (cost.forward, cost.input_grad, cost.recompute) == (14, 10 + 10, 14)
+    assert cost.weight_grad == (10 if trainable else 0)
+    (alone,) = layer_costs({"language": [layer]})["language"]
+    assert (alone.input_grad, alone.weight_grad) == (0, 20 if trainable else 0)
+
+
+def test_one_trained_encoder_sends_gradients_through_language_but_not_through_the_other():
+    chains = {
+        "vision": [Layer("vision", 10, trainable=False)] * 2,
+        "audio": [Layer("audio", 10, trainable=True)] * 2,
+        "language": [Layer("language", 10, trainable=False)] * 2,
+    }
+    costs = layer_costs(chains)
+    assert [cost.backward for cost in costs["vision"]] == [0, 0]
+    assert [cost.input_grad for cost in costs["audio"]] == [0, 10]
+    assert [(cost.input_grad, cost.weight_grad) for cost in costs["language"]] == [(10, 0), (10, 0)]
+
+
+# ---------------------------------------------------------------------------- cuts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_cuts_are_the_best_of_all(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1)]
+
+    def loads(bounds):
+        return [sum(costs[a:b]) for a, b in pairwise(bounds)]
+
+    best = min((max(loads(bounds)), sum(load**2 for load in loads(bounds))) for bounds in every)
+    found = cut(costs, stages)
+    assert found in every
+    assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
+
+
+def test_cuts_of_costs_whose_squares_no_word_holds():
+    assert cut([10**15, 10**15, 3 * 10**15, 10**15], 3) == (0, 2, 3, 4)
+
+
+# ---------------------------------------------------------------------------- layouts
+
+
+def chains(**costs: list[int]) -> dict[str, list[Layer]]:
+    """Chains whose layers cost what is given, forward and backward, with nothing trained."""
+    return {name: [Layer(name, cost, parameters=1, trainable=False) for cost in each] for name, each in costs.items()}
+
+
+def covers(found, expected: dict[str, list[Layer]]) -> None:
+    for name, layers in expected.items():
+        of = found.of(name)
+        assert [chunk.start for chunk in of] == [0, *(chunk.stop for chunk in of[:-1])]
+        assert of[-1].stop == len(layers) and [chunk.index for chunk in of] == list(range(len(of)))
+        assert all(chunk.cost.forward == sum(x.linear for x in layers[chunk.start : chunk.stop]) for chunk in of)
+    assert sum(found.loads) == sum(layer.linear for layers in expected.values() for layer in layers)
+
+
+def places(found, chain: str) -> list[tuple[int, int, int]]:
+    return [(chunk.rank, chunk.start, chunk.stop) for chunk in found.of(chain)]
+
+
+def test_a_chain_runs_over_the_ranks_once():
+    layers = chains(vision=[2] * 3, language=[3] * 3)
+    found = partition(layers, 3, "chain")
+    covers(found, layers)
+    assert found.loads == (4, 5, 6)
+    assert places(found, "vision") == [(0, 0, 2), (1, 2, 3)]
+    assert places(found, "language") == [(1, 0, 1), (2, 1, 3)]
+
+
+def test_cuts_by_parameters_ignore_cost():
+    layers = chains(vision=[9, 9], language=[1, 1])
+    assert partition(layers, 2, "chain", cut_by="parameters").loads == (18, 2)
+    assert partition(layers, 2, "chain").loads == (9, 11)
+
+
+def test_segments_lay_every_chain_over_all_ranks():
+    layers = chains(vision=[2] * 4, language=[2] * 9)
+    found = partition(layers, 2, "segments")
+    covers(found, layers)
+    assert places(found, "vision") == [(0, 0, 2), (1, 2, 4)]
+    assert [rank for rank, *_ in places(found, "language")] == [0, 1, 0, 1], "T = 8 and 18: two chunks a rank"
+    assert len(partition(layers, 2, "segments", chunks={"language": 1}).of("language")) == 2
+    assert len(partition(chains(vision=[1] * 2, language=[9] * 2), 2, "segments").of("language")) == 2, "no more layers"
+
+
+def test_parallel_gives_each_chain_the_ranks_it_needs():
+    layers = chains(vision=[3] * 4, audio=[1] * 3, language=[4] * 9)
+    found = partition(layers, 6, "parallel")
+    covers(found, layers)
+    assert [len(found.of(name)) for name in layers] == [2, 1, 3], "a fourth rank would not hasten language"
+    assert [chunk.rank for chunk in found.chunks] == list(range(6))
+    assert max(found.loads) == 12
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.integers(3, 8),
+)
+def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages):
+    costs = [vision, audio, language]
+    if stages > sum(map(len, costs)):
+        return
+
+    def slowest(layers, count):
+        every = ((0, *inner, len(layers)) for inner in combinations(range(1, len(layers)), count - 1))
+        return min(max(sum(layers[a:b]) for a, b in pairwise(bounds)) for bounds in every)
+
+    splits = [
+        (a, b, c)
+        for a in range(1, len(vision) + 1)
+        for b in range(1, len(audio) + 1)
+        for c in range(1, len(language) + 1)
+        if a + b + c == stages
+    ]
+    best = min(max(map(slowest, costs, split)) for split in splits)
+    layers = chains(vision=vision, audio=audio, language=language)
+    found = partition(layers, stages, "parallel")
+    covers(found, layers)
+    assert max(found.loads) == best
+
+
+def test_a_model_without_encoders():
+    layers = chains(vision=[], language=[1] * 4)
+    for layout in ("chain", "segments", "parallel"):
+        assert partition(layers, 2, layout).loads == (2, 2)
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def test_more_stages_than_layers_are_refused_with_both_counts():
+    layers = chains(vision=[1] * 3, language=[1] * 8)
+    with pytest.raises(PartitionError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"):
+        partition(layers, 4, "segments")
+    with pytest.raises(PartitionError, match=r"pipeline\.stages = 12, but .*: 11 layers in all"):
+        partition(layers, 12, "chain")
+    with pytest.raises(PartitionError, match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8"):
+        partition(layers, 12, "parallel")
+    with pytest.raises(PartitionError, match=r"pipeline\.stages = 1, .* a rank for each of vision, language"):
+        partition(layers, 1, "parallel")
+    with pytest.raises(PartitionError, match="2 layers cannot be cut into 3"):
+        cut([1, 1], 3)
+    with pytest.raises(PartitionError, match="3 chunks of 'language' on each of 3 stages do not fit its 8 layers"):
+        partition(layers, 3, "segments", chunks={"language": 3})
+    with pytest.raises(PartitionError, match=r"pipeline\.stages = 0"):
+        partition(layers, 0, "chain")
