@@ -1,6 +1,7 @@
-"""Which pipeline rank computes which layers: costs that know about freezing, cuts, and three layouts.
+"""Which pipeline rank computes which layers: costs that know about freezing, cuts, and three kinds of layout.
 
-    layers --layer_costs--> costs --partition--> chunks: consecutive layers of one chain on one rank
+    layers --partition--> Layout: chunks, runs of layers of one chain on one rank
+    layers of every microbatch --layer_costs, chain_work--> ChainWork of every chain
 
     chain                    segments                       parallel
     rank 0  [vision    ]     rank 0  [vision 0][lang 0]     rank 0  [vision  ]
@@ -18,17 +19,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
 
-Layout = Literal["chain", "segments", "parallel"]
+from sharding.pipeline.graph import Chain, ChainWork, Layout, PipelineError
+
+LayoutName = Literal["chain", "segments", "parallel"]
 CutBy = Literal["cost", "parameters"]
-
-
-class PartitionError(ValueError):
-    """Layers that cannot be laid over the stages asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,39 +66,6 @@ class LayerCost:
             self.weight_grad + other.weight_grad,
             self.recompute + other.recompute,
         )
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Layers start .. stop - 1 of a chain, on one rank; `index` counts the chunks of the chain."""
-
-    chain: str
-    index: int
-    rank: int
-    start: int
-    stop: int
-    cost: LayerCost
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Every layer of every chain in one chunk; chunks stand by chain, in the order of computation."""
-
-    layout: Layout
-    stages: int
-    chunks: tuple[Chunk, ...]
-
-    def of(self, chain: str) -> tuple[Chunk, ...]:
-        """The chunks of one chain."""
-        return tuple(chunk for chunk in self.chunks if chunk.chain == chain)
-
-    @property
-    def loads(self) -> tuple[int, ...]:
-        """Cost of each rank for one microbatch, forward and backward: [stages]."""
-        loads = [0] * self.stages
-        for chunk in self.chunks:
-            loads[chunk.rank] += chunk.cost.total
-        return tuple(loads)
 
 
 # ---------------------------------------------------------------------------- costs
@@ -142,6 +108,35 @@ def _cost(layer: Layer, up: bool) -> LayerCost:
     )
 
 
+def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Costs of the chunks of a chain, [D], from those of its layers."""
+    bounds = [0, *itertools.accumulate(chain.layers)]
+    if bounds[-1] != len(costs):
+        raise PipelineError(f"{chain.name} has {bounds[-1]} layers in its layout, but costs of {len(costs)}")
+    return tuple(sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds))
+
+
+def rank_costs(layout: Layout, costs: Mapping[str, Sequence[LayerCost]]) -> tuple[int, ...]:
+    """Cost of each rank, forward and backward of one microbatch of every chain: [S]."""
+    total = [0] * layout.stages
+    for chain in layout.chains:
+        for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
+            total[rank] += cost.total
+    return tuple(total)
+
+
+def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
+    """Work of a chain in one batch: [D, M].
+
+    Args:
+      costs: of the chain's layers, for each of its M microbatches; where these repeat, the same objects may.
+    """
+    known = {id(each): chunk_costs(chain, each) for each in costs}
+    parts = np.array([[astuple(cost) for cost in known[id(each)]] for each in costs], np.int64)
+    forward, input_grad, weight_grad, recompute = parts.reshape(-1, chain.depth, 4).transpose(2, 1, 0)
+    return ChainWork(np.maximum(forward, 1), recompute, input_grad, weight_grad)  # an embedding alone is an operation
+
+
 # ---------------------------------------------------------------------------- cuts
 
 
@@ -157,10 +152,10 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
       [stages + 1] bounds: stage s has layers bounds[s] .. bounds[s + 1] - 1.
 
     Raises:
-      PartitionError: more stages than layers, or none.
+      PipelineError: more stages than layers, or none.
     """
     if not 1 <= stages <= len(costs):
-        raise PartitionError(f"{len(costs)} layers cannot be cut into {stages} stages of at least one layer each")
+        raise PipelineError(f"{len(costs)} layers cannot be cut into {stages} stages of at least one layer each")
     ends = [0, *itertools.accumulate(costs)]
     slowest = _slowest(ends, stages)
     # Python's integers: squares of FLOPs do not fit 64 bits.
@@ -201,10 +196,10 @@ def _slowest(ends: Sequence[int], stages: int) -> int:
 def partition(
     chains: Mapping[str, Sequence[Layer]],
     stages: int,
-    layout: Layout,
+    layout: LayoutName,
     cut_by: CutBy = "cost",
     chunks: Mapping[str, int] | None = None,
-) -> Partition:
+) -> Layout:
     """Lay chains over the ranks of a pipeline.
 
     chain      all chains one behind another, cut into one stage a rank; a rank where two chains meet has a chunk of
@@ -219,12 +214,12 @@ def partition(
       chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
 
     Raises:
-      PartitionError: more stages than a chain has layers (segments), than there are layers (chain), or fewer than there
+      PipelineError: more stages than a chain has layers (segments), than there are layers (chain), or fewer than there
         are chains (parallel).
     """
     chains = {name: layers for name, layers in chains.items() if len(layers)}
     if stages < 1 or not chains:
-        raise PartitionError(f"pipeline.stages = {stages} and {len(chains)} chains: there must be at least one of each")
+        raise PipelineError(f"pipeline.stages = {stages} and {len(chains)} chains: there must be at least one of each")
     costs = layer_costs(chains)
     weights = {
         name: [
@@ -239,21 +234,22 @@ def partition(
         pieces = _segments(weights, stages, chunks)
     else:
         pieces = _parallel(weights, stages)
-    found = tuple(
-        Chunk(name, index, rank, start, stop, sum(costs[name][start:stop], LayerCost()))
-        for name in chains
-        for index, (rank, start, stop) in enumerate(pieces[name])
+    return Layout(
+        stages,
+        tuple(
+            Chain(name, tuple(rank for rank, _ in pieces[name]), tuple(layers for _, layers in pieces[name]))
+            for name in chains
+        ),
     )
-    return Partition(layout, stages, found)
 
 
-Pieces = dict[str, list[tuple[int, int, int]]]  # by chain: rank, start, stop
+Pieces = dict[str, list[tuple[int, int]]]  # by chain: rank and number of layers of every chunk
 
 
 def _chain(weights: Mapping[str, list[int]], stages: int) -> Pieces:
     layers = sum(map(len, weights.values()))
     if stages > layers:
-        raise PartitionError(
+        raise PipelineError(
             f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} layers in all; use fewer stages"
         )
     bounds = cut([weight for chain in weights.values() for weight in chain], stages)
@@ -263,14 +259,14 @@ def _chain(weights: Mapping[str, list[int]], stages: int) -> Pieces:
         ranges = [
             (rank, max(bounds[rank] - first, 0), min(bounds[rank + 1] - first, len(chain))) for rank in range(stages)
         ]
-        pieces[name] = [(rank, start, stop) for rank, start, stop in ranges if start < stop]
+        pieces[name] = [(rank, stop - start) for rank, start, stop in ranges if start < stop]
         first += len(chain)
     return pieces
 
 
 def _segments(weights: Mapping[str, list[int]], stages: int, chunks: Mapping[str, int] | None) -> Pieces:
     if short := {name: chain for name, chain in weights.items() if len(chain) < stages}:
-        raise PartitionError(
+        raise PipelineError(
             f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each chain on every "
             "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'"
         )
@@ -278,13 +274,11 @@ def _segments(weights: Mapping[str, list[int]], stages: int, chunks: Mapping[str
     for name, count in per_rank.items():
         layers = len(weights.get(name, ()))
         if not 1 <= count * stages <= layers:
-            raise PartitionError(
-                f"{count} chunks of {name!r} on each of {stages} stages do not fit its {layers} layers"
-            )
+            raise PipelineError(f"{count} chunks of {name!r} on each of {stages} stages do not fit its {layers} layers")
     pieces: Pieces = {}
     for name, chain in weights.items():
         bounds = cut(chain, stages * per_rank[name])
-        pieces[name] = [(index % stages, *ends) for index, ends in enumerate(itertools.pairwise(bounds))]
+        pieces[name] = [(index % stages, layers) for index, layers in enumerate(np.diff(bounds).tolist())]
     return pieces
 
 
@@ -297,13 +291,13 @@ def chunks_per_rank(weights: Mapping[str, Sequence[int]], stages: int) -> dict[s
 
 def _parallel(weights: Mapping[str, list[int]], stages: int) -> Pieces:
     if stages < len(weights):
-        raise PartitionError(
+        raise PipelineError(
             f"pipeline.stages = {stages}, but layout 'parallel' needs a rank for each of {', '.join(weights)}: "
             f"use at least {len(weights)} stages or pipeline.layout = 'chain'"
         )
     limits = [len(chain) for chain in weights.values()]
     if stages > sum(limits):
-        raise PartitionError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
+        raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
     ends = [[0, *itertools.accumulate(chain)] for chain in weights.values()]
     slowest = [
         {count: _slowest(of, count) for count in range(1, min(limit, stages) + 1)}
@@ -318,7 +312,7 @@ def _parallel(weights: Mapping[str, list[int]], stages: int) -> Pieces:
     first = 0
     for (name, chain), count in zip(weights.items(), best, strict=True):
         bounds = cut(chain, count)
-        pieces[name] = [(first + number, *ends) for number, ends in enumerate(itertools.pairwise(bounds))]
+        pieces[name] = [(first + index, layers) for index, layers in enumerate(np.diff(bounds).tolist())]
         first += count
     return pieces
 
