@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.partition import Layer, PartitionError, cut, layer_costs, partition
+from sharding.pipeline.graph import PipelineError
+from sharding.pipeline.partition import Layer, chain_work, chunk_costs, cut, layer_costs, partition, rank_costs
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
@@ -109,51 +110,51 @@ def chains(**costs: list[int]) -> dict[str, list[Layer]]:
     return {name: [Layer(name, cost, parameters=1, trainable=False) for cost in each] for name, each in costs.items()}
 
 
-def covers(found, expected: dict[str, list[Layer]]) -> None:
-    for name, layers in expected.items():
-        of = found.of(name)
-        assert [chunk.start for chunk in of] == [0, *(chunk.stop for chunk in of[:-1])]
-        assert of[-1].stop == len(layers) and [chunk.index for chunk in of] == list(range(len(of)))
-        assert all(chunk.cost.forward == sum(x.linear for x in layers[chunk.start : chunk.stop]) for chunk in of)
-    assert sum(found.loads) == sum(layer.linear for layers in expected.values() for layer in layers)
+def loads(found, layers: dict[str, list[Layer]]) -> tuple[int, ...]:
+    """Cost of each rank, after every layer was found in one chunk."""
+    for chain in found.chains:
+        assert sum(chain.layers) == len(layers[chain.name]) and min(chain.layers) > 0
+    assert [chain.name for chain in found.chains] == [name for name, each in layers.items() if each]
+    ranks = rank_costs(found, layer_costs({name: each for name, each in layers.items() if each}))
+    assert sum(ranks) == sum(layer.linear for each in layers.values() for layer in each)
+    return ranks
 
 
-def places(found, chain: str) -> list[tuple[int, int, int]]:
-    return [(chunk.rank, chunk.start, chunk.stop) for chunk in found.of(chain)]
+def chain_of(found, name: str):
+    return next(chain for chain in found.chains if chain.name == name)
 
 
 def test_a_chain_runs_over_the_ranks_once():
     layers = chains(vision=[2] * 3, language=[3] * 3)
     found = partition(layers, 3, "chain")
-    covers(found, layers)
-    assert found.loads == (4, 5, 6)
-    assert places(found, "vision") == [(0, 0, 2), (1, 2, 3)]
-    assert places(found, "language") == [(1, 0, 1), (2, 1, 3)]
+    assert loads(found, layers) == (4, 5, 6)
+    vision, language = found.chains
+    assert (vision.stages, vision.layers) == ((0, 1), (2, 1))
+    assert (language.stages, language.layers) == ((1, 2), (1, 2))
 
 
 def test_cuts_by_parameters_ignore_cost():
     layers = chains(vision=[9, 9], language=[1, 1])
-    assert partition(layers, 2, "chain", cut_by="parameters").loads == (18, 2)
-    assert partition(layers, 2, "chain").loads == (9, 11)
+    assert loads(partition(layers, 2, "chain", cut_by="parameters"), layers) == (18, 2)
+    assert loads(partition(layers, 2, "chain"), layers) == (9, 11)
 
 
 def test_segments_lay_every_chain_over_all_ranks():
     layers = chains(vision=[2] * 4, language=[2] * 9)
     found = partition(layers, 2, "segments")
-    covers(found, layers)
-    assert places(found, "vision") == [(0, 0, 2), (1, 2, 4)]
-    assert [rank for rank, *_ in places(found, "language")] == [0, 1, 0, 1], "T = 8 and 18: two chunks a rank"
-    assert len(partition(layers, 2, "segments", chunks={"language": 1}).of("language")) == 2
-    assert len(partition(chains(vision=[1] * 2, language=[9] * 2), 2, "segments").of("language")) == 2, "no more layers"
+    loads(found, layers)
+    assert (chain_of(found, "vision").stages, chain_of(found, "vision").layers) == ((0, 1), (2, 2))
+    assert chain_of(found, "language").stages == (0, 1, 0, 1), "T = 8 and 18: two chunks a rank"
+    assert chain_of(partition(layers, 2, "segments", chunks={"language": 1}), "language").depth == 2
+    few = partition(chains(vision=[1] * 2, language=[9] * 2), 2, "segments")
+    assert chain_of(few, "language").depth == 2, "no more layers"
 
 
 def test_parallel_gives_each_chain_the_ranks_it_needs():
     layers = chains(vision=[3] * 4, audio=[1] * 3, language=[4] * 9)
     found = partition(layers, 6, "parallel")
-    covers(found, layers)
-    assert [len(found.of(name)) for name in layers] == [2, 1, 3], "a fourth rank would not hasten language"
-    assert [chunk.rank for chunk in found.chunks] == list(range(6))
-    assert max(found.loads) == 12
+    assert [chain.stages for chain in found.chains] == [(0, 1), (2,), (3, 4, 5)], "a fourth would not hasten language"
+    assert max(loads(found, layers)) == 12
 
 
 @settings(max_examples=80, deadline=None)
@@ -182,14 +183,29 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
     best = min(max(map(slowest, costs, split)) for split in splits)
     layers = chains(vision=vision, audio=audio, language=language)
     found = partition(layers, stages, "parallel")
-    covers(found, layers)
-    assert max(found.loads) == best
+    assert max(loads(found, layers)) == best
 
 
 def test_a_model_without_encoders():
     layers = chains(vision=[], language=[1] * 4)
     for layout in ("chain", "segments", "parallel"):
-        assert partition(layers, 2, layout).loads == (2, 2)
+        assert loads(partition(layers, 2, layout), layers) == (2, 2)
+
+
+def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
+    layers = [model(True, True, True), model(False, True, True), model(True, True, True)]
+    layout = partition(layers[0], 2, "chain")
+    costs = [layer_costs(each)["vision"] for each in layers]
+    chain = chain_of(layout, "vision")
+    work = chain_work(chain, costs)
+    assert work.shape == (chain.depth, 3)
+    for microbatch, each in enumerate(costs):
+        for depth, cost in enumerate(chunk_costs(chain, each)):
+            found = [part[depth, microbatch] for part in (work.forward, work.input_gradient, work.weight_gradient)]
+            assert found == [cost.forward, cost.input_grad, cost.weight_grad]
+            assert work.recompute[depth, microbatch] == cost.recompute
+    with pytest.raises(PipelineError, match="vision has 4 layers in its layout, but costs of 3"):
+        chain_work(chain, [costs[0][:3]])
 
 
 # ---------------------------------------------------------------------------- errors
@@ -197,17 +213,17 @@ def test_a_model_without_encoders():
 
 def test_more_stages_than_layers_are_refused_with_both_counts():
     layers = chains(vision=[1] * 3, language=[1] * 8)
-    with pytest.raises(PartitionError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"):
         partition(layers, 4, "segments")
-    with pytest.raises(PartitionError, match=r"pipeline\.stages = 12, but .*: 11 layers in all"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but .*: 11 layers in all"):
         partition(layers, 12, "chain")
-    with pytest.raises(PartitionError, match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8"):
         partition(layers, 12, "parallel")
-    with pytest.raises(PartitionError, match=r"pipeline\.stages = 1, .* a rank for each of vision, language"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 1, .* a rank for each of vision, language"):
         partition(layers, 1, "parallel")
-    with pytest.raises(PartitionError, match="2 layers cannot be cut into 3"):
+    with pytest.raises(PipelineError, match="2 layers cannot be cut into 3"):
         cut([1, 1], 3)
-    with pytest.raises(PartitionError, match="3 chunks of 'language' on each of 3 stages do not fit its 8 layers"):
+    with pytest.raises(PipelineError, match="3 chunks of 'language' on each of 3 stages do not fit its 8 layers"):
         partition(layers, 3, "segments", chunks={"language": 3})
-    with pytest.raises(PartitionError, match=r"pipeline\.stages = 0"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 0"):
         partition(layers, 0, "chain")
