@@ -85,14 +85,15 @@ class Comparison:
 class PhaseView:
     """One phase of one plan, as it is drawn."""
 
-    load: NDArray[np.float64]  # [M, R] FLOPs of the items of every row
+    load: NDArray[np.float64]  # [M, R] cost of the items of every row: FLOPs, or femtoseconds
     real: NDArray[np.int64]  # [M, R] slots that hold data
     capacity: NDArray[np.int64]  # [M]
     figures: dict[str, float]  # by column; none where the phase has no items
+    calibrated: bool = False  # costs are femtoseconds
 
     @property
     def time(self) -> float:
-        """FLOPs that the phase takes when ranks meet at every microbatch."""
+        """Cost of the phase when ranks meet at every microbatch."""
         return float(self.load.max(axis=1, initial=0).sum())
 
 
@@ -118,7 +119,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
         for column, name in COLUMNS.items()
         if plan.microbatches and f"{spec.name}/{name}" in statistics
     }
-    return PhaseView(load, real, plan.capacity.astype(np.int64), figures)
+    return PhaseView(load, real, plan.capacity.astype(np.int64), figures, spec.model_flops is not None)
 
 
 def idle_share(views: Mapping[str, PhaseView]) -> float:
@@ -128,7 +129,7 @@ def idle_share(views: Mapping[str, PhaseView]) -> float:
 
 
 def step_time(views: Mapping[str, PhaseView]) -> float:
-    """FLOPs of the costliest rows, over all phases and microbatches."""
+    """Cost of the costliest rows, over all phases and microbatches."""
     return sum(view.time for view in views.values())
 
 
@@ -172,7 +173,7 @@ def draw(views: Views, title: str) -> Figure:
     grid = figure.add_gridspec(max(len(phases), 1), 5, width_ratios=(1, 1, 0.06, 1, 1))
     for line, phase in enumerate(phases):
         pair = (before, first[phase]), (after, second[phase])
-        scale, unit = _unit(max(shown.time for _, shown in pair))
+        scale, unit = _unit(max(shown.time for _, shown in pair), first[phase].calibrated)
         load = rows = None
         for column, (mode, shown) in enumerate(pair):
             load = figure.add_subplot(grid[line, column], sharey=load)
@@ -265,9 +266,11 @@ def _tidy(axes: Axes, ranks: int, last: bool, first: bool) -> None:
         axes.set_xlabel("rank" if ranks <= IN_ORDER else "ranks, costliest first", color=INK, fontsize=10)
 
 
-def _unit(flops: float) -> tuple[float, str]:
-    scales = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-    return next(((scale, unit) for scale, unit in scales if flops >= scale), (1.0, "FLOP"))
+def _unit(cost: float, calibrated: bool) -> tuple[float, str]:
+    flops = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
+    times = ((1e15, "s"), (1e12, "ms"), (1e9, "µs"), (1.0, "fs"))
+    scales = times if calibrated else flops
+    return next((each for each in scales if cost >= each[0]), scales[-1])
 
 
 # ---------------------------------------------------------------------------- writing
@@ -312,7 +315,7 @@ GLOSSARY = {
     "synchronised": "sum over microbatches of the costliest row / sum of means, because ranks meet at every microbatch",
     "rows": "rows of a rank; each is one microbatch",
     "real tokens": "share of row slots that hold data",
-    "idle": "predicted share of rank time spent waiting: 1 - 1 / synchronised; over all phases weighted by their FLOPs",
+    "idle": "predicted share of rank time spent waiting: 1 - 1 / synchronised; over all phases weighted by their cost",
 }
 
 

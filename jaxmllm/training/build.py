@@ -8,6 +8,7 @@ batches   MapDatasets whose element k is this host's share of step k
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import grain
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxmllm.balance.cost import phase_flops
-from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PlanSpec
+from jaxmllm.balance.calibrate import load_calibration
+from jaxmllm.balance.cost import PhaseTime, phase_flops
+from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import Config, ConfigError, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
@@ -40,6 +42,8 @@ USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerEr
 SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
 SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -215,9 +219,8 @@ def phase_needs(
     config: Config, model: MLLM, modalities: Mapping[str, Modality], longest: Mapping[str, int]
 ) -> list[PhaseNeeds]:
     """What decides the rows of every phase beside the samples; `longest` is the largest item of each, in slots."""
-    shapes = config.model.model_copy(
-        update={"language": config.model.language.model_copy(update={"vocab_size": model.vocab_size})}
-    )
+    flops = model_flops(config, model)
+    times = measured_times(config, model, flops)
     return [
         PhaseNeeds(
             name=phase,
@@ -225,11 +228,32 @@ def phase_needs(
             granule=granule(config, phase, modalities),
             slots_per_token=1 if phase == LANGUAGE else modalities[phase].slots_per_token,
             longest=longest[phase],
-            flops=phase_flops(shapes, phase, model.trainable),
+            flops=flops[phase],
             config=getattr(config.phases, phase),
+            time=times.get(phase),
         )
         for phase in (*config.model.encoders, LANGUAGE)
     ]
+
+
+def model_flops(config: Config, model: MLLM) -> dict[str, PhaseFlops]:
+    """FLOPs of an item, by phase."""
+    language = config.model.language.model_copy(update={"vocab_size": model.vocab_size})
+    shapes = config.model.model_copy(update={"language": language})
+    return {phase: phase_flops(shapes, phase, model.trainable) for phase in (*config.model.encoders, LANGUAGE)}
+
+
+def measured_times(config: Config, model: MLLM, flops: Mapping[str, PhaseFlops]) -> dict[str, PhaseTime]:
+    """Times of an item by phase, from `balance.calibration`; empty without one."""
+    path = config.balance.calibration
+    if path is None:
+        return {}
+    calibration = load_calibration(path, flops)
+    mesh = model.layout(LANGUAGE).mesh
+    device = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else None
+    for difference in calibration.differences(device, flops):
+        _log.warning("balance.calibration: %s %s; calibrate anew for the best balance", path, difference)
+    return {phase: calibration.phases[phase].training.time for phase in flops}
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:

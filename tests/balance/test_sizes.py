@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.assign import assign
+from jaxmllm.balance.cost import PhaseTime
 from jaxmllm.balance.plan import Mode, PhaseFlops
 from jaxmllm.balance.sizes import MICROBATCH_TOLL, PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
@@ -67,6 +68,24 @@ def test_chosen_sizes_plan_any_batch(make, seed, ranks, classes, mode, media):
 
 def spec_grids(spec):
     return {name: route.grid for name, route in spec.routes.items()}
+
+
+def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
+    samples = [make.batch(k, 120) for k in range(2)]
+    config = PhaseConfig(max_capacity=8192)
+    needs = needs_of(2, vision=config, audio=config, language=config)
+
+    def chosen(row):
+        timed = [dataclasses.replace(need, time=PhaseTime(1000, 3, row)) for need in needs]
+        return choose_sizes(samples, timed, grids_of(make, 2), BalanceConfig())
+
+    def microbatches(spec):
+        return sum(plan_step(batch, spec).statistics["vision/microbatches"] for batch in samples)
+
+    plain, timed = choose_sizes(samples, needs, grids_of(make, 2), BalanceConfig()), chosen(0)
+    for name, phase in plain.phases.items():  # the same figures, and a row that is not told: the same sizes
+        assert timed.phases[name] == dataclasses.replace(phase, model_flops=PhaseFlops(1000, 3))
+    assert microbatches(chosen(10**9)) < microbatches(chosen(1))
 
 
 def test_one_class_is_as_good_as_a_search_over_all_multiples(make):

@@ -1,0 +1,458 @@
+"""Measure what rows take on the devices at hand, to balance items by it instead of by their FLOPs.
+
+    python -m jaxmllm.balance.calibrate --config X [--out PATH] [--repeats N] [key=value ...]
+
+Builds the programs of the config's run and times those of every phase on made-up rows, alike on all ranks: filled
+wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
+
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
+
+prints the fit beside the ratio of the FLOPs, and writes the file that `balance.calibration` names.
+
+Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots, whatever they hold. The rows of a
+microbatch have one capacity, so this part never makes a rank wait. Items carry it nevertheless: the planner's linear
+coefficient is slot + linear. Rows are full but for a few of them, where it then falls on all alike, and the planner
+would otherwise take the attention for the whole time, and trade slots for an evenness that saves little. `row` is left
+to jaxmllm/balance/sizes.py, which weighs few large rows against many small ones; it needs two capacities to be told
+from `slot`, and is 0 where a phase has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import nnls
+
+from jaxmllm.balance.assign import assign
+from jaxmllm.balance.cost import PhaseTime
+from jaxmllm.balance.plan import BatchItems, PhaseFlops, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.config import Config, ConfigError, Section, load_config
+
+if TYPE_CHECKING:
+    from jaxmllm.data.fill import HostStep
+    from jaxmllm.data.text import Rendered
+    from jaxmllm.training.build import Run
+    from jaxmllm.training.programs import Programs
+
+LANGUAGE = "language"
+FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
+MOST_ITEMS = 64  # ... with up to so many items: the squares of more are negligible
+REPEATS = 5
+DIGITS = 6  # of a coefficient in the file
+PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
+REMEDY = "make it with python -m jaxmllm.balance.calibrate --config .. --out PATH, or set balance.calibration to null"
+
+
+# ---------------------------------------------------------------------------- the file
+
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Coefficients(Section):
+    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of l**2."""
+
+    row: Seconds
+    slot: Seconds
+    linear: Seconds
+    quadratic: Seconds
+    residual: Seconds  # root mean square of the relative errors of the fit
+
+    def seconds(self, fill: Fill) -> float:
+        used, squares = fill.items * fill.length, fill.items * fill.length**2
+        return self.row + self.slot * fill.capacity + self.linear * used + self.quadratic * squares
+
+    @property
+    def time(self) -> PhaseTime:
+        """What the planner gets: femtoseconds, the same on every host since the file's decimal figures are scaled."""
+        per_slot = Decimal(repr(self.slot)) + Decimal(repr(self.linear))
+        numbers = (per_slot, Decimal(repr(self.quadratic)), Decimal(repr(self.row)))
+        return PhaseTime(*(int((number * PER_SECOND).to_integral_value()) for number in numbers))
+
+
+class Flops(Section):
+    linear: int
+    quadratic: int
+
+
+class PhaseCalibration(Section):
+    dtype: str  # of the computation
+    capacities: tuple[int, ...]  # of the rows that were timed
+    flops: Flops  # of an item, to know the model and what of it is trained
+    forward: Coefficients
+    training: Coefficients  # forward and backward: what the planner reads
+
+
+class Calibration(Section):
+    """The content of the file."""
+
+    package: str
+    jax: str
+    jaxlib: str
+    platform: str
+    device: str
+    mesh: dict[str, int]
+    date: str
+    phases: dict[str, PhaseCalibration]
+
+    def differences(self, device: str | None, flops: Mapping[str, PhaseFlops]) -> list[str]:
+        """In words: in what a run on this kind of device (none: not known) differs from what was measured."""
+        found = []
+        if device is not None and device != self.device:
+            found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
+        others = [
+            phase
+            for phase, each in flops.items()
+            if (each.linear, each.quadratic) != (self.phases[phase].flops.linear, self.phases[phase].flops.quadratic)
+        ]
+        if others:
+            found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
+        return found
+
+
+def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
+    """Read a calibration that must know these phases.
+
+    Raises:
+      ConfigError: the file is absent or ill-formed, lacks a phase, or has no cost for its items.
+    """
+    where = f"balance.calibration: {path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise ConfigError(f"{where} cannot be read ({reason}); {REMEDY}") from error
+    try:
+        calibration = Calibration.model_validate_json(text)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError(f"{where} is no calibration: {'; '.join(problems)}; {REMEDY}") from error
+    for phase in phases:
+        if phase not in calibration.phases:
+            has = ", ".join(calibration.phases) or "none"
+            raise ConfigError(f"{where} lacks phases.{phase} (it has: {has}); {REMEDY}")
+        measured = calibration.phases[phase].training.time
+        if not measured.linear and not measured.quadratic:
+            raise ConfigError(
+                f"{where}: phases.{phase}.training: slot, linear and quadratic are all zero, so that items would cost "
+                f"nothing; {REMEDY}"
+            )
+    return calibration
+
+
+# ---------------------------------------------------------------------------- the fit
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What a made-up row holds: `items` of `length` slots each."""
+
+    capacity: int
+    items: int
+    length: int
+
+
+def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:
+    """Rows of one capacity to be timed; lengths are multiples of `unit` slots."""
+    found: dict[Fill, None] = {}
+    for fraction in FRACTIONS:
+        items = 1
+        while items <= min(max_segments, MOST_ITEMS):
+            length = capacity // (fraction * items * unit) * unit
+            if length:
+                found[Fill(capacity, items, length)] = None
+            items *= 2
+    return list(found)
+
+
+def fit(timed: Mapping[Fill, float]) -> Coefficients:
+    """Coefficients of least relative squares, none negative, to the seconds of each fill."""
+    columns = np.array([(1, f.capacity, f.items * f.length, f.items * f.length**2) for f in timed], float)
+    if len({fill.capacity for fill in timed}) == 1:
+        columns[:, 0] = 0  # nothing tells it from the time of all slots
+    relative = columns / np.array(list(timed.values()))[:, None]
+    scale = np.maximum(relative.max(axis=0), np.finfo(float).tiny)
+    found = nnls(relative / scale, np.ones(len(relative)))[0] / scale
+    residual = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
+    row, slot, linear, quadratic, residual = (float(f"{x:.{DIGITS}g}") for x in (*found, residual))
+    return Coefficients(row=row, slot=slot, linear=linear, quadratic=quadratic, residual=residual)
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def measure(run: Run, repeats: int) -> Calibration:
+    """Time the programs of a run and fit every phase."""
+    import jax
+    import jaxlib
+
+    from jaxmllm.training.build import model_flops
+
+    programs, config = run.programs, run.config
+    params = programs.init(config.run.seed).params
+    flops = model_flops(config, programs.step.model)
+    phases = {}
+    for phase, spec in programs.spec.phases.items():
+        timed = time_phase(run, phase, params, repeats)
+        phases[phase] = PhaseCalibration(
+            dtype=getattr(config.components, phase).compute_dtype,
+            capacities=spec.capacities,
+            flops=Flops(linear=flops[phase].linear, quadratic=flops[phase].quadratic),
+            forward=fit({fill: forward for fill, (forward, _) in timed.items()}),
+            training=fit({fill: training for fill, (_, training) in timed.items()}),
+        )
+    device = programs.mesh.devices.flat[0]
+    return Calibration(
+        package=_package(),
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        platform=device.platform,
+        device=device.device_kind,
+        mesh=dict(programs.mesh.shape),
+        date=datetime.date.today().isoformat(),
+        phases=phases,
+    )
+
+
+def time_phase(run: Run, phase: str, params: Any, repeats: int) -> dict[Fill, tuple[float, float]]:
+    """Median seconds of every fill of a phase's rows: forward, and forward with backward.
+
+    Every round runs each fill once, so that a slow moment of the machine touches all alike; the first does not count.
+    """
+    spec = run.programs.spec.phases[phase]
+    modality = run.corpus.modalities.get(phase)
+    # The smallest item tells what lengths are multiples of (chunks of a clip).
+    unit = 1 if modality is None else math.lcm(spec.slots_per_token, modality.attention_stride, modality.length((1, 1)))
+    chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
+    rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
+    clock = Clock(run.programs, phase, params)
+    rounds = [{fill: clock(fill.capacity, host) for fill, host in rows.items()} for _ in range(repeats + 1)][1:]
+    return {
+        fill: (statistics.median(each[fill][0] for each in rounds), statistics.median(each[fill][1] for each in rounds))
+        for fill in chosen
+    }
+
+
+class Clock:
+    """Times the programs of one phase; a buffer that a program overwrites is what its next call gets."""
+
+    def __init__(self, programs: Programs, phase: str, params: Any):
+        step, zero = programs.step, programs.compiled
+        carrier = programs.carriers.get(phase, LANGUAGE)
+        self.programs, self.phase = programs, phase
+        self.params = {name: params[name] for name in step.components_of(phase)}
+        trainable = step.trainable_of(phase)
+        grads = zero["zero", "grads"]()
+        self.grads = {name: grads[name] for name in trainable}
+        self.pool = zero["zero", carrier]()
+        self.d_pool = zero["zero", f"d_{carrier}"]() if trainable or phase == LANGUAGE else None
+        self.sums, self.failed = zero["zero", "sums"](), zero["zero", "failed"]()
+
+    def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:
+        """Seconds of one microbatch: forward, and forward with backward (the same where nothing is trained)."""
+        rows = self.programs.put(host).rows[self.phase][0]
+        return (self._language if self.phase == LANGUAGE else self._encoder)(capacity, rows)
+
+    def _encoder(self, capacity: int, rows: Any) -> tuple[float, float]:
+        run, at = self.programs.compiled, np.int32(0)
+        encode = run["encode", self.phase, capacity]
+        forward, (self.pool, features, self.failed) = _timed(encode, self.params, rows, self.pool, at, self.failed)
+        if not self.grads:
+            return forward, forward
+        start = rows if features is None else features
+        encode_grad = run["encode_grad", self.phase, capacity]
+        backward, self.grads = _timed(encode_grad, self.params, start, self.d_pool, at, self.grads)
+        return forward, forward + backward
+
+    def _language(self, capacity: int, rows: Any) -> tuple[float, float]:
+        run, scale = self.programs.compiled, np.asarray(1e-6, self.sums.loss.dtype)
+        forward, self.sums = _timed(run["evaluate", capacity], self.params, rows, self.pool, self.sums)
+        arguments = (self.params, rows, self.pool, scale, self.d_pool, self.grads, self.sums)
+        both, (self.d_pool, self.grads, self.sums) = _timed(run["decode", capacity], *arguments)
+        return forward, both
+
+
+def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    import jax
+
+    jax.block_until_ready(arguments)
+    began = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - began, result
+
+
+def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
+    """This host's share of one microbatch in which every rank's row of the phase holds the same."""
+    from jaxmllm.data.fill import fill as fill_rows
+    from jaxmllm.training.build import local_share
+
+    programs = run.programs
+    specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
+    specs[phase] = replace(specs[phase], capacities=(fill.capacity,))
+    count = specs[phase].ranks * fill.items
+    tokens = fill.length // specs[phase].slots_per_token
+    numbers, length = np.arange(count, dtype=np.int32), np.full(count, fill.length)
+    none = np.zeros(0, np.int64)
+    items = {name: PhaseItems(none, none, *(none.astype(np.int32) for _ in range(3))) for name in specs}
+    items[phase] = PhaseItems(length, length, numbers, np.full(count, tokens, np.int32), np.zeros(count, np.int32))
+    plan = StepPlan({name: assign(specs[name], items[name]) for name in specs}, {})
+    rows = plan.phases[phase]
+    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
+    blocks = {name: getattr(run.config.phases, name).block for name in specs}
+    modalities: Any = {name: MadeUp(run.corpus.modalities[name]) for name in specs if name != LANGUAGE}
+    batch = BatchItems(numbers.astype(np.int64), count, items)
+    corpus = EqualExamples(phase, fill.length, tokens)
+    where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs), blocks)
+    return fill_rows(0, batch.examples, batch, plan, *where)
+
+
+@dataclass(frozen=True)
+class EqualExamples:
+    """Examples that are alike: a text of `length` tokens, or one item of an encoder phase."""
+
+    phase: str
+    length: int
+    tokens: int
+
+    def example(self, i: int) -> Rendered:
+        from jaxmllm.data.text import MediaSpan, Rendered
+
+        line = np.arange(self.length if self.phase == LANGUAGE else 0, dtype=np.int32)
+        spans = () if self.phase == LANGUAGE else (MediaSpan(self.phase, Path(), (self.length, 1), 0, self.tokens),)
+        return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
+
+    def source_of(self, i: int) -> int:
+        return 0
+
+
+class MadeUp:
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
+
+    def __init__(self, like: Any):
+        self._like = like
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._like, name)
+
+    def length(self, shape: tuple[int, int]) -> int:
+        return shape[0]
+
+    def real_slots(self, shape: tuple[int, int]) -> Any:
+        return np.ones(shape[0], np.bool_)
+
+    def positions(self, shape: tuple[int, int]) -> Any:
+        line = np.arange(shape[0], dtype=np.int32)
+        return np.stack([line, np.zeros_like(line)], axis=-1)
+
+    def load(self, path: Path, shape: tuple[int, int]) -> Any:
+        # Not zeros: some chips multiply them faster.
+        return np.random.default_rng(0).integers(0, 2, (shape[0], self._like.features)).astype(self._like.dtype)
+
+
+def _package() -> str:
+    try:
+        return version("jaxmllm")
+    except PackageNotFoundError:  # run from a checkout
+        return "not installed"
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+COLUMNS = ("phase", "pass", "row us", "slot ns", "linear ns", "quadratic ps", "error", "equal at", "by FLOPs")
+
+
+def table(calibration: Calibration) -> list[list[str]]:
+    """A line a phase and pass. `equal at` is the length at which an item's quadratic part equals its linear one."""
+    lines = []
+    for phase, measured in calibration.phases.items():
+        flops = measured.flops
+        for name, found in (("forward", measured.forward), ("training", measured.training)):
+            numbers = (found.row * 1e6, found.slot * 1e9, found.linear * 1e9, found.quadratic * 1e12)
+            lengths = (
+                _ratio(found.slot + found.linear, found.quadratic),
+                _ratio(flops.linear, flops.quadratic) if name == "training" else "",
+            )
+            lines.append([phase, name, *(f"{x:.4g}" for x in numbers), f"{100 * found.residual:.1f} %", *lengths])
+    return lines
+
+
+def _ratio(linear: float, quadratic: float) -> str:
+    return f"{linear / quadratic:.0f}" if quadratic else "never"
+
+
+def show(calibration: Calibration, title: str) -> None:
+    shown = Table(title=title, title_justify="left")
+    for number, column in enumerate(COLUMNS):
+        shown.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+    for line in table(calibration):
+        shown.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="rounds, of which the median counts")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the config")
+    options = parser.parse_intermixed_args(command)
+    if options.repeats < 1:
+        parser.error("--repeats must be positive")
+    try:
+        config = load_config(options.config, options.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    import jax
+
+    from jaxmllm.training.distributed import LaunchError, initialize_distributed, reserve_cpu_threads
+
+    reserve_cpu_threads()
+    jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
+    try:
+        initialize_distributed()  # before anything asks JAX for devices
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from jaxmllm.training.build import USER_ERRORS, build_run
+    from jaxmllm.training.files import write_atomically
+
+    try:
+        run = build_run(_uncalibrated(config))
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    calibration = measure(run, options.repeats)
+    if run.is_main:
+        write_atomically(options.out, calibration.model_dump_json(indent=1) + "\n")
+        show(calibration, f"{Path(options.config).name} on {calibration.device}, {options.repeats} rounds")
+        print(f"wrote {options.out}; balance by it with balance.calibration={options.out}")
+    return 0
+
+
+def _uncalibrated(config: Config) -> Config:
+    """Sizes as the FLOPs would have them: a file that is to be replaced decides nothing."""
+    return config.model_copy(update={"balance": config.balance.model_copy(update={"calibration": None})})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

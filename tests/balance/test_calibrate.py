@@ -1,0 +1,248 @@
+"""Calibration: the fit against known coefficients, the file against damage, and what it may change in a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jaxmllm.balance import calibrate
+from jaxmllm.balance.calibrate import Coefficients, Fill, fills, fit, load_calibration
+from jaxmllm.balance.cost import PhaseTime
+from jaxmllm.balance.plan import PhaseFlops
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.config import ConfigError, load_config, parse_config
+from jaxmllm.data.sample import make_sample
+from jaxmllm.training.build import lay_groundwork, plan_spec
+from sharding.mesh import abstract_mesh, make_mesh
+from tests.support import assemble, assert_same, tiny_config
+
+KNOWN = Coefficients(row=2e-3, slot=3e-6, linear=5e-7, quadratic=2e-9, residual=0)
+ROWS = [fill for capacity in (4096, 512) for fill in fills(capacity, 8, 64)]
+
+
+def close(found: Coefficients, tolerance: float) -> bool:
+    names = ("row", "slot", "linear", "quadratic")
+    return all(getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=tolerance) for name in names)
+
+
+# ---------------------------------------------------------------------------- the fit
+
+
+def test_rows_are_filled_in_every_way():
+    assert len(set(ROWS)) == len(ROWS)
+    for fill in ROWS:
+        assert fill.length % 8 == 0 and 0 < fill.items * fill.length <= fill.capacity and fill.items <= 64
+    assert {fill.items for fill in ROWS} == {1, 2, 4, 8, 16, 32, 64}
+    assert {fill.items * fill.length for fill in ROWS if fill.items == 1} == {4096, 2048, 1024, 512, 256, 128}
+    assert max(fill.items for fill in fills(4096, 8, 5)) == 4
+
+
+def test_the_fit_recovers_known_coefficients():
+    found = fit({fill: KNOWN.seconds(fill) for fill in ROWS})
+    assert close(found, 1e-4) and found.residual < 1e-5
+
+
+def test_the_fit_bears_noise():
+    noise = np.random.default_rng(0).normal(1, 0.02, len(ROWS))
+    found = fit({fill: KNOWN.seconds(fill) * factor for fill, factor in zip(ROWS, noise, strict=True)})
+    assert close(found, 0.15) and 0.01 < found.residual < 0.03
+
+
+def test_with_one_capacity_the_row_is_told_by_its_slots():
+    found = fit({fill: KNOWN.seconds(fill) for fill in ROWS if fill.capacity == 512})
+    assert found.row == 0 and found.slot * 512 == pytest.approx(KNOWN.row + KNOWN.slot * 512, rel=1e-4)
+    assert found.linear == pytest.approx(KNOWN.linear, rel=1e-4)
+
+
+def test_no_coefficient_is_negative():
+    """Rows that get faster the more they hold: noise, which must not make items a gain."""
+    found = fit({fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS})
+    assert found.linear == found.quadratic == 0 and found.row > 0 and found.residual > 0.1
+
+
+def test_the_planner_gets_whole_femtoseconds():
+    given = Coefficients(row=1.5e-3, slot=2.5e-9, linear=1.1e-9, quadratic=1.7e-14, residual=0)
+    assert given.time == PhaseTime(linear=3_600_000, quadratic=17, row=1_500_000_000_000)
+
+
+# ---------------------------------------------------------------------------- the file
+
+
+def content(**changes) -> dict:
+    """A calibration of the tiny model; `changes` by dotted key ("." written "__"), None removes."""
+    coefficients = {"row": 1e-3, "slot": 1e-9, "linear": 1e-9, "quadratic": 1e-9, "residual": 0.01}
+    phase = {
+        "dtype": "float32",
+        "capacities": [512],
+        "flops": {"linear": 1, "quadratic": 1},
+        "forward": coefficients,
+        "training": coefficients,
+    }
+    tree = {
+        **dict.fromkeys(("package", "jax", "jaxlib", "platform", "device", "date"), "some"),
+        "mesh": {"data": 2},
+        "phases": {name: json.loads(json.dumps(phase)) for name in ("vision", "audio", "language")},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = tree
+        for name in parents:
+            node = node[name]
+        if value is None:
+            del node[last]
+        else:
+            node[last] = value
+    return tree
+
+
+def written(path, **changes):
+    path.write_text(json.dumps(content(**changes)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"phases__audio": None}, "lacks phases.audio (it has: vision, language)"),
+        ({"phases__vision__training__quadratic": -1e-9}, "phases.vision.training.quadratic: "),
+        ({"phases__vision__training__quadratic": "fast"}, "phases.vision.training.quadratic: "),
+        ({"phases__vision__training__linear": None}, "phases.vision.training.linear: "),
+        ({"phases__vision__speed": 1}, "phases.vision.speed: "),
+        ({"phases__audio__training": dict.fromkeys(Coefficients.model_fields, 0.0)}, "phases.audio.training: "),
+    ],
+)
+def test_a_bad_file_is_told_in_one_line(tmp_path, changes, said):
+    path = written(tmp_path / "bad.json", **changes)
+    with pytest.raises(ConfigError) as error:
+        load_calibration(path, ("vision", "audio", "language"))
+    text = str(error.value)
+    assert said in text and "\n" not in text
+    assert f"balance.calibration: {path}" in text and "jaxmllm.balance.calibrate" in text
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", b"\xff\xfe"])
+def test_what_is_no_calibration_at_all_is_refused(tmp_path, text):
+    path = tmp_path / "absent.json"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=r"absent\.json.*jaxmllm\.balance\.calibrate"):
+        load_calibration(path, ("language",))
+
+
+def test_the_file_must_know_only_the_phases_of_the_model(tmp_path):
+    path = written(tmp_path / "file.json", phases__audio=None)
+    assert load_calibration(path, ("vision", "language")).phases["vision"].training.time.row == 10**12
+
+
+def test_another_device_or_model_is_said(tmp_path):
+    measured = load_calibration(written(tmp_path / "file.json"), ("language",))
+    same, other = {"language": PhaseFlops(1, 1)}, {"language": PhaseFlops(1, 2)}
+    assert measured.differences("some", same) == measured.differences(None, same) == []
+    assert "'some'" in measured.differences("TPU", same)[0] and "'TPU'" in measured.differences("TPU", same)[0]
+    assert "language" in measured.differences("some", other)[0]
+
+
+# ---------------------------------------------------------------------------- in a run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample(folder, train=48, test=4)
+    return folder
+
+
+def silent(data, **changes) -> dict:
+    """tiny_config without sounds, which is sooner compiled."""
+    tree = tiny_config(data, data__max_rejected=1.0, **changes)
+    del tree["model"]["audio"], tree["phases"]["audio"]
+    return tree
+
+
+@pytest.fixture(scope="module")
+def command(data, tmp_path_factory):
+    """A config file, and the calibration that the command made of it."""
+    folder = tmp_path_factory.mktemp("calibration")
+    tree = silent(data, mesh={"data": 4, "fsdp": 2}, components={"vision": {"freeze": True}})
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    out = folder / "made" / "calibration.json"
+    arguments = ["--config", str(folder / "config.yaml"), "--out", str(out), "--repeats", "1"]
+    assert calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0  # what it replaces is not read
+    return folder / "config.yaml", out
+
+
+def test_the_command_measures_every_phase(command):
+    measured = load_calibration(command[1], ("vision", "language"))
+    assert (measured.platform, measured.device) == ("cpu", jax.devices()[0].device_kind)
+    assert measured.mesh["data"] == 4 and measured.jax == jax.__version__
+    for phase in measured.phases.values():
+        full = Fill(phase.capacities[0], 1, phase.capacities[0])
+        assert phase.forward.seconds(full) > 0 and 0 < phase.training.seconds(full) < 10
+    lines = calibrate.table(measured)
+    assert [line[:2] for line in lines] == [[p, n] for p in measured.phases for n in ("forward", "training")]
+
+
+def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
+    path, calibration = command
+    ground, specs = None, []
+    for overrides in ([], [f"balance.calibration={calibration}"]):
+        config = load_config(path, overrides)
+        ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
+        with caplog.at_level(logging.WARNING):
+            specs.append(plan_spec(config, ground.model, ground.samples, [ground.corpus]))
+    assert not caplog.records  # same device, same model
+    plain, calibrated = specs
+    items = ground.corpus.gather(np.arange(16))
+    statistics = [plan_step(items, spec).statistics for spec in specs]
+    for name, measured in load_calibration(calibration, plain.phases).phases.items():
+        cost = measured.training.time
+        phase = calibrated.phases[name]
+        assert (phase.linear, phase.quadratic) == (cost.linear, cost.quadratic)
+        assert (phase.linear, phase.quadratic) != (plain.phases[name].linear, plain.phases[name].quadratic)
+        assert phase.flops == plain.phases[name].flops and plain.phases[name].model_flops is None
+        assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
+
+
+def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
+    tree = json.loads(command[1].read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(tree | {"device": "TPU v9"}))
+    config = load_config(command[0], [f"balance.calibration={other}"])
+    for mesh, warnings in ((make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), 1), (abstract_mesh({"data": 8}, 8), 0)):
+        ground = lay_groundwork(config, mesh)
+        caplog.clear()
+        plan_spec(config, ground.model, ground.samples, [ground.corpus])
+        assert [("TPU v9" in record.message) for record in caplog.records] == [True] * warnings
+
+
+def test_user_errors_are_told_in_one_line(command, capsys):
+    assert calibrate.main(["--config", str(command[0]), "data.batchsize=3"]) == 2
+    assert calibrate.main(["--config", str(command[0]), "mesh.data=3"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "data.batch_size" in errors[0] and "mesh" in errors[1]
+    with pytest.raises(SystemExit):
+        calibrate.main(["--config", str(command[0]), "--repeats", "0"])
+
+
+def test_loss_and_gradients_do_not_notice(data, tmp_path):
+    """The same programs on plans by FLOPs and by a calibration for which only attention counts."""
+    setup = assemble(silent(data, mesh={"data": 2}), 2)
+    only = dict.fromkeys(Coefficients.model_fields, 0.0) | {"quadratic": 1e-9}
+    path = written(tmp_path / "file.json", **{f"phases__{name}__training": only for name in setup.spec.phases})
+    config = parse_config(silent(data, mesh={"data": 2}, balance={"calibration": str(path)}))
+    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
+    chosen = plan_spec(config, ground.model, ground.samples, [ground.corpus, *ground.held_out]).phases
+    compiled = {name: (phase.capacities, phase.max_segments) for name, phase in setup.spec.phases.items()}
+    phases = {
+        name: replace(phase, capacities=compiled[name][0], max_segments=compiled[name][1])
+        for name, phase in chosen.items()
+    }
+    by_flops, by_time = setup.step(range(16)), setup.step(range(16), phases=phases)
+    assert by_flops.digest != by_time.digest
+    assert_same(setup.gradients(by_time), setup.gradients(by_flops), 1e-5)
