@@ -45,7 +45,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
-    wanted = _wanted_slots(items.length, cost)
+    wanted = wanted_slots(items.length, cost)
     best: tuple[int, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
     for counts, more in _with_next(row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1))):
@@ -134,40 +134,33 @@ def row_needs(spec: PhaseSpec, length: Longs, owner: Longs, owners: int) -> RowN
 
 
 def row_counts(capacities: tuple[int, ...], needs: RowNeeds) -> Iterator[Longs]:
-    """Rows of each class a rank, [K]: every combination that meets the needs, fewest slots first, then fewest rows.
+    """Rows of each class a rank, [K]: combinations that meet the needs, fewest slots first, then fewest rows.
 
-    Smaller classes never add up to a row of a larger one: that row would hold as much in fewer microbatches.
-    Without items the only combination is no row.
+    A class never has so many rows that one of the next larger class would hold as much, or else two: then classes of
+    about one size come to finely stepped sums. Without items the only combination is no row.
     """
     if not needs.rows.any():
         yield np.zeros(len(capacities), np.int64)
         return
-    sizes = np.array(capacities, np.int64)
-    tails = _smaller_rows(capacities)
+    sizes, steps = np.array(capacities, np.int64), row_steps(capacities)
     for first in itertools.count(int(needs.slots[-1]) // capacities[0]):
-        counts = np.concatenate([np.full((len(tails), 1), first), tails], axis=1)
+        counts = steps + first * (np.arange(len(capacities)) == 0)
         enough = (np.cumsum(counts * sizes, axis=1) >= needs.slots) & (np.cumsum(counts, axis=1) >= needs.rows)
-        yield from counts[enough.all(axis=1)]
+        yield from counts[enough.all(axis=1) & (counts[:, 0] >= 0)]
 
 
 @lru_cache(maxsize=1024)
-def _smaller_rows(capacities: tuple[int, ...]) -> Longs:
-    """Counts of all classes but the first that stay below one row of it, in the order of `row_counts`: [n, K - 1]."""
-    tails = np.array(list(_tails(capacities[1:], capacities[0])), np.int64)
-    return tails[np.lexsort((tails.sum(axis=1), tails @ np.array(capacities[1:], np.int64)))]
+def row_steps(capacities: tuple[int, ...]) -> Longs:
+    """Rows of each class that come to less than one row of the first, in the order of `row_counts`: [n, K]. Where the
+    smaller classes come to more, the count of the first is negative."""
+    bounds = [max(2, (larger - 1) // smaller) for larger, smaller in itertools.pairwise(capacities)]
+    tails = np.array(list(itertools.product(*(range(bound + 1) for bound in bounds))), np.int64)
+    whole, rest = np.divmod(tails @ np.array(capacities[1:], np.int64), capacities[0])
+    counts = np.concatenate([-whole[:, None], tails], axis=1)
+    return counts[np.lexsort((counts.sum(axis=1), rest))]
 
 
-def _tails(capacities: tuple[int, ...], below: int) -> Iterator[tuple[int, ...]]:
-    """Counts of the given classes whose slots stay under `below`, and so on inside each class."""
-    if not capacities:
-        yield ()
-        return
-    for count in range((below - 1) // capacities[0] + 1):
-        for tail in _tails(capacities[1:], min(capacities[0], below - count * capacities[0])):
-            yield (count, *tail)
-
-
-def _wanted_slots(length: Longs, cost: Longs) -> int:
+def wanted_slots(length: Longs, cost: Longs) -> int:
     """Slots in which many items can be placed evenly: their own, and some room where cost does not follow length."""
     slots, total = int(length.sum()), max(int(cost.sum()), 1)
     beyond = total - slots * int((cost // length).min())

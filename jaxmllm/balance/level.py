@@ -12,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.balance.pack import NEVER, sums_by
 from jaxmllm.balance.plan import Longs
 
 SWEEPS = 14  # at most
-DIRECT = 2  # of them between all rows; after that the costlier of the heavy rows trade, too
+DIRECT = 2  # of them between all rows, one item each; after that only rows above the mean trade, up to two
+OFFERED = 8  # items of a row among which those that it trades are chosen
 TURN = 7  # places by which partners change from sweep to sweep: those of the last may be full
 EVEN = 100  # the slowest rows need not be nearer to the mean than one part in so many
 GAIN = 1024  # sweeps that gain less than one part in so many ...
@@ -78,7 +80,6 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
     load = sums_by(filling.row_of, cost, len(filling.room))
     order = np.argsort(cost, kind="stable")
     half = ranks // 2
-    upper = -(-half // 2)
     waits, patience = NEVER, PATIENCE
     for sweep in range(SWEEPS):
         ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
@@ -88,51 +89,65 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
         if slowest <= int((mean + mean // EVEN).sum()) or not patience:
             return
         waits = slowest
-        heavy = ordered[:, : half if sweep < DIRECT else upper]
-        light = np.roll(ordered[:, ranks - half :][:, ::-1], TURN * sweep, axis=1)[:, : heavy.shape[1]]
+        heavy, light = ordered[:, :half], np.roll(ordered[:, ranks - half :][:, ::-1], TURN * sweep, axis=1)
         uneven = load[heavy] - load[light] > mean // EVEN
+        if sweep >= DIRECT:
+            uneven &= load[heavy] > mean + mean // (2 * EVEN)
         if not uneven.any():
             return
-        _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
-        if sweep == DIRECT:
-            goods = _Goods.of(filling.length, cost, order)
-        if sweep >= DIRECT:
-            _trade(filling, cost, goods, load, heavy[uneven], light[uneven])
+        if sweep < DIRECT:
+            _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
+        else:
+            _trade(filling, cost, order, load, heavy[uneven], light[uneven])
 
 
-@dataclass(frozen=True)
-class _Goods:
-    """What full rows trade: cost beyond what short items cost a slot, against slots in short items."""
+def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs) -> None:
+    """Up to two items of every heavy row against up to two of its light row, so that the two get as near to each
+    other as any choice among `OFFERED` items of each brings them, and neither overflows. Arguments as for
+    `_exchange`."""
+    lengths, costs = np.append(filling.length, 0), np.append(cost, 0)
+    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light])), len(cost))
+    gap = (load[heavy] - load[light])[:, None, None]
+    given, taken = costs[items].sum(axis=3)
+    passed = given[:, :, None] - taken[:, None, :]
+    allowed = (passed > 0) & (passed < gap)
+    for amounts, left in ((lengths[items], filling.room), (items < len(cost), filling.spare)):
+        ours, theirs = amounts.sum(axis=3)
+        more = ours[:, :, None] - theirs[:, None, :]
+        allowed &= (more <= left[light, None, None]) & (-more <= left[heavy, None, None])
+    miss = np.where(allowed, np.abs(2 * passed - gap), NEVER).reshape(len(heavy), -1)
+    best = miss.argmin(axis=1)
+    pair = np.flatnonzero(miss[np.arange(len(best)), best] < NEVER)
+    give, take = np.divmod(best[pair], items.shape[2])
+    for moved, source, goal in ((items[0, pair, give], heavy, light), (items[1, pair, take], light, heavy)):
+        item, turn = moved[moved < len(cost)], np.repeat(np.arange(len(pair)), (moved < len(cost)).sum(axis=1))
+        start, end = source[pair][turn], goal[pair][turn]
+        filling.row_of[item] = end
+        for sums, amount in ((load, cost[item]), (filling.room, -filling.length[item]), (filling.spare, -1)):
+            np.subtract.at(sums, start, amount)
+            np.add.at(sums, end, amount)
 
-    beyond: Longs  # [N]; large enough that no item is given for nothing
-    by_beyond: Longs  # [N] items in that order
-    short: Longs  # two thirds of the items, by length
 
-    @classmethod
-    def of(cls, length: Longs, cost: Longs, order: Longs) -> _Goods:
-        short = order[: -(-len(order) * 2 // 3)]
-        low, high = short[0], short[-1]
-        a_slot = int(cost[high] - cost[low]) // max(int(length[high] - length[low]), 1)
-        beyond = cost - a_slot * length
-        beyond += int(cost.sum()) + 1 - int(beyond.min())
-        return cls(beyond, np.argsort(beyond, kind="stable"), short)
+def _offered(row_of: Longs, order: Longs, rows: Longs) -> Longs:
+    """`OFFERED` items of each row, evenly spread over their order, or all and then the number N of no item:
+    [.., OFFERED]."""
+    count = np.bincount(row_of, minlength=int(rows.max()) + 1)
+    by_row = np.append(order[np.argsort(_small(row_of[order], len(count)), kind="stable")], len(order))
+    turn, many = np.arange(OFFERED), count[rows][..., None]
+    place = np.where(many > OFFERED, turn * many // OFFERED, turn)
+    return by_row[np.where(place < many, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
 
 
-def _trade(filling: Filling, cost: Longs, goods: _Goods, load: Longs, heavy: Longs, light: Longs) -> None:
-    """Two exchanges for every pair of full rows that gains by both: a long item against a shorter one, then, to give
-    the slots back, short items against even shorter ones. Arguments as for `_exchange`."""
-    row_of, room, spare, before = filling.row_of.copy(), filling.room.copy(), filling.spare.copy(), load.copy()
-    _exchange(filling, goods.beyond, goods.by_beyond, load.copy(), heavy, light, fits=False)
-    owed = np.zeros_like(room)
-    owed[light] = 2 * (room - filling.room)[light]
-    _exchange(filling, filling.length, goods.short, owed, light, heavy, fits=False)
-    load[:] = sums_by(filling.row_of, cost, len(load))
-    worse = np.maximum(load[heavy], load[light]) >= before[heavy]
-    worse |= (filling.room[heavy] < 0) | (filling.room[light] < 0)
-    undone = np.zeros(len(load), np.bool_)
-    undone[heavy[worse]] = undone[light[worse]] = True
-    filling.row_of[undone[row_of]] = row_of[undone[row_of]]
-    filling.room[undone], filling.spare[undone], load[undone] = room[undone], spare[undone], before[undone]
+def _choices(items: Longs, nothing: int) -> Longs:
+    """All choices of two, one or none of the last axis: [.., choices, 2]."""
+    items = np.concatenate([items, np.full((*items.shape[:-1], 1), nothing)], axis=-1)
+    one, other = np.triu_indices(items.shape[-1], 1)
+    return np.stack([items[..., np.append(one, -1)], items[..., np.append(other, -1)]], axis=-1)
+
+
+def _small(group: Longs, groups: int) -> NDArray[np.int16] | Longs:
+    """Group numbers in 16 bits, where they fit: numpy sorts those by radix."""
+    return group.astype(np.int16) if groups < 1 << 15 else group
 
 
 def _exchange(
@@ -197,8 +212,7 @@ class _Offers:
         pair_of[heavy], pair_of[light] = np.arange(pairs), np.arange(pairs, 2 * pairs)
         pair = pair_of[row_of[order]]
         chosen = np.flatnonzero(pair < 2 * pairs)
-        small = np.int16 if 2 * pairs < 1 << 15 else np.int64  # numpy sorts 16 bits by radix
-        grouped = chosen[np.argsort(pair[chosen].astype(small), kind="stable")]
+        grouped = chosen[np.argsort(_small(pair[chosen], 2 * pairs), kind="stable")]
         item, owner = order[grouped], pair[grouped]
         starts = np.searchsorted(owner, np.arange(pairs, 2 * pairs))
         split = int(starts[0])

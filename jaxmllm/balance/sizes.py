@@ -1,9 +1,10 @@
 """Choosing the fixed sizes of a run, once, from sampled batches: row classes, segments, pools, pair slots.
 
-    sampled batches --candidates, by a bound--> a few best --really packed--> capacities, max_segments
+    sampled batches, and more drawn again from their examples
+                    --candidates, by a bound--> a few best --really packed--> capacities, max_segments
                     --places of the items--> pools and pair slots: nearly every step needs one pool and one round
 
-Row classes minimise, summed over the samples, the slots of a rank times the wait for the slowest, plus
+Row classes minimise, summed over the batches, the slots of a rank times the wait for the slowest, plus
 `MICROBATCH_TOLL` of its load for every microbatch, since each is a dispatch of its own and gathers sharded parameters
 anew (a calibration says what that takes). Fewer classes win ties, for each is a program to compile.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from jaxmllm.balance.assign import EVEN, RowNeeds, assign, assign_in_place, row_counts, row_needs
+from jaxmllm.balance.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
 from jaxmllm.balance.cost import PhaseTime
-from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.plan import (
     Backend,
     BatchItems,
@@ -40,13 +41,17 @@ from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 MICROBATCH_TOLL = 0.002
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
 FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
-PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the median load in a row of another class
-PACKED = 32  # sets that are really packed
-PACKED_ITEMS = 400_000  # in so many batches that all sets together pack no more items
-BOUND = 16  # batches on which the others are judged by a bound
-EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the median load in a row of another class
+STEPS = (16, 24, 32, 48, 64, 96)  # of the median load between classes of about one size
+PACKED = (32, 6)  # sets that are really packed: in a quarter of the batches, then in all
+PACKED_ITEMS = 400_000  # in so many batches that all sets together would pack no more items
+JUDGED = 32  # batches that judge all sets by a bound: rows that just hold a few batches overflow in the next
+JUDGED_EXAMPLES = 1 << 19  # at most, in all of them
+EXPECTED_FILL = 0.985  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 USUAL_HOPS, MOST_HOPS = 10, 24  # of a round: more of fewer slots waste less, fewer cost less time
+
+COLUMNS = [column.name for column in fields(PhaseItems)]
 
 Capacities = tuple[int, ...]
 
@@ -87,15 +92,16 @@ def choose_sizes(
       ConfigError: a size of the config is not a multiple of the granule, or too small for the largest item.
     """
     specs: dict[str, PhaseSpec] = {}
-    homes: list[Longs | None] = [None] * len(samples)  # rank of each example, where media stay with it
+    batches = [*samples, *_redrawn(samples)]
+    homes: list[Longs | None] = [None] * len(batches)  # rank of each example, where media stay with it
     for needs in sorted(phases, key=lambda needs: needs.name != "language"):
         if needs.name == "language" and balance.mode in ("none", "tokens"):
-            homes = [example_ranks(batch, needs.ranks, balance.mode) for batch in samples]
-        specs[needs.name] = _choose_rows(needs, _loads(samples, needs, grids, homes))
+            homes = [example_ranks(batch, needs.ranks, balance.mode) for batch in batches]
+        specs[needs.name] = _choose_rows(needs, _loads(batches, needs, grids, homes))
         if needs.name == "language" and balance.mode == "language":
-            plans = [assign(specs["language"], batch.phases["language"]) for batch in samples]
+            plans = [assign(specs["language"], batch.phases["language"]) for batch in batches]
             homes = [
-                example_ranks(batch, needs.ranks, "language", plan) for batch, plan in zip(samples, plans, strict=True)
+                example_ranks(batch, needs.ranks, "language", plan) for batch, plan in zip(batches, plans, strict=True)
             ]
     specs = {needs.name: specs[needs.name] for needs in phases}
     longest = {needs.name: needs.longest for needs in phases}
@@ -107,34 +113,60 @@ def choose_sizes(
 # ---------------------------------------------------------------------------- rows
 
 
+def _redrawn(samples: Sequence[BatchItems]) -> list[BatchItems]:
+    """Batches of examples drawn again from all samples, to make `JUDGED` of them: a few batches tell the lengths of
+    items well, but not how far the load of a batch strays from the mean."""
+    size = max((len(batch.examples) for batch in samples), default=0)
+    more = min(JUDGED, JUDGED_EXAMPLES // max(size, 1)) - len(samples)
+    if more <= 0 or not size:
+        return []
+    random = np.random.default_rng(0)
+    first = np.cumsum([0, *(len(batch.examples) for batch in samples)])
+    pooled = {}
+    for phase in samples[0].phases:
+        parts = [batch.phases[phase] for batch in samples]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+        columns["example"] = np.concatenate([part.example + start for part, start in zip(parts, first, strict=False)])
+        pooled[phase] = PhaseItems(**columns)
+    drawn = random.integers(first[-1], size=(more, size))
+    return [
+        BatchItems(chosen, 0, {phase: _items_of(items, chosen, int(first[-1])) for phase, items in pooled.items()})
+        for chosen in drawn
+    ]
+
+
+def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
+    """The items of chosen examples, which are numbered anew."""
+    count = np.bincount(items.example, minlength=examples)
+    example = np.repeat(np.arange(len(chosen)), count[chosen])
+    item = (np.cumsum(count) - count)[chosen][example] + running_sums(example, np.ones_like(example))
+    columns = {name: getattr(items, name)[item] for name in COLUMNS}
+    return PhaseItems(**columns | {"example": example.astype(np.int32)})
+
+
 @dataclass(frozen=True)
 class _Load:
-    """The items of one phase in one sampled batch, and the rank of each if they may not move."""
+    """The items of one phase in one batch, and the rank of each if they may not move."""
 
     items: PhaseItems
     home: Longs | None
+    ranks: int
     slots: int  # of the fullest rank, when rows could be cut anywhere
     toll: float  # of a microbatch, in slots
-    known: dict[Capacities, RowNeeds] = field(default_factory=dict)  # by bounds of the classes
+    known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by bound of the lengths
 
-    def needs(self, spec: PhaseSpec) -> RowNeeds:
-        """Bounds on the rows that some packing will meet, as full as rows get."""
-        parts = [self._part(spec, below) for below in (*spec.capacities[1:], 0)]
-        slots = np.array([part.slots[0] for part in parts])
-        slots[-1] = max(slots[-1], math.ceil(self.slots / EXPECTED_FILL))
-        return RowNeeds(slots, np.array([part.rows[0] for part in parts]))
-
-    def _part(self, spec: PhaseSpec, below: int) -> RowNeeds:
-        """Needs of the items above `below`: searching asks for the same few again and again."""
-        key = (spec.capacities[0], below)
-        if key not in self.known:
-            long = self.items.length > below
-            length, alone = self.items.length[long], replace(spec, capacities=spec.capacities[:1])
+    def above(self, bound: int) -> tuple[int, int]:
+        """Slots and number of the items longer than `bound`, on the rank that has most or, where they move freely, on
+        the mean rank: searching asks for the same few again and again."""
+        if bound not in self.known:
+            long = self.items.length > bound
+            length = self.items.length[long]
             if self.home is None:
-                self.known[key] = row_needs(alone, length, np.zeros(len(length), np.int64), 1)
+                self.known[bound] = -(-int(length.sum()) // self.ranks), -(-len(length) // self.ranks)
             else:
-                self.known[key] = row_needs(alone, length, self.home[long], spec.ranks)
-        return self.known[key]
+                slots = sums_by(self.home[long], length, self.ranks)
+                self.known[bound] = int(slots.max()), int(np.bincount(self.home[long], minlength=1).max())
+        return self.known[bound]
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         return assign(spec, self.items) if self.home is None else assign_in_place(spec, self.items, self.home)
@@ -154,11 +186,12 @@ def _loads(
         if not len(items.length):
             continue
         if example_rank is None:
-            home, slots = None, -(-int(items.length.sum()) // needs.ranks)
+            cost = item_costs(_spec(needs, (needs.granule,)), items.length)
+            home, slots = None, -(-wanted_slots(items.length, cost) // needs.ranks)
         else:
             home = home_ranks(batch, needs.name, example_rank, grids)
             slots = int(sums_by(home, items.length, needs.ranks).max())
-        loads.append(_Load(items, home, slots, _toll(needs, items, slots)))
+        loads.append(_Load(items, home, needs.ranks, slots, _toll(needs, items, slots)))
     return loads
 
 
@@ -194,52 +227,66 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     if not loads:
         return (least,)
 
-    def bound(spec: PhaseSpec, load: _Load) -> float:
-        counts = next(row_counts(spec.capacities, load.needs(spec)))
-        return float(counts @ np.array(spec.capacities)) + load.toll * int(counts.sum())
+    def packed(capacities: Capacities, loads: Sequence[_Load]) -> float:
+        spec, cost = _spec(needs, capacities), 0.0
+        for load in loads:
+            plan = load.plan(spec)
+            statistics = phase_statistics(plan, load.items, spec)
+            waits = max(statistics[f"{needs.name}/synchronised"], 1 + 1 / EVEN)
+            cost += int(plan.capacity.sum(dtype=np.int64)) * waits + load.toll * plan.microbatches
+        return cost
 
-    def packed(spec: PhaseSpec, load: _Load) -> float:
-        plan = load.plan(spec)
-        statistics = phase_statistics(plan, load.items, spec)
-        waits = max(statistics[f"{needs.name}/synchronised"], 1 + 1 / EVEN)
-        slots = int(plan.capacity.sum(dtype=np.int64)) * waits
-        return slots + load.toll * plan.microbatches
-
-    few = max(1, PACKED_ITEMS // (PACKED * max(len(load.items.length) for load in loads)))
+    few = loads[: max(1, PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads)))]
     candidates = _candidates(needs, loads, least, largest)
-    return _best(_best(candidates, needs, loads[:BOUND], bound, PACKED), needs, loads[:few], packed, 1)[0]
+    hopeful = _best(candidates, lambda capacities: _least_cost(capacities, loads), PACKED[0])
+    better = _best(hopeful, lambda capacities: packed(capacities, few[::4]), PACKED[1])
+    return _best(better, lambda capacities: packed(capacities, few), 1)[0]
 
 
 def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: int) -> set[Capacities]:
-    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a load, the others
-    parts of the median load, to hold what the first leaves over."""
+    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a load. The others are
+    parts of the median load, to hold what the first leaves over, or a little smaller than the one before, so that
+    the same number of rows comes to finely stepped sums."""
     slots = np.array([load.slots for load in loads])
     median = float(np.median(slots))
-    first, parts = {least}, {_up(math.ceil(median / part), needs.granule) for part in PARTS}
+    first, parts, steps = (
+        {_up(math.ceil(median / part), needs.granule) for part in among} for among in ((), PARTS, STEPS)
+    )
     for load in (float(slots.min()), median, float(slots.max())):
         fewest = math.ceil(load / largest)
         for rows in range(fewest, fewest + FRACTIONS):
             first |= {_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
+    first.add(least)
     chosen: set[Capacities] = {(size,) for size in first if least <= size <= largest}
-    for _ in range(needs.config.row_classes - 1):
-        chosen |= {(*sizes, part) for sizes in chosen for part in parts if part < sizes[-1]}
+    for number in range(1, needs.config.row_classes):
+        for sizes in [sizes for sizes in chosen if len(sizes) == number]:
+            even = {sizes[0] - sizes[1]} if number > 1 and sizes[0] < 2 * sizes[1] else steps
+            smaller = parts | {sizes[-1] - step for step in even}
+            chosen |= {(*sizes, size) for size in smaller if 0 < size < sizes[-1]}
     return chosen
 
 
-def _best(
-    candidates: Iterable[Capacities],
-    needs: PhaseNeeds,
-    loads: Sequence[_Load],
-    cost: Callable[[PhaseSpec, _Load], float],
-    count: int,
-) -> list[Capacities]:
-    """The candidates of least cost, summed over the loads."""
+def _best(candidates: Iterable[Capacities], cost: Callable[[Capacities], float], count: int) -> list[Capacities]:
+    """The candidates of least cost."""
+    return sorted(candidates, key=lambda capacities: (cost(capacities), len(capacities), capacities))[:count]
 
-    def score(capacities: Capacities) -> float:
-        spec = _spec(needs, capacities)
-        return sum(cost(spec, load) for load in loads)
 
-    return sorted(set(candidates), key=lambda capacities: (score(capacities), len(capacities), capacities))[:count]
+def _least_cost(capacities: Capacities, loads: Sequence[_Load]) -> float:
+    """Slots and tolls of the fewest rows that may hold each load, filled as far as rows get; summed over the loads."""
+    sizes = np.array(capacities, np.int64)
+    below = (*capacities[1:], 0)
+    half = capacities[0] // 2  # of the items above it, no two share a row
+    slots = np.array([[load.above(bound)[0] for bound in below] for load in loads])
+    slots[:, -1] = [math.ceil(load.slots / EXPECTED_FILL) for load in loads]
+    rows = np.array([[load.above(max(bound, half))[1] for bound in below] for load in loads])
+    rows = np.maximum(rows, slots > 0)
+    firsts = np.arange(slots[:, -1].min() // sizes[0], max(slots[:, -1].max() // sizes[0] + 1, rows.max()) + 1)
+    counts = (row_steps(capacities) + firsts[:, None, None] * (np.arange(len(sizes)) == 0)).reshape(-1, len(sizes))
+    counts = counts[counts[:, 0] >= 0]
+    enough = (np.cumsum(counts * sizes, axis=1)[:, None] >= slots) & (np.cumsum(counts, axis=1)[:, None] >= rows)
+    chosen = counts[enough.all(axis=2).argmax(axis=0)]
+    tolls = np.array([load.toll for load in loads])
+    return float((chosen @ sizes).sum() + (chosen.sum(axis=1) * tolls).sum())
 
 
 def _checked(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
