@@ -1,6 +1,6 @@
 """Which pipeline rank computes which layers: costs that know about freezing, cuts, and three kinds of layout.
 
-    layers --partition--> Layout: chunks, runs of layers of one chain on one rank
+    layers --partition--> Ring: chunks, runs of layers of one chain on one rank
     layers of every microbatch --layer_costs, chain_work--> ChainWork of every chain
 
     chain                    segments                       parallel
@@ -9,10 +9,10 @@
     rank 2  [language  ]     rank 2  [vision 2][lang 2]     rank 2  [language]
     rank 3  [language  ]     rank 3  [vision 3][lang 3]     rank 3  [language]
 
-A chain is a tower with its projector, or the language model with its embedding, head and loss: every one of these is a
-layer with a cost of its own. Encoder chains come first and feed the language chain, the last. Stages that heed what
-is frozen, and encoders side by side, are after Cornstarch (arXiv 2503.11367); segments, every chain over all ranks, are
-after DIP (arXiv 2504.14145).
+A chain is an encoder or the language model: first its stem or embedding, then its blocks, last its projector, or its
+head and loss. Each is a layer with a cost of its own; stems stay with the first block, projectors with the last one.
+Encoder chains come first and feed the language chain, the last. Stages that heed what is frozen, and encoders side by
+side, are after Cornstarch (arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from sharding.pipeline.graph import Chain, ChainWork, Layout, PipelineError
+from sharding.pipeline.graph import Chain, ChainWork, PipelineError, Ring
 
 LayoutName = Literal["chain", "segments", "parallel"]
 CutBy = Literal["cost", "parameters"]
@@ -110,16 +110,20 @@ def _cost(layer: Layer, up: bool) -> LayerCost:
 
 def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Costs of the chunks of a chain, [D], from those of its layers."""
-    bounds = [0, *itertools.accumulate(chain.layers)]
-    if bounds[-1] != len(costs):
-        raise PipelineError(f"{chain.name} has {bounds[-1]} layers in its layout, but costs of {len(costs)}")
+    if sum(chain.layers) + 2 != len(costs):
+        raise PipelineError(
+            f"{chain.name} has {sum(chain.layers)} layers in its chunks, but costs of {len(costs)}: "
+            "a stem or embedding, the layers, a projector or head"
+        )
+    bounds = [0, *(stop + 1 for stop in itertools.accumulate(chain.layers))]
+    bounds[-1] += 1
     return tuple(sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds))
 
 
-def rank_costs(layout: Layout, costs: Mapping[str, Sequence[LayerCost]]) -> tuple[int, ...]:
+def rank_costs(ring: Ring, costs: Mapping[str, Sequence[LayerCost]]) -> tuple[int, ...]:
     """Cost of each rank, forward and backward of one microbatch of every chain: [S]."""
-    total = [0] * layout.stages
-    for chain in layout.chains:
+    total = [0] * ring.stages
+    for chain in ring.chains:
         for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
             total[rank] += cost.total
     return tuple(total)
@@ -199,7 +203,7 @@ def partition(
     layout: LayoutName,
     cut_by: CutBy = "cost",
     chunks: Mapping[str, int] | None = None,
-) -> Layout:
+) -> Ring:
     """Lay chains over the ranks of a pipeline.
 
     chain      all chains one behind another, cut into one stage a rank; a rank where two chains meet has a chunk of
@@ -208,88 +212,109 @@ def partition(
     parallel   every chain has ranks of its own; the split of the ranks is the best of all
 
     Args:
-      chains: layers by chain, encoders first and language last; chains without layers are left out.
+      chains: by name, encoders first and language last; of each a stem, blocks, and what comes after.
       stages: ranks of the pipeline.
       cut_by: what stages shall have alike; "parameters" is what ignores freezing and the sizes of inputs.
       chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
 
     Raises:
-      PipelineError: more stages than a chain has layers (segments), than there are layers (chain), or fewer than there
-        are chains (parallel).
+      PipelineError: more stages than a chain has blocks (segments), or than there are blocks, or fewer stages than
+        chains (parallel).
     """
-    chains = {name: layers for name, layers in chains.items() if len(layers)}
-    if stages < 1 or not chains:
-        raise PipelineError(f"pipeline.stages = {stages} and {len(chains)} chains: there must be at least one of each")
+    if stages < 1 or not chains or any(len(chain) < 3 for chain in chains.values()):
+        raise PipelineError(
+            f"pipeline.stages = {stages} with {', '.join(chains) or 'no chain'}: a pipeline has at least one stage, "
+            "and a chain at least a stem, a block, and a projector or head"
+        )
     costs = layer_costs(chains)
-    weights = {
-        name: [
+    weights = {}
+    for name, layers in chains.items():
+        each = [
             cost.total if cut_by == "cost" else layer.parameters
             for cost, layer in zip(costs[name], layers, strict=True)
         ]
-        for name, layers in chains.items()
-    }
+        weights[name] = _units(each, last=name == [*chains][-1])
     if layout == "chain":
         pieces = _chain(weights, stages)
     elif layout == "segments":
         pieces = _segments(weights, stages, chunks)
     else:
         pieces = _parallel(weights, stages)
-    return Layout(
-        stages,
-        tuple(
-            Chain(name, tuple(rank for rank, _ in pieces[name]), tuple(layers for _, layers in pieces[name]))
-            for name in chains
-        ),
-    )
+    return Ring(stages, tuple(_joined(name, pieces[name], costs[name]) for name in chains))
 
 
-Pieces = dict[str, list[tuple[int, int]]]  # by chain: rank and number of layers of every chunk
+@dataclass(frozen=True)
+class _Weights:
+    """What cuts go between: the blocks of a chain, the first with the stem, and the head or, with the last, the
+    projector."""
+
+    units: list[int]
+    blocks: int
+
+    def __len__(self) -> int:
+        return self.blocks
 
 
-def _chain(weights: Mapping[str, list[int]], stages: int) -> Pieces:
-    layers = sum(map(len, weights.values()))
-    if stages > layers:
-        raise PipelineError(
-            f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} layers in all; use fewer stages"
-        )
-    bounds = cut([weight for chain in weights.values() for weight in chain], stages)
+def _units(weights: Sequence[int], last: bool) -> _Weights:
+    stem, *blocks, head = weights
+    count = len(blocks)
+    blocks[0] += stem
+    if last:  # it may have a stage of its own, for a vocabulary is as much work as a few blocks
+        return _Weights([*blocks, head], count)
+    blocks[-1] += head
+    return _Weights(blocks, count)
+
+
+def _joined(name: str, pieces: Sequence[tuple[int, int]], costs: Sequence[LayerCost]) -> Chain:
+    """A chain of pieces that count units."""
+    ranks, units = zip(*pieces, strict=True)
+    surplus = sum(units) - (len(costs) - 2)  # the unit of the head
+    layers = (*units[:-1], units[-1] - surplus)
+    return Chain(name, ranks, layers, head_only=not any(cost.backward for cost in costs[:-1]))
+
+
+Pieces = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units of every chunk
+
+
+def _chain(weights: Mapping[str, _Weights], stages: int) -> Pieces:
+    if stages > (layers := sum(map(len, weights.values()))):
+        raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} in all; use fewer stages")
+    bounds = cut([weight for chain in weights.values() for weight in chain.units], stages)
     pieces: Pieces = {}
     first = 0
     for name, chain in weights.items():
-        ranges = [
-            (rank, max(bounds[rank] - first, 0), min(bounds[rank + 1] - first, len(chain))) for rank in range(stages)
-        ]
-        pieces[name] = [(rank, stop - start) for rank, start, stop in ranges if start < stop]
-        first += len(chain)
+        stop = first + len(chain.units)
+        counts = [min(b, stop) - max(a, first) for a, b in itertools.pairwise(bounds)]
+        pieces[name] = [(rank, count) for rank, count in enumerate(counts) if count > 0]
+        first = stop
     return pieces
 
 
-def _segments(weights: Mapping[str, list[int]], stages: int, chunks: Mapping[str, int] | None) -> Pieces:
+def _segments(weights: Mapping[str, _Weights], stages: int, chunks: Mapping[str, int] | None) -> Pieces:
     if short := {name: chain for name, chain in weights.items() if len(chain) < stages}:
         raise PipelineError(
-            f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each chain on every "
+            f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each on every "
             "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'"
         )
-    per_rank = chunks_per_rank(weights, stages) | dict(chunks or {})
-    for name, count in per_rank.items():
-        layers = len(weights.get(name, ()))
-        if not 1 <= count * stages <= layers:
-            raise PipelineError(f"{count} chunks of {name!r} on each of {stages} stages do not fit its {layers} layers")
+    per_rank = _chunks_per_rank(weights, stages) | dict(chunks or {})
     pieces: Pieces = {}
     for name, chain in weights.items():
-        bounds = cut(chain, stages * per_rank[name])
-        pieces[name] = [(index % stages, layers) for index, layers in enumerate(np.diff(bounds).tolist())]
+        count = per_rank[name]
+        if not 1 <= count * stages <= len(chain):
+            raise PipelineError(f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: chain})}")
+        bounds = cut(chain.units, stages * count)
+        pieces[name] = [(index % stages, units) for index, units in enumerate(np.diff(bounds).tolist())]
     return pieces
 
 
-def chunks_per_rank(weights: Mapping[str, Sequence[int]], stages: int) -> dict[str, int]:
+def _chunks_per_rank(weights: Mapping[str, _Weights], stages: int) -> dict[str, int]:
     """K_i = T_i // T_1 by chain, T_1 that of the cheapest, so that chunks of all chains cost alike; no more than the
     layers of a chain allow."""
-    cheapest = max(1, min(sum(chain) for chain in weights.values()))
-    return {name: max(1, min(sum(chain) // cheapest, len(chain) // stages)) for name, chain in weights.items()}
+    cheapest = max(1, min(sum(chain.units) for chain in weights.values()))
+    return {name: max(1, min(sum(chain.units) // cheapest, len(chain) // stages)) for name, chain in weights.items()}
 
 
-def _parallel(weights: Mapping[str, list[int]], stages: int) -> Pieces:
+def _parallel(weights: Mapping[str, _Weights], stages: int) -> Pieces:
     if stages < len(weights):
         raise PipelineError(
             f"pipeline.stages = {stages}, but layout 'parallel' needs a rank for each of {', '.join(weights)}: "
@@ -298,10 +323,12 @@ def _parallel(weights: Mapping[str, list[int]], stages: int) -> Pieces:
     limits = [len(chain) for chain in weights.values()]
     if stages > sum(limits):
         raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
-    ends = [[0, *itertools.accumulate(chain)] for chain in weights.values()]
     slowest = [
-        {count: _slowest(of, count) for count in range(1, min(limit, stages) + 1)}
-        for of, limit in zip(ends, limits, strict=True)
+        {
+            count: _slowest([0, *itertools.accumulate(chain.units)], count)
+            for count in range(1, min(len(chain), stages) + 1)
+        }
+        for chain in weights.values()
     ]
 
     def worth(split: tuple[int, ...]) -> list[int]:
@@ -311,8 +338,8 @@ def _parallel(weights: Mapping[str, list[int]], stages: int) -> Pieces:
     pieces: Pieces = {}
     first = 0
     for (name, chain), count in zip(weights.items(), best, strict=True):
-        bounds = cut(chain, count)
-        pieces[name] = [(first + index, layers) for index, layers in enumerate(np.diff(bounds).tolist())]
+        bounds = cut(chain.units, count)
+        pieces[name] = [(first + index, units) for index, units in enumerate(np.diff(bounds).tolist())]
         first += count
     return pieces
 
@@ -328,5 +355,5 @@ def _splits(stages: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (count, *rest)
 
 
-def _counts(chains: Mapping[str, Sequence[int]]) -> str:
-    return " and ".join(f"{name!r} has {len(layers)} layers" for name, layers in chains.items())
+def _counts(chains: Mapping[str, _Weights]) -> str:
+    return " and ".join(f"{name!r} has {len(chain)} layers" for name, chain in chains.items())

@@ -106,16 +106,19 @@ def test_cuts_of_costs_whose_squares_no_word_holds():
 
 
 def chains(**costs: list[int]) -> dict[str, list[Layer]]:
-    """Chains whose layers cost what is given, forward and backward, with nothing trained."""
-    return {name: [Layer(name, cost, parameters=1, trainable=False) for cost in each] for name, each in costs.items()}
+    """Chains with nothing trained whose blocks cost what is given, and stem and head nothing."""
+    return {
+        name: [Layer(name, cost, parameters=min(cost, 1), trainable=False) for cost in [0, *each, 0]]
+        for name, each in costs.items()
+    }
 
 
 def loads(found, layers: dict[str, list[Layer]]) -> tuple[int, ...]:
-    """Cost of each rank, after every layer was found in one chunk."""
+    """Cost of each rank, after every block was found in one chunk."""
+    assert [chain.name for chain in found.chains] == list(layers)
     for chain in found.chains:
-        assert sum(chain.layers) == len(layers[chain.name]) and min(chain.layers) > 0
-    assert [chain.name for chain in found.chains] == [name for name, each in layers.items() if each]
-    ranks = rank_costs(found, layer_costs({name: each for name, each in layers.items() if each}))
+        assert sum(chain.layers) == len(layers[chain.name]) - 2
+    ranks = rank_costs(found, layer_costs(layers))
     assert sum(ranks) == sum(layer.linear for each in layers.values() for layer in each)
     return ranks
 
@@ -186,8 +189,26 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
     assert max(loads(found, layers)) == best
 
 
+def test_stems_and_projectors_stay_with_a_block_and_heads_may_stand_alone():
+    layers = {
+        "vision": [Layer("vision", cost, trainable=False) for cost in (5, 1, 1, 5)],
+        "language": [Layer("language", cost, trainable=False) for cost in (5, 1, 1, 9)],
+    }
+    found = partition(layers, 2, "segments")
+    assert [chain.layers for chain in found.chains] == [(1, 1), (2, 0)]
+    assert loads(found, layers) == (6 + 7, 6 + 9)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [((False, True, False), [True, False]), ((True, True, True), [False, False])],
+)
+def test_a_chain_trained_behind_its_last_block_only_says_so(trained, expected):
+    assert [chain.head_only for chain in partition(model(*trained), 2, "segments").chains] == expected
+
+
 def test_a_model_without_encoders():
-    layers = chains(vision=[], language=[1] * 4)
+    layers = chains(language=[1] * 4)
     for layout in ("chain", "segments", "parallel"):
         assert loads(partition(layers, 2, layout), layers) == (2, 2)
 
@@ -199,12 +220,13 @@ def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
     chain = chain_of(layout, "vision")
     work = chain_work(chain, costs)
     assert work.shape == (chain.depth, 3)
+    assert work.forward.sum(axis=0).tolist() == [40, 40, 40], "stem, two blocks, projector"
     for microbatch, each in enumerate(costs):
         for depth, cost in enumerate(chunk_costs(chain, each)):
             found = [part[depth, microbatch] for part in (work.forward, work.input_gradient, work.weight_gradient)]
             assert found == [cost.forward, cost.input_grad, cost.weight_grad]
             assert work.recompute[depth, microbatch] == cost.recompute
-    with pytest.raises(PipelineError, match="vision has 4 layers in its layout, but costs of 3"):
+    with pytest.raises(PipelineError, match="vision has 2 layers in its chunks, but costs of 3"):
         chain_work(chain, [costs[0][:3]])
 
 
@@ -215,7 +237,7 @@ def test_more_stages_than_layers_are_refused_with_both_counts():
     layers = chains(vision=[1] * 3, language=[1] * 8)
     with pytest.raises(PipelineError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"):
         partition(layers, 4, "segments")
-    with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but .*: 11 layers in all"):
+    with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but .*: 11 in all"):
         partition(layers, 12, "chain")
     with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8"):
         partition(layers, 12, "parallel")
@@ -223,7 +245,9 @@ def test_more_stages_than_layers_are_refused_with_both_counts():
         partition(layers, 1, "parallel")
     with pytest.raises(PipelineError, match="2 layers cannot be cut into 3"):
         cut([1, 1], 3)
-    with pytest.raises(PipelineError, match="3 chunks of 'language' on each of 3 stages do not fit its 8 layers"):
+    with pytest.raises(PipelineError, match="3 chunks of 'language' on each of 3 stages, but 'language' has 8 layers"):
         partition(layers, 3, "segments", chunks={"language": 3})
     with pytest.raises(PipelineError, match=r"pipeline\.stages = 0"):
         partition(layers, 0, "chain")
+    with pytest.raises(PipelineError, match="a stem, a block, and a projector or head"):
+        partition({"language": layers["language"][:2]}, 1, "chain")
