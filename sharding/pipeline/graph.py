@@ -166,6 +166,7 @@ class Buffer:
 
     pool: Pool
     chain: int
+    microbatch: int
     rank: int
     writers: tuple[int, ...]
     readers: tuple[int, ...]
@@ -332,7 +333,7 @@ class _Builder:
 
     def _number(self, c: int) -> None:
         """Operations of one component."""
-        chain, work = self.ring.chains[c], self.workload.chains[c]
+        work = self.workload.chains[c]
         forward, recompute = work.forward.tolist(), work.recompute.tolist()
         inputs, weights = work.input_gradient.tolist(), work.weight_gradient.tolist()
         depths, microbatches = work.shape
@@ -376,17 +377,17 @@ class _Builder:
                     self.successors[forward].append((back, 1))
                 if weight >= 0:
                     self.successors[back].append((weight, 1))
-                    self._hold(Pool.RESIDUAL, c, stages[d], (back,), (weight,))
+                    self._hold(Pool.RESIDUAL, c, m, stages[d], (back,), (weight,))
                 if d:
                     before = self.forward[c][d - 1][m]
                     self.successors[before].append((first, max(1, self.ring.hops(stages[d - 1], stages[d]))))
-                    self._hold(Pool.INPUT, c, stages[d], (before,), (max(first, back),))
+                    self._hold(Pool.INPUT, c, m, stages[d], (before,), (max(first, back),))
                 elif d == kept and forward >= 0 and back >= 0:
-                    self._hold(Pool.INPUT, c, stages[d], (forward,), (back,))
+                    self._hold(Pool.INPUT, c, m, stages[d], (forward,), (back,))
                 if d and self.back[c][d - 1][m] >= 0:
                     after = self.back[c][d - 1][m]
                     self.successors[back].append((after, max(1, self.ring.hops(stages[d - 1], stages[d]))))
-                    self._hold(Pool.GRADIENT, c, stages[d - 1], (back,), (after,))
+                    self._hold(Pool.GRADIENT, c, m, stages[d - 1], (back,), (after,))
 
     def _deliver(self, c: int) -> None:
         """Edges and buffers between an encoder and the first language chunk."""
@@ -399,16 +400,16 @@ class _Builder:
             for first in firsts:
                 self.successors[forward].append((first, max(1, hops)))
             last = tuple(max(pair) for pair in zip(firsts, backs, strict=True))
-            self._hold(Pool.TOKENS, c, target, (forward,), last, hops)
+            self._hold(Pool.TOKENS, c, sub, target, (forward,), last, hops)
             if back < 0:
                 continue
             for user in backs:
                 self.returns[user].append((c, sub, back))
-            self._hold(Pool.TOKEN_GRADIENT, c, target, tuple(backs), () if hops else (back,))
+            self._hold(Pool.TOKEN_GRADIENT, c, sub, target, tuple(backs), () if hops else (back,))
             if hops:
-                self._hold(Pool.TOKEN_GRADIENT, c, source, tuple(backs), (back,), hops)
+                self._hold(Pool.TOKEN_GRADIENT, c, sub, source, tuple(backs), (back,), hops)
 
     def _hold(
-        self, pool: Pool, c: int, rank: int, writers: tuple[int, ...], readers: tuple[int, ...], hops: int = 0
+        self, pool: Pool, c: int, m: int, rank: int, writers: tuple[int, ...], readers: tuple[int, ...], hops: int = 0
     ) -> None:
-        self.buffers.append(Buffer(pool, c, rank, writers, readers, hops))
+        self.buffers.append(Buffer(pool, c, m, rank, writers, readers, hops))
