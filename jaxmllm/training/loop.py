@@ -7,6 +7,7 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import defaultdict
@@ -228,12 +229,18 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[T
 
 
 def _check_data(run: Run) -> None:
-    """All hosts, and the run that began in this folder, must have seen the same data: else their steps differ."""
+    """All hosts, and the run that began in this folder, must have seen the same data, and all hosts must cost it alike:
+    else their steps differ."""
     fingerprint = run.corpus.fingerprint()
     if jax.process_count() > 1:
         digest = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
         multihost_utils.assert_equal(
             digest, "the hosts read different data: data.sources must be the same files on all"
+        )
+        phases = hashlib.blake2b(repr(run.programs.spec.phases).encode(), digest_size=16).digest()
+        multihost_utils.assert_equal(
+            np.frombuffer(phases, np.uint8),
+            "the hosts plan with different rows or costs: balance.calibration must be the same file on all",
         )
     path = run.directory / DATA_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
