@@ -32,7 +32,7 @@ CutBy = Literal["cost", "parameters"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a chain, with its forward cost for an average microbatch in any one unit (FLOPs, microseconds)."""
+    """One layer of a chain, with its forward cost for one row in any one unit (FLOPs, microseconds)."""
 
     component: str  # what it is frozen by: "vision", "projector.vision", "language"
     linear: int  # matrix products with weights
@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer, or a run of layers, costs for one microbatch; 0 for what freezing leaves out."""
+    """What a layer, or a run of layers, costs for one row; 0 for what freezing leaves out."""
 
     forward: int = 0
     input_grad: int = 0
@@ -201,6 +201,7 @@ def partition(
     chains: Mapping[str, Sequence[Layer]],
     stages: int,
     layout: LayoutName,
+    rows: Mapping[str, float] | None = None,
     cut_by: CutBy = "cost",
     chunks: Mapping[str, int] | None = None,
 ) -> Ring:
@@ -208,12 +209,14 @@ def partition(
 
     chain      all chains one behind another, cut into one stage a rank; a rank where two chains meet has a chunk of
                either
-    segments   chain i, in ascending order of cost T_i, is cut into stages * (T_i // T_1) chunks that go round the ranks
+    segments   a chain is cut into stages * (T_i // T_1) chunks that go round the ranks; T_i is what the forward pass
+               of one of its rows costs, T_1 the least of these: so operations of all chains cost alike
     parallel   every chain has ranks of its own; the split of the ranks is the best of all
 
     Args:
       chains: by name, encoders first and language last; of each a stem, blocks, and what comes after.
       stages: ranks of the pipeline.
+      rows: of each chain in an average microbatch; one where it is left out.
       cut_by: what stages shall have alike; "parameters" is what ignores freezing and the sizes of inputs.
       chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
 
@@ -233,11 +236,15 @@ def partition(
             cost.total if cut_by == "cost" else layer.parameters
             for cost, layer in zip(costs[name], layers, strict=True)
         ]
-        weights[name] = _units(each, last=name == [*chains][-1])
+        count = (rows or {}).get(name, 1) if cut_by == "cost" else 1
+        weights[name] = _units(each, count, last=name == [*chains][-1])
     if layout == "chain":
         pieces = _chain(weights, stages)
     elif layout == "segments":
-        pieces = _segments(weights, stages, chunks)
+        forward = {name: sum(cost.forward for cost in each) for name, each in costs.items()}
+        wanted = {name: time // max(1, min(forward.values())) for name, time in forward.items()}
+        most = {name: min(wanted[name], len(weights[name]) // stages) for name in chains}
+        pieces = _segments(weights, stages, {name: max(1, count) for name, count in most.items()} | dict(chunks or {}))
     else:
         pieces = _parallel(weights, stages)
     return Ring(stages, tuple(_joined(name, pieces[name], costs[name]) for name in chains))
@@ -248,21 +255,27 @@ class _Weights:
     """What cuts go between: the blocks of a chain, the first with the stem, and the head or, with the last, the
     projector."""
 
-    units: list[int]
+    units: list[int]  # for one row
     blocks: int
+    rows: float
+
+    @property
+    def whole(self) -> list[int]:
+        """For a microbatch."""
+        return [round(unit * self.rows) for unit in self.units]
 
     def __len__(self) -> int:
         return self.blocks
 
 
-def _units(weights: Sequence[int], last: bool) -> _Weights:
+def _units(weights: Sequence[int], rows: float, last: bool) -> _Weights:
     stem, *blocks, head = weights
     count = len(blocks)
     blocks[0] += stem
     if last:  # it may have a stage of its own, for a vocabulary is as much work as a few blocks
-        return _Weights([*blocks, head], count)
+        return _Weights([*blocks, head], count, rows)
     blocks[-1] += head
-    return _Weights(blocks, count)
+    return _Weights(blocks, count, rows)
 
 
 def _joined(name: str, pieces: Sequence[tuple[int, int]], costs: Sequence[LayerCost]) -> Chain:
@@ -279,7 +292,7 @@ Pieces = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units 
 def _chain(weights: Mapping[str, _Weights], stages: int) -> Pieces:
     if stages > (layers := sum(map(len, weights.values()))):
         raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} in all; use fewer stages")
-    bounds = cut([weight for chain in weights.values() for weight in chain.units], stages)
+    bounds = cut([weight for chain in weights.values() for weight in chain.whole], stages)
     pieces: Pieces = {}
     first = 0
     for name, chain in weights.items():
@@ -290,28 +303,20 @@ def _chain(weights: Mapping[str, _Weights], stages: int) -> Pieces:
     return pieces
 
 
-def _segments(weights: Mapping[str, _Weights], stages: int, chunks: Mapping[str, int] | None) -> Pieces:
+def _segments(weights: Mapping[str, _Weights], stages: int, chunks: Mapping[str, int]) -> Pieces:
     if short := {name: chain for name, chain in weights.items() if len(chain) < stages}:
         raise PipelineError(
             f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each on every "
             "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'"
         )
-    per_rank = _chunks_per_rank(weights, stages) | dict(chunks or {})
     pieces: Pieces = {}
     for name, chain in weights.items():
-        count = per_rank[name]
+        count = chunks[name]
         if not 1 <= count * stages <= len(chain):
             raise PipelineError(f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: chain})}")
         bounds = cut(chain.units, stages * count)
         pieces[name] = [(index % stages, units) for index, units in enumerate(np.diff(bounds).tolist())]
     return pieces
-
-
-def _chunks_per_rank(weights: Mapping[str, _Weights], stages: int) -> dict[str, int]:
-    """K_i = T_i // T_1 by chain, T_1 that of the cheapest, so that chunks of all chains cost alike; no more than the
-    layers of a chain allow."""
-    cheapest = max(1, min(sum(chain.units) for chain in weights.values()))
-    return {name: max(1, min(sum(chain.units) // cheapest, len(chain) // stages)) for name, chain in weights.items()}
 
 
 def _parallel(weights: Mapping[str, _Weights], stages: int) -> Pieces:
@@ -325,7 +330,7 @@ def _parallel(weights: Mapping[str, _Weights], stages: int) -> Pieces:
         raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
     slowest = [
         {
-            count: _slowest([0, *itertools.accumulate(chain.units)], count)
+            count: _slowest([0, *itertools.accumulate(chain.whole)], count)
             for count in range(1, min(len(chain), stages) + 1)
         }
         for chain in weights.values()
@@ -338,7 +343,7 @@ def _parallel(weights: Mapping[str, _Weights], stages: int) -> Pieces:
     pieces: Pieces = {}
     first = 0
     for (name, chain), count in zip(weights.items(), best, strict=True):
-        bounds = cut(chain.units, count)
+        bounds = cut(chain.whole, count)
         pieces[name] = [(first + index, units) for index, units in enumerate(np.diff(bounds).tolist())]
         first += count
     return pieces
