@@ -1,0 +1,301 @@
+"""Context parallelism: how evenly one long row is spread over ranks, in attention and in a whole layer.
+
+    python -m benchmarks.context [--json PATH]
+
+Four ways to give the blocks of a row to ranks:
+
+    contiguous       equal stretches
+    zigzag           of 2 R equal stretches the r-th from either end
+    longest_first    by descending work to the lightest rank, whatever number of blocks it gets
+    equal            ours (jaxmllm/balance/context.py): equally many blocks, least work on the heaviest rank
+
+Four kinds of rows, and every image, clip and frame is seen in both directions inside itself:
+
+    prepend          one document: images first (30 to 70 % of the row), then text
+    interleave       one document: images, and after each a text
+    video            one document: frames of one size, some words of time before each, and text in the last tenth
+    packed           documents of the workload generator, their images and clips where it puts them
+
+Sizes of images and texts are those of the workload generator's tasks. Media see what precedes them in their document,
+as in training here; `--isolated` lets each see itself alone, as in other work on the subject. Text sees all before it.
+
+`tiles` is max / mean over ranks of the visited tiles of attention, `layer` that of the FLOPs of one layer of an 8B
+model (width 4096, MLP 14336, 32 heads of 128, 8 of them for keys): tiles, and products with weights by token. Both are
+means over seeds. `plan ms` is the median CPU time of one core to count tiles, assign blocks, and order tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.context import (
+    TILE,
+    assign_blocks,
+    block_size,
+    block_work,
+    contiguous,
+    longest_first,
+    order_tokens,
+    span_work,
+    zigzag,
+)
+from jaxmllm.balance.layers import layer_flops
+from jaxmllm.balance.plan import Ints, Longs
+from jaxmllm.balance.tiles import TokenIds
+from jaxmllm.balance.workload import TASKS, generate
+from jaxmllm.config import LanguageConfig, ModelConfig
+
+TOKENS: Final = [8192, 16384, 32768, 65536, 131072]
+RANKS: Final = [8, 16, 32]
+MODEL: Final = ModelConfig(
+    language=LanguageConfig(
+        width=4096, layers=1, heads=32, kv_heads=8, head_size=128, mlp_width=14336, vocab_size=128_256
+    )
+)
+COLUMNS = ["tokens", "ranks", "block", "generator", "method", "tiles", "layer", "plan ms"]
+GENERATOR = (
+    "numpy default_rng([seed, tokens]) and generate([seed, tokens], ..) of the workload; see benchmarks/context.py"
+)
+EXAMPLES_PER_TOKEN = 1 / 64  # drawn for a packed row, which takes those that fit
+FRAME_TOKENS = (64, 144, 256, 576)
+TIME_WORDS = (2, 8)  # before a frame
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def prepend(random: np.random.Generator, tokens: int) -> TokenIds:
+    images = int(tokens * random.uniform(0.3, 0.7))
+    group = np.zeros(tokens, np.int32)
+    group[:images] = _numbered(TASKS["captioning"].image.draw(random, tokens), images)
+    return _document(group)
+
+
+def interleave(random: np.random.Generator, tokens: int) -> TokenIds:
+    count = tokens // 64  # no image is shorter
+    images = TASKS["captioning"].image.draw(random, count)
+    texts = TASKS["captioning"].text.draw(random, count)
+    return _document(_alternating(np.stack([texts, images], axis=1), tokens))
+
+
+def video(random: np.random.Generator, tokens: int) -> TokenIds:
+    words = random.integers(*TIME_WORDS, tokens)
+    pieces = np.stack([words, np.full(tokens, random.choice(FRAME_TOKENS))], axis=1)
+    frames = tokens - tokens // 10
+    return _document(np.concatenate([_alternating(pieces, frames), np.zeros(tokens - frames, np.int32)]))
+
+
+def packed(random: np.random.Generator, tokens: int) -> TokenIds:
+    """Documents in the order drawn, without those that no longer fit; what is left is padding."""
+    batch = generate(random.integers(2**31, size=4).tolist(), max(16, int(tokens * EXAMPLES_PER_TOKEN)))
+    document, group, position = np.zeros((3, tokens), np.int32)
+    start = np.full(len(batch.examples), -1)
+    end = 0
+    for example, length in enumerate(batch.phases["language"].length.tolist()):
+        if end + length <= tokens:
+            start[example] = end
+            document[end : end + length] = example + 1
+            position[end : end + length] = np.arange(length)
+            end += length
+    for phase in ("vision", "audio"):
+        items = batch.phases[phase]
+        for item in np.flatnonzero(start[items.example] >= 0):
+            first = start[items.example[item]] + items.slot[item]
+            group[first : first + items.tokens[item]] = item + 1
+    return TokenIds(document, group, position)
+
+
+ROWS: Final[dict[str, Callable[[np.random.Generator, int], TokenIds]]] = {
+    "prepend": prepend,
+    "interleave": interleave,
+    "video": video,
+    "packed": packed,
+}
+
+
+def _document(group: Ints) -> TokenIds:
+    return TokenIds(np.ones_like(group), group, np.arange(len(group), dtype=np.int32))
+
+
+def _numbered(lengths: np.ndarray, tokens: int) -> Ints:
+    """[tokens] pieces of the given lengths, numbered from 1; the last is cut."""
+    return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths.astype(int))[:tokens]
+
+
+def _alternating(lengths: np.ndarray, tokens: int) -> Ints:
+    """[tokens] groups of pieces: text, image, text, image, ... by [n, 2] lengths."""
+    piece = _numbered(lengths.ravel(), tokens)
+    return np.where(piece % 2, 0, piece // 2).astype(np.int32)
+
+
+def isolated_work(document: Ints, group: Ints, position: Ints, block: int) -> Longs:
+    """As `block_work`, where a token of an image sees its image alone."""
+    image_start, image_stop = _runs(document, group)
+    start = np.where(group > 0, image_start, _runs(document)[0])
+    stop = np.where(group > 0, image_stop, np.arange(1, len(document) + 1, dtype=np.int32))
+    return span_work(start, np.where(document > 0, stop, start), block)
+
+
+def _runs(*columns: Ints) -> tuple[Ints, Ints]:
+    """[T] start and stop of the run of tokens alike in all columns that each token is in."""
+    turns = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    edges = np.flatnonzero(np.concatenate([[True], turns, [True]])).astype(np.int32)
+    return np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
+
+
+# ---------------------------------------------------------------------------- methods
+
+Count = Callable[[Ints, Ints, Ints, int], Longs]  # as `block_work`: what counts the work of each block
+METHODS: Final[dict[str, Callable[[Callable[[], Longs], int, int], Ints]]] = {  # of work (a thunk), blocks, ranks
+    "contiguous": lambda work, blocks, ranks: contiguous(blocks, ranks),
+    "zigzag": lambda work, blocks, ranks: zigzag(blocks, ranks),
+    "longest_first": lambda work, blocks, ranks: longest_first(work(), ranks),
+    "equal": lambda work, blocks, ranks: assign_blocks(work(), ranks),
+}
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Of one row: max / mean over ranks."""
+
+    tiles: float
+    layer: float
+    seconds: float
+
+
+def balance(method: str, ids: TokenIds, ranks: int, count: Count) -> Balance:
+    """Plan one row, on the clock, and weigh what the ranks got."""
+    block = block_size(len(ids.document), ranks)
+    work = partial(count, ids.document, ids.group, ids.position, block)
+    begin = time.process_time()
+    owner = METHODS[method](work, len(ids.document) // block, ranks)
+    order_tokens(owner, block)
+    seconds = time.process_time() - begin
+    load = np.bincount(owner, work(), ranks)
+    blocks = np.bincount(owner, minlength=ranks)
+    return Balance(_over_mean(load), _over_mean(layer_cost(load, blocks, block)), seconds)
+
+
+def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[np.float64]:
+    """Forward FLOPs of a layer on each rank; training multiplies both of their parts by three.
+
+    Args:
+      work: [R] half tiles.
+      blocks: [R] blocks of query tokens.
+    """
+    layer = layer_flops(MODEL, "language", slots=1, squares=1)[1]
+    pair = 2 * layer.attention  # that of a causal sequence counts half of its pairs
+    return blocks * float(block * layer.linear) + work * (block**2 * pair / TILE)
+
+
+def _over_mean(load: NDArray[Any]) -> float:
+    return float(load.max() / load.mean())
+
+
+def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, count: Count) -> list[dict[str, Any]]:
+    """One record for every number of ranks, generator and method."""
+    rows = {
+        name: [make(np.random.default_rng([seed + k, tokens]), tokens) for k in range(seeds)]
+        for name, make in ROWS.items()
+    }
+    records = []
+    for rank_count, (name, drawn), method in itertools.product(ranks, rows.items(), METHODS):
+        found = [balance(method, ids, rank_count, count) for ids in drawn]
+        records.append(
+            {
+                "tokens": tokens,
+                "ranks": rank_count,
+                "block": block_size(tokens, rank_count),
+                "generator": name,
+                "method": method,
+                "tiles": statistics.fmean(each.tiles for each in found),
+                "layer": statistics.fmean(each.layer for each in found),
+                "plan_ms": 1e3 * statistics.median(each.seconds for each in found),
+            }
+        )
+    return records
+
+
+def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst of ours, and in how many cells each other method has less on its heaviest rank."""
+    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for record in records:
+        cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[record["method"]] = record
+    ours = [cell["equal"] for cell in cells.values()]
+    return {
+        "worst_layer": max(record["layer"] for record in ours),
+        "worst_tiles": max(record["tiles"] for record in ours),
+        "worst_plan_ms": max(record["plan_ms"] for record in ours),
+        "cells": len(cells),
+        "better": {
+            method: {
+                figure: sum(cell[method][figure] < cell["equal"][figure] for cell in cells.values())
+                for figure in ("tiles", "layer")
+            }
+            for method in METHODS
+            if method != "equal"
+        },
+    }
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--isolated", action="store_true", help="images see themselves alone")
+    options = parser.parse_args(command)
+    if options.seeds < 1:
+        parser.error("--seeds must be positive")
+    count = isolated_work if options.isolated else block_work
+    try:
+        records = [
+            record
+            for tokens in options.tokens
+            for record in measure(tokens, options.ranks, options.seeds, options.seed, count)
+        ]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    summary = verdict(records)
+    seen = "only themselves" if options.isolated else "what precedes them"
+    print_table(
+        f"max / mean over context ranks, mean of {options.seeds} seeds; images see {seen}",
+        COLUMNS,
+        [
+            [f"{value:.4f}" if name in ("tiles", "layer") else value for name, value in record.items()]
+            for record in records
+        ],
+    )
+    print(
+        f"equal, worst of {summary['cells']} cells: layer {summary['worst_layer']:.4f}, tiles "
+        f"{summary['worst_tiles']:.4f}, planning {summary['worst_plan_ms']:.2f} ms"
+    )
+    for method, better in summary["better"].items():
+        print(f"{method} is better in {better['layer']} cells by layer, in {better['tiles']} by tiles")
+    write_json(
+        options.json,
+        "context",
+        options.seed,
+        GENERATOR,
+        seeds=options.seeds,
+        isolated=options.isolated,
+        rows=records,
+        summary=summary,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""Token order for context parallelism: a long row is spread over ranks so that all of them do equal work.
+
+    mask ids [T] --block_work--> work [N] --assign_blocks--> owner [N] --order_tokens--> TokenOrder
+
+Keys and values are gathered by every rank, so any rank may hold any query block. What a block costs in attention is
+uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly N / R blocks,
+and among all such shares one is sought whose heaviest rank is as light as can be.
+
+    ranks 2, work 1 2 3 4 | 1 2 3 4         owner 0 1 1 0 | 1 0 0 1         10 on each
+
+Letters: T tokens of a row, N blocks of it, R ranks, n = N / R blocks of a rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jaxmllm.balance.plan import Ints, Longs
+from jaxmllm.balance.tiles import TokenIds, visible_tiles
+
+TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
+BLOCK, SMALLER_BLOCK = 128, 64  # tokens
+FEWEST_BLOCKS = 8  # of a rank; fewer and larger ones cannot be shared out evenly
+EVEN = 4096  # the heaviest rank need not be nearer to the least possible than one part in so many
+SWAPS = 8  # for each rank, at most
+PAIRS = 1 << 11  # of blocks of the lightest ranks that are looked at; with more blocks a rank, single ones suffice
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Which token of a row stands at which place. Rank r holds places r * T / R .. (r + 1) * T / R."""
+
+    block: int  # tokens that stay together
+    places: Ints  # [N] where each block went, in blocks
+    order: Ints  # [T] token at each place; the blocks of a rank ascend
+    inverse: Ints  # [T] place of each token
+
+
+def token_order(
+    document: Ints,
+    group: Ints,
+    position: Ints,
+    ranks: int,
+    block: int = BLOCK,
+    fewest_blocks: int = FEWEST_BLOCKS,
+) -> TokenOrder:
+    """Spread one row over the ranks of the context axis: a pure function, so hosts agree without communication.
+
+    Args:
+      document, group, position: [T] mask ids; see `block_work`.
+      ranks: R, size of the context axis.
+      block, fewest_blocks: see `block_size`.
+
+    Raises:
+      ValueError: T is no whole number of blocks on every rank.
+    """
+    size = block_size(len(document), ranks, block, fewest_blocks)
+    return order_tokens(assign_blocks(block_work(document, group, position, size), ranks), size)
+
+
+def block_size(tokens: int, ranks: int, block: int = BLOCK, fewest_blocks: int = FEWEST_BLOCKS) -> int:
+    """Tokens of a block: `block`, or 64 where a rank would otherwise have fewer than `fewest_blocks` or a part of one.
+
+    Raises:
+      ValueError: the tokens are no whole number of blocks on every rank.
+    """
+    few = tokens < fewest_blocks * block * ranks
+    size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
+    if not tokens or tokens % (size * ranks):
+        raise ValueError(
+            f"a row of {tokens} tokens is not a whole number of blocks of {size} on each of {ranks} context ranks; "
+            f"make phases.<phase>.capacities multiples of {size * ranks}, or change mesh.context"
+        )
+    return size
+
+
+def order_tokens(owner: Ints, block: int) -> TokenOrder:
+    """The order in which the blocks of every rank stand together.
+
+    Args:
+      owner: [N] rank of each block, equally many of each.
+      block: tokens of a block.
+    """
+    blocks = np.argsort(owner, kind="stable").astype(np.int32)
+    places = np.empty_like(blocks)
+    places[blocks] = np.arange(len(blocks), dtype=np.int32)
+    return TokenOrder(block, places, _tokens(blocks, block), _tokens(places, block))
+
+
+def _tokens(blocks: Ints, block: int) -> Ints:
+    return (blocks[:, None] * block + np.arange(block)).ravel().astype(np.int32)
+
+
+# ---------------------------------------------------------------------------- work
+
+
+def block_work(document: Ints, group: Ints, position: Ints, block: int) -> Longs:
+    """Attention work of every query block, in half tiles: [N].
+
+    A tile (query block, key block) counts 2 if any pair in it is visible, however few, for attention computes whole
+    tiles; but a block's tile with itself counts 1 if none of its tokens sees a later one, as in causal text.
+
+        visible(q, k) = same document and (position[k] <= position[q], or same group)
+
+    Args:
+      document: [T] document of each token; 0 is padding, which sees nothing and is not seen.
+      group: [T] image or clip, seen in both directions inside its document; 0 is text.
+      position: [T] order inside the document.
+      block: tokens of a block.
+
+    Rows in which documents and groups are runs, without padding inside, and positions ascend take O(T). Others are
+    counted exactly, too, but slowly (`visible_tiles`).
+
+    Raises:
+      ValueError: `block` does not divide T.
+    """
+    spans = None if len(document) % block else _spans(document, group, position)
+    if spans is not None:
+        return span_work(*spans, block)
+    tiles = visible_tiles(TokenIds(document, group, position), block)
+    document, group, position = (column.reshape(-1, block) for column in (document, group, position))
+    ahead = np.zeros(len(document), np.bool_)
+    for step in range(1, block):
+        seen = (group[:, step:] == group[:, :-step]) & (group[:, step:] > 0)
+        seen |= position[:, step:] <= position[:, :-step]
+        ahead |= (seen & (document[:, step:] == document[:, :-step]) & (document[:, step:] > 0)).any(axis=1)
+    held = document.max(axis=1) > 0
+    return TILE * np.bincount(tiles.query, minlength=len(document)) - (held & ~ahead)
+
+
+def span_work(start: Ints, stop: Ints, block: int) -> Longs:
+    """As `block_work`, where token t sees the tokens [start[t], stop[t]): [N].
+
+    Args:
+      start, stop: [T]; no padding lies inside a span, and a token is in its own, or is padding and stop[t] <= start[t].
+      block: tokens of a block; divides T.
+    """
+    # Every token is in its own span, so those of neighbours touch: what a block sees is one span, but for padding.
+    real = (stop > start).reshape(-1, block)
+    held = real.any(axis=1)
+    held_before = np.concatenate([[0], np.cumsum(held)])
+    low = np.where(real, start.reshape(-1, block), len(start)).min(axis=1)
+    high = np.where(real, stop.reshape(-1, block), 0).max(axis=1)
+    tiles = held_before[-(-high // block)] - held_before[low // block]
+    past_itself = np.arange(1, len(stop) + 1, dtype=np.int32).reshape(-1, block)
+    ahead = (stop.reshape(-1, block) > past_itself)[:, :-1].any(axis=1)
+    return np.where(held, TILE * tiles - ~ahead, 0)
+
+
+def _spans(document: Ints, group: Ints, position: Ints) -> tuple[Ints, Ints] | None:
+    """What each token sees, as [start, stop): [T] each. None where that is not one span."""
+    turn = document[1:] != document[:-1]
+    rises = position[1:] > position[:-1]
+    rises |= (position[1:] == position[:-1]) & (group[1:] == group[:-1]) & (group[1:] > 0)
+    if not (turn | rises | (document[1:] == 0)).all():
+        return None
+    tokens = np.arange(len(document) + 1, dtype=np.int32)
+    starts = np.append(tokens[:1], tokens[1:-1][turn])
+    runs = np.append(tokens[:1], tokens[1:-1][turn | (group[1:] != group[:-1])])
+    documents, media = document[starts], runs[(document[runs] > 0) & (group[runs] > 0)]
+    if _repeats(documents[documents > 0]) or _repeats(document[media].astype(np.int64) << 32 | group[media]):
+        return None
+    start = np.repeat(starts, np.diff(starts, append=tokens[-1:]))
+    ends = np.append(runs[1:], tokens[-1:])
+    stop = np.where(group > 0, np.repeat(ends, ends - runs), tokens[1:])
+    return start, np.where(document > 0, stop, start)
+
+
+def _repeats(ids: Ints | Longs) -> bool:
+    return len(np.unique(ids)) < len(ids)
+
+
+# ---------------------------------------------------------------------------- assignment
+
+
+def assign_blocks(work: ArrayLike, ranks: int) -> Ints:
+    """Give every rank equally many blocks, and the heaviest rank as little work as can be found.
+
+    Longest first, each to the lightest rank that has room; then the heaviest rank swaps one or two blocks with another
+    rank, while that helps. Where this ends above what is possible at best, swaps start from zigzag, too. The heaviest
+    rank never has more work than by contiguous shares, in zigzag, or by longest-first under the same limit. Ties go to
+    the lower block and rank.
+
+    Args:
+      work: [N] integers, at least 0, with a sum below 2**60 / R.
+      ranks: R.
+
+    Returns:
+      [N] int32 rank of each block; N / R blocks on each.
+
+    Raises:
+      ValueError: N is no multiple of R, or the work is not as above.
+    """
+    amounts = np.asarray(work)
+    _check(amounts, ranks)
+    amounts = amounts.astype(np.int64)
+    blocks, each = len(amounts), len(amounts) // ranks
+    least = _least_load(amounts, ranks)
+    enough = least + least // EVEN
+    best, heaviest = _swapped(amounts, longest_first(amounts, ranks, each), ranks, enough)
+    starts = [(contiguous(blocks, ranks), False)]
+    if each % 2 == 0:
+        starts.append((zigzag(blocks, ranks), heaviest > enough))
+    for start, promising in starts:
+        if promising or _loads(amounts, start, ranks).max() < heaviest:
+            owner, load = _swapped(amounts, start, ranks, enough)
+            if load < heaviest:
+                best, heaviest = owner, load
+    return best
+
+
+def _least_load(work: Longs, ranks: int) -> int:
+    """What the heaviest rank has at least: the mean, the largest block among the smallest; and all sums of as many
+    blocks are alike modulo the divisor that differences between blocks have in common."""
+    each, ordered = len(work) // ranks, np.sort(work)
+    least = max(-(-int(work.sum()) // ranks), int(ordered[: each - 1].sum() + ordered[-1]))
+    divisor = int(np.gcd.reduce(ordered - ordered[0]))
+    return least + (each * int(ordered[0]) - least) % divisor if divisor else least
+
+
+def _check(work: NDArray[np.integer], ranks: int) -> None:
+    if work.ndim != 1 or not np.issubdtype(work.dtype, np.integer):
+        raise ValueError(f"work must be one integer a block, not {work.dtype} of shape {work.shape}")
+    if ranks < 1 or not len(work) or len(work) % ranks:
+        raise ValueError(f"{len(work)} blocks cannot be shared out evenly over {ranks} ranks")
+    least, total = int(work.min()), sum(work.tolist())
+    if least < 0 or total * ranks >= 1 << 60:
+        raise ValueError(
+            f"work must be at least 0 and sum to less than 2**60 / {ranks}, but is {least} at least and sums to {total}"
+        )
+
+
+def contiguous(blocks: int, ranks: int) -> Ints:
+    """[N] owner: rank r holds the r-th of R equal stretches."""
+    return (np.arange(blocks) * ranks // blocks).astype(np.int32)
+
+
+def zigzag(blocks: int, ranks: int) -> Ints:
+    """[N] owner: of 2 R equal stretches rank r holds the r-th from either end; even in causal text. Ranks hold
+    equally many blocks if 2 R divides their number."""
+    stretch = contiguous(blocks, 2 * ranks)
+    return np.minimum(stretch, 2 * ranks - 1 - stretch)
+
+
+def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
+    """[N] owner: by descending work, each block to the lightest rank, of those with fewer than `limit` blocks."""
+    amounts, limit = work.tolist(), len(work) if limit is None else limit
+    owner = np.empty(len(amounts), np.int32)
+    room = [limit] * ranks
+    lightest = [(0, rank) for rank in range(ranks)]
+    for block in np.argsort(-work, kind="stable").tolist():
+        load, rank = lightest[0]
+        owner[block] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heapreplace(lightest, (load + amounts[block], rank))
+        else:
+            heapq.heappop(lightest)
+    return owner
+
+
+Swap: TypeAlias = tuple[int, list[int], list[int]]  # other rank, and places of blocks given to it and taken from it
+
+
+def _swapped(work: Longs, owner: Ints, ranks: int, enough: int) -> tuple[Ints, int]:
+    """The shares after swaps that unburden the heaviest rank until it has `enough` or less, and what it then has."""
+    members = _members(work, owner, ranks)
+    load = work[members].sum(axis=1)
+    for _ in range(SWAPS * ranks):
+        heavy = int(load.argmax())
+        if load[heavy] <= enough:
+            break
+        amounts, gap = work[members], load[heavy] - load
+        swap = _single_swap(amounts, gap, heavy) or _double_swap(amounts, gap, heavy)
+        if swap is None:
+            break
+        light, given, taken = swap
+        members[heavy, given], members[light, taken] = members[light, taken], members[heavy, given]
+        for rank in (heavy, light):
+            members[rank] = members[rank][np.argsort(work[members[rank]], kind="stable")]
+            load[rank] = work[members[rank]].sum()
+    owner = np.empty(len(work), np.int32)
+    owner[members] = np.arange(ranks, dtype=np.int32)[:, None]
+    return owner, int(load.max())
+
+
+def _loads(work: Longs, owner: Ints, ranks: int) -> Longs:
+    return work[_members(work, owner, ranks)].sum(axis=1)
+
+
+def _members(work: Longs, owner: Ints, ranks: int) -> Longs:
+    """[R, n] the blocks of each rank, lightest first."""
+    ascending = np.argsort(work, kind="stable")
+    return ascending[np.argsort(owner[ascending], kind="stable")].reshape(ranks, -1)
+
+
+def _single_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
+    """The swap of one block that leaves the higher of the two ranks lowest.
+
+    Args:
+      amounts: [R, n] work of the blocks of each rank, ascending.
+      gap: [R] how much more work the heaviest rank has.
+      heavy: the heaviest rank.
+    """
+    found = _closest(amounts[heavy], amounts, gap)
+    return found and (found[0], [found[1]], [found[2]])
+
+
+def _double_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
+    """The same with two blocks of each, and with the lightest ranks only."""
+    one, two = np.triu_indices(amounts.shape[1], 1)
+    if not 0 < len(one) <= PAIRS:
+        return None
+    light = np.argsort(-gap, kind="stable")[: PAIRS // len(one)]
+    pairs = amounts[:, one] + amounts[:, two]
+    ascending = np.argsort(pairs[light], axis=1, kind="stable")
+    found = _closest(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
+    if found is None:
+        return None
+    row, given, place = found
+    taken = ascending[row, place]
+    return int(light[row]), [int(one[given]), int(two[given])], [int(one[taken]), int(two[taken])]
+
+
+def _closest(mine: Longs, theirs: Longs, gap: Longs) -> tuple[int, int, int] | None:
+    """Row of `theirs` and places in `mine` and in that row, whose difference takes most off the higher of two loads.
+
+    Args:
+      mine: [a] amounts.
+      theirs: [rows, b] amounts, ascending in each row.
+      gap: [rows] how much higher the load of mine is than the row's.
+    """
+    rows, width = theirs.shape
+    reach = int(max(mine.max(), theirs.max())) + 1
+    row = np.arange(rows)[:, None]
+    wanted = np.clip(mine - gap[:, None] // 2, 0, reach - 1)
+    right = np.searchsorted((theirs + row * reach).ravel(), wanted + row * reach) - row * width
+    place = np.clip(np.stack([right - 1, right]), 0, width - 1)
+    passed = mine - theirs[row, place]
+    gain = np.minimum(passed, gap[:, None] - passed)
+    best = int(gain.argmax())
+    side, chosen, given = np.unravel_index(best, gain.shape)
+    if gain[side, chosen, given] <= 0:
+        return None
+    return int(chosen), int(given), int(place[side, chosen, given])

@@ -1,0 +1,245 @@
+"""Sharing out the blocks of a row: against dense masks, brute force, and the simple ways to do it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxmllm.balance import context
+from jaxmllm.balance.context import (
+    assign_blocks,
+    block_size,
+    block_work,
+    contiguous,
+    longest_first,
+    order_tokens,
+    span_work,
+    token_order,
+    zigzag,
+)
+
+
+def dense_work(document, group, position, block):
+    """Half tiles of every query block, from the mask."""
+    place = np.arange(len(document))
+    seen = (group[:, None] == group) & (group > 0) | (position[:, None] >= position)
+    seen &= (document[:, None] == document) & (document > 0)
+    tiles = (len(document) // block, block)
+    met = seen.reshape(tiles + tiles).any(axis=(1, 3))
+    ahead = (seen & (place[:, None] < place)).reshape(tiles + tiles).any(axis=(1, 3))
+    return 2 * met.sum(axis=1) - (met & ~ahead).diagonal()
+
+
+def heaviest(work, owner):
+    return max(sum(w for w, o in zip(work, owner, strict=True) if o == rank) for rank in set(owner.tolist()))
+
+
+def least_possible(work, ranks):
+    """By trying every way to share out equally many blocks."""
+    each = len(work) // ranks
+
+    def rest(blocks):
+        if not blocks:
+            return 0
+        first, *others = blocks
+        shares = (set(more) | {first} for more in combinations(others, each - 1))
+        return min(max(sum(work[b] for b in own), rest([b for b in others if b not in own])) for own in shares)
+
+    return rest(list(range(len(work))))
+
+
+@st.composite
+def packed_ids(draw):
+    """Documents one after the other, images in them, padding between them; the block size."""
+    block = draw(st.sampled_from([1, 2, 4, 7]))
+    pieces = draw(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 12)), min_size=1, max_size=12))
+    document, group, current = [], [], 1
+    for number, (kind, image, length) in enumerate(pieces):
+        current += kind == 0
+        document += [0 if kind == 1 else current] * length
+        group += [number + 1 if image else 0] * length
+        current += kind == 1
+    tokens = -(-len(document) // block) * block
+    padding = [0] * (tokens - len(document))
+    return np.array([document + padding, group + padding, range(tokens)], np.int32), block
+
+
+@st.composite
+def any_ids(draw):
+    """Documents and groups in pieces, repeated positions, in any order; the block size."""
+    block, blocks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    columns = [random.integers(0, high, blocks * block).astype(np.int32) for high in (4, 3, draw(st.integers(1, 40)))]
+    if draw(st.booleans()):
+        columns[0].sort()
+    if draw(st.booleans()):
+        columns[2].sort()
+    return columns, block
+
+
+@given(packed_ids())
+def test_work_of_packed_rows_is_that_of_the_dense_mask(drawn):
+    ids, block = drawn
+    np.testing.assert_array_equal(block_work(*ids, block), dense_work(*ids, block))
+
+
+@given(any_ids())
+def test_work_of_any_row_is_that_of_the_dense_mask(drawn):
+    ids, block = drawn
+    np.testing.assert_array_equal(block_work(*ids, block), dense_work(*ids, block))
+
+
+def test_an_encoder_row_is_seen_in_both_directions():
+    """As `segment_ids` gives it: every item is a group, and positions are all alike."""
+    segments = np.repeat([1, 2, 0], [10, 14, 8]).astype(np.int32)
+    work = block_work(segments, segments, np.zeros_like(segments), 8)
+    assert work.tolist() == [4, 6, 4, 0]  # blocks 0 and 2 meet two blocks, block 1 three
+
+
+def test_work_of_a_causal_document():
+    tokens = np.arange(32, dtype=np.int32)
+    assert block_work(np.ones_like(tokens), np.zeros_like(tokens), tokens, 8).tolist() == [1, 3, 5, 7]
+    assert span_work(np.zeros_like(tokens), tokens + 1, 8).tolist() == [1, 3, 5, 7]
+
+
+def test_a_row_of_padding_is_no_work():
+    nothing = np.zeros(32, np.int32)
+    assert block_work(nothing, nothing, nothing, 8).tolist() == [0] * 4
+
+
+works = st.one_of(
+    st.lists(st.integers(0, 40), min_size=1, max_size=64),
+    st.lists(st.sampled_from([1, 7, 255]), min_size=1, max_size=64),
+    st.integers(1, 64).map(lambda n: list(range(1, 2 * n, 2))),
+    st.lists(st.integers(0, 10**14), min_size=1, max_size=32),
+)
+
+
+@given(works, st.integers(1, 9))
+def test_ranks_hold_equally_many_blocks_and_no_simple_way_is_better(work, ranks):
+    each = len(work) // ranks
+    assume(each)
+    work = work[: each * ranks]
+    owner = assign_blocks(work, ranks)
+    assert owner.dtype == np.int32
+    assert np.bincount(owner, minlength=ranks).tolist() == [each] * ranks
+    ours = heaviest(work, owner)
+    assert ours <= heaviest(work, contiguous(len(work), ranks))
+    assert ours <= heaviest(work, longest_first(np.array(work), ranks, each))
+    if each % 2 == 0:
+        assert ours <= heaviest(work, zigzag(len(work), ranks))
+    assert owner.tolist() == assign_blocks(np.array(work), ranks).tolist()
+
+
+@given(st.lists(st.integers(0, 20), min_size=8, max_size=8), st.sampled_from([2, 4]))
+def test_few_blocks_are_shared_out_nearly_as_well_as_can_be(work, ranks):
+    assert heaviest(work, assign_blocks(work, ranks)) <= least_possible(work, ranks) * 1.1 + 1e-9
+
+
+@pytest.mark.parametrize(("work", "ranks"), [(range(1, 65), 8), ([2 * i + 1 for i in range(256)], 32), ([3] * 12, 4)])
+def test_even_work_is_shared_out_evenly(work, ranks):
+    total = sum(work)
+    assert heaviest(list(work), assign_blocks(list(work), ranks)) == total // ranks
+
+
+def test_two_blocks_at_a_time_are_swapped_where_one_does_not_help(monkeypatch):
+    work = [5, 7, 1, 5, 4, 10, 1, 5]
+    assert heaviest(work, assign_blocks(work, 2)) == least_possible(work, 2) == 19
+    monkeypatch.setattr(context, "PAIRS", 0)
+    assert heaviest(work, assign_blocks(work, 2)) == 20
+
+
+def test_the_least_load_knows_what_parity_and_the_largest_block_demand():
+    odd = [1, 1, 1, 3, 3, 3, 5, 5]  # sums of four odd numbers are even
+    assert heaviest(odd, assign_blocks(odd, 2)) == least_possible(odd, 2) == 12
+    large = [100, 1, 2, 3]
+    assert heaviest(large, assign_blocks(large, 2)) == 101
+
+
+def test_ties_go_to_the_lower_block_and_rank():
+    assert assign_blocks([5] * 8, 4).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert longest_first(np.array([2, 9, 2, 9]), 2).tolist() == [0, 0, 1, 1]
+
+
+def test_the_simple_ways():
+    assert contiguous(8, 2).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert zigzag(8, 2).tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    unequal = longest_first(np.array([9, 1, 1, 1]), 2)
+    assert unequal.tolist() == [0, 1, 1, 1]
+    assert longest_first(np.array([9, 1, 1, 1]), 2, limit=2).tolist() == [0, 1, 1, 0]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 64]), st.integers(0, 2**32 - 1))
+def test_orders_are_permutations_that_keep_blocks_together(each, ranks, block, seed):
+    owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(ranks, dtype=np.int32), each))
+    order = order_tokens(owner, block)
+    tokens = np.arange(len(owner) * block)
+    assert order.order.dtype == order.inverse.dtype == order.places.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(order.order), tokens)
+    np.testing.assert_array_equal(order.order[order.inverse], tokens)
+    for rank, held in enumerate(order.order.reshape(ranks, each * block)):
+        own = np.flatnonzero(owner == rank)
+        np.testing.assert_array_equal(held, (own[:, None] * block + np.arange(block)).ravel())
+        np.testing.assert_array_equal(order.places[own], rank * each + np.arange(each))
+
+
+def test_the_order_of_a_row_balances_its_work():
+    tokens = np.arange(4096, dtype=np.int32)
+    ids = (1 + tokens // 2500, np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32), tokens)
+    order = token_order(*ids, 4, fewest_blocks=8)
+    assert order.block == 128
+    work = dense_work(*ids, 128)
+    load = np.bincount(order.places // 8, work, 4)
+    assert load.max() <= 1.005 * load.mean()
+    again = token_order(*ids, 4, fewest_blocks=8)
+    np.testing.assert_array_equal(order.order, again.order)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "options", "expected"),
+    [
+        (8192, 8, {}, 128),
+        (8192, 16, {}, 64),
+        (8192, 16, {"fewest_blocks": 4}, 128),
+        (128 * 33, 2, {"fewest_blocks": 1}, 64),  # 16.5 blocks of 128 a rank
+        (64, 2, {"block": 32}, 32),
+    ],
+)
+def test_ranks_with_few_blocks_get_smaller_ones(tokens, ranks, options, expected):
+    assert block_size(tokens, ranks, **options) == expected
+
+
+@pytest.mark.parametrize("tokens", [0, 100, 64 * 3])
+def test_a_row_that_ranks_cannot_share_is_refused(tokens):
+    with pytest.raises(
+        ValueError, match=rf"row of {tokens} tokens .* 64 on each of 2 .*multiples of 128.*mesh\.context"
+    ):
+        block_size(tokens, 2)
+
+
+@pytest.mark.parametrize(
+    ("work", "ranks", "message"),
+    [
+        ([1] * 10, 4, "10 blocks .* 4 ranks"),
+        ([], 4, "0 blocks .* 4 ranks"),
+        ([1], 0, "1 blocks .* 0 ranks"),
+        ([1, -1], 2, "-1 at least"),
+        ([2**59, 2**59], 2, r"2\*\*60 / 2"),
+        ([1.0, 2.0], 2, "float64"),
+        ([[1, 2]], 1, r"shape \(1, 2\)"),
+    ],
+)
+def test_work_that_cannot_be_shared_is_refused(work, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        assign_blocks(np.array(work, np.int64) if work == [] else work, ranks)
+
+
+def test_work_of_a_row_that_is_no_whole_number_of_blocks_is_refused():
+    ones = np.ones(10, np.int32)
+    with pytest.raises(ValueError, match=r"10 tokens .* blocks of 4"):
+        block_work(ones, ones, ones, 4)
