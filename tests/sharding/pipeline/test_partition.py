@@ -156,12 +156,12 @@ def test_segments_lay_every_chain_over_all_ranks():
 def test_rows_of_a_microbatch_count_in_cuts_but_not_in_chunks_a_rank():
     layers = chains(vision=[2] * 4, language=[4] * 6)
     found = partition(layers, 2, "segments", rows={"vision": 5})
-    assert [chain.depth for chain in found.chains] == [2, 4], "a row of language is twice one of vision"
+    assert [chain.depth for chain in found.chains] == [2, 6], "a row of language is three of vision"
     assert [chain.depth for chain in partition(layers, 4, "parallel", rows={"vision": 6}).chains] == [2, 2]
     assert [chain.depth for chain in partition(layers, 4, "parallel").chains] == [1, 3]
     assert partition(layers, 2, "chain", rows={"vision": 9}).chains[1].stages == (1,)
     unaware = partition(layers, 2, "chain", rows={"vision": 9}, cut_by="parameters")
-    assert [chain.stages for chain in unaware.chains] == [(0,), (1,)]
+    assert [chain.stages for chain in unaware.chains] == [(0,), (0, 1)], "ten blocks, five a rank"
 
 
 def test_parallel_gives_each_chain_the_ranks_it_needs():
