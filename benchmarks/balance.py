@@ -1,10 +1,13 @@
 """How well plans balance, on generated batches of any size: nothing is decoded, compiled or run.
 
-    python -m benchmarks.balance [--settings RANKSxEXAMPLES ...] [--batches N] [--quick] [--json PATH]
+    python -m benchmarks.balance --json balance.json              everything of docs/balancing.md, some minutes
+    python -m benchmarks.balance --quick
+    python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
 
 Batches come from jaxmllm/balance/workload.py: six tasks with images, clips and text, costed by the FLOPs of a model of
 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are `auto`, chosen for each mode from
-batches that are not measured. Figures are means over the measured batches, times are medians.
+batches that are not measured. Figures are means over the measured batches, times are medians. The JSON's `rows` have
+one record for every setting and phase, and one without a phase for every setting.
 
     gap to floor      costliest rank / max(mean rank, costliest item)
     max/mean          costliest rank / mean rank
@@ -13,10 +16,11 @@ batches that are not measured. Figures are means over the measured batches, time
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
-    slots moved       slots that the exchange sends from rank to rank, padding and relays included, / tokens that change
-                      rank
-    plan ms           one whole plan of mode `phases` on one core; `cpu` leaves out what other processes took
+    slots moved       slots that the padded exchange sends from rank to rank, relays included, / tokens that change rank
+    plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
+                      leaves out what other processes took
 
+The padded exchange is planned for at most 512 ranks, and modes are compared at up to 32 examples a rank.
 Modes: `none` leaves examples where sampling put them, `tokens` balances the total tokens of examples, `language` the
 language phase alone, `phases` every phase.
 """
@@ -46,16 +50,17 @@ Setting = tuple[int, int]  # ranks, examples a rank
 
 SETTINGS: tuple[Setting, ...] = (
     *((ranks, per_rank) for ranks in (8, 64, 512, 2560) for per_rank in (8, 32)),
-    (8, 128),
-    (64, 128),
+    *((ranks, 128) for ranks in (8, 64, 512)),
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
+COMPARED = 32  # most examples a rank at which modes are compared
+PADDED_RANKS = 512  # most ranks that a padded exchange is planned for
 PROXIES = ("step_proxy", "step_proxy_padded")
 NODE = 8  # ranks
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
-SAMPLED_EXAMPLES = 8192  # whose lengths decide the sizes ...
-SAMPLED_BATCHES = (2, 16)  # ... in as many batches as that makes, within these bounds
+SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes ...
+SAMPLED_BATCHES = (2, 32)  # ... in as many batches as that makes, within these bounds
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
 GENERATOR = "jaxmllm.balance.workload.generate([seed, 2, i], ranks * per_rank), i = 0 .. batches - 1, default mix"
 
@@ -68,31 +73,38 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     count = min(max(SAMPLED_EXAMPLES // examples, fewest), most)
     samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(count)]
     held_out = [generate([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
-    figures: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
-    proxies: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    step: list[dict[str, float]] = []
-    times: list[dict[str, float]] = []
-    capacities: dict[str, list[int]] = {}
-    for mode in MODES:
-        spec = in_nodes(make_spec(ranks, samples, mode, row_classes))
-        for batch in held_out:
-            plan = plan_step(batch, spec)
-            proxies[mode].append(step_proxy(plan, batch, spec))
-            if mode == BALANCED:
-                step.append(route_figures(plan, ranks))
-                for phase in PHASES:
-                    figures[phase].append(phase_figures(plan.phases[phase], batch.phases[phase], spec.phases[phase]))
-        if mode == BALANCED:
-            times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
-            capacities = {phase: list(spec.phases[phase].capacities) for phase in PHASES}
-
+    proxy: dict[str, dict[str, float]] = {}
+    for mode in MODES if per_rank <= COMPARED else (BALANCED,):
+        spec = make_spec(ranks, samples, mode, row_classes, ranks_per_node=NODE, backend="ragged")
+        plans = [plan_step(batch, spec) for batch in held_out]
+        proxy[mode] = _over([step_proxy(*each, spec) for each in zip(plans, held_out, strict=True)], statistics.fmean)
+    # BALANCED is the last of the modes: `spec` and `plans` are its own.
     where = {"ranks": ranks, "per_rank": per_rank}
-    by_phase = [where | {"phase": p, "capacities": capacities[p]} | _over(figures[p], statistics.fmean) for p in PHASES]
-    proxy = {mode: _over(records, statistics.fmean) for mode, records in proxies.items()}
-    whole = where | _over(times, statistics.median) | _over(step, statistics.fmean)
+    by_phase = []
+    for phase, rows in spec.phases.items():
+        each = [
+            phase_figures(plan.phases[phase], batch.phases[phase], rows)
+            for plan, batch in zip(plans, held_out, strict=True)
+        ]
+        capacities = {"phase": phase, "capacities": list(rows.capacities)}
+        by_phase.append(where | capacities | _over(each, statistics.fmean))
+
+    routes = [route_figures(plan, ranks) for plan in plans]
+    times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
+    if ranks <= PADDED_RANKS:
+        padded = replace(spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()})
+        routes += [padded_figures(plan_step(batch, padded)) for batch in held_out]
+        times += [
+            {f"{name}_padded": value for name, value in plan_time(batch, padded).items()}
+            for batch in held_out
+            for _ in range(repeats)
+        ]
+    whole = where | _over(times, statistics.median) | _over(routes, statistics.fmean)
     for name in PROXIES:
-        whole[name] = {mode: proxy[mode][name] for mode in MODES}
-        whole[f"{name}_over_{BALANCED}"] = {mode: proxy[mode][name] / proxy[BALANCED][name] for mode in MODES}
+        whole[name] = {mode: figures[name] for mode, figures in proxy.items()}
+        whole[f"{name}_over_{BALANCED}"] = {
+            mode: figures[name] / proxy[BALANCED][name] for mode, figures in proxy.items()
+        }
     whole["workload"] = describe(held_out[0])
     return [*by_phase, whole]
 
@@ -135,25 +147,25 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
     return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
 
 
-def in_nodes(spec: PlanSpec) -> PlanSpec:
-    """The same with every `NODE` ranks in one node."""
-    return replace(
-        spec, nodes={name: (np.arange(phase.ranks) // NODE).astype(np.int32) for name, phase in spec.phases.items()}
-    )
-
-
 def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
-    """What the exchanges of a step move, all phases together, over what has to move."""
-    hops, tokens, moved, slots, between = (
-        sum(value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}"))
-        for name in ("hops", "tokens", "moved_tokens", "slots_moved", "node_tokens")
-    )
-    figures = {"hops": hops, "moved_token_fraction": moved / tokens}
-    if moved:
-        figures["slots_moved_over_needed"] = slots / moved
+    """What has to move, all encoder phases together, and how much of it changes node."""
+    tokens = _routed(plan, "tokens")
+    figures = {"moved_token_fraction": _routed(plan, "moved_tokens") / tokens}
     if ranks > NODE:
-        figures["node_bytes_ratio"] = between / (tokens * (1 - NODE / ranks))
+        figures["node_bytes_ratio"] = _routed(plan, "node_tokens") / (tokens * (1 - NODE / ranks))
     return figures
+
+
+def padded_figures(plan: StepPlan) -> dict[str, float]:
+    """What the padded exchange sends for it."""
+    moved = _routed(plan, "moved_tokens")
+    figures = {"hops": _routed(plan, "hops")}
+    return figures | ({"slots_moved_over_needed": _routed(plan, "slots_moved") / moved} if moved else {})
+
+
+def _routed(plan: StepPlan, name: str) -> float:
+    """A statistic of the routes, summed over the phases that carry an exchange."""
+    return sum(value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}"))
 
 
 def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
@@ -245,13 +257,21 @@ def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
     table = [
         [*(row[name] for name in where), *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios)]
         for row in steps
+        if MODES[0] in row[PROXIES[0]]
     ]
     print_table(f"Step proxy / that of mode {BALANCED}", columns, table)
-    costs = ("plan_ms", "plan_cpu_ms", "moved_token_fraction", "node_bytes_ratio", "hops", "slots_moved_over_needed")
-    columns = ["ranks", "per rank", "plan ms", "cpu", "tokens moved", "node bytes", "hops", "slots moved"]
-    print_table(
-        "Steps", columns, [[*(row[name] for name in where), *(row.get(name) for name in costs)] for row in steps]
-    )
+    costs = {
+        "plan ms": "plan_ms",
+        "cpu": "plan_cpu_ms",
+        "padded": "plan_ms_padded",
+        "cpu, padded": "plan_cpu_ms_padded",
+        "tokens moved": "moved_token_fraction",
+        "node bytes": "node_bytes_ratio",
+        "hops": "hops",
+        "slots moved": "slots_moved_over_needed",
+    }
+    table = [[*(row[name] for name in where), *(row.get(name) for name in costs.values())] for row in steps]
+    print_table("Steps", ["ranks", "per rank", *costs], table)
 
 
 def _digits(value: float | None) -> str | None:

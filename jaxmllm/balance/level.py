@@ -19,7 +19,7 @@ from jaxmllm.balance.plan import Longs
 
 SWEEPS = 14  # at most
 DIRECT = 2  # of them between all rows, one item each; after that only rows above the mean trade, up to two
-OFFERED = 8  # items of a row among which those that it trades are chosen
+OFFERED = 5  # items of a row among which those that it trades are chosen
 TURN = 7  # places by which partners change from sweep to sweep: those of the last may be full
 EVEN = 100  # the slowest rows need not be nearer to the mean than one part in so many
 GAIN = 1024  # sweeps that gain less than one part in so many ...
@@ -98,15 +98,15 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
         if sweep < DIRECT:
             _exchange(filling, cost, order, load, heavy[uneven], light[uneven], fits=True)
         else:
-            _trade(filling, cost, order, load, heavy[uneven], light[uneven])
+            _trade(filling, cost, order, load, heavy[uneven], light[uneven], sweep)
 
 
-def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs) -> None:
+def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs, turn: int) -> None:
     """Up to two items of every heavy row against up to two of its light row, so that the two get as near to each
     other as any choice among `OFFERED` items of each brings them, and neither overflows. Arguments as for
     `_exchange`."""
     lengths, costs = np.append(filling.length, 0), np.append(cost, 0)
-    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light])), len(cost))
+    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light]), turn), len(cost))
     gap = (load[heavy] - load[light])[:, None, None]
     given, taken = costs[items].sum(axis=3)
     passed = given[:, :, None] - taken[:, None, :]
@@ -120,21 +120,22 @@ def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Long
     pair = np.flatnonzero(miss[np.arange(len(best)), best] < NEVER)
     give, take = np.divmod(best[pair], items.shape[2])
     for moved, source, goal in ((items[0, pair, give], heavy, light), (items[1, pair, take], light, heavy)):
-        item, turn = moved[moved < len(cost)], np.repeat(np.arange(len(pair)), (moved < len(cost)).sum(axis=1))
-        start, end = source[pair][turn], goal[pair][turn]
+        real = moved < len(cost)
+        item, which = moved[real], np.repeat(pair, real.sum(axis=1))
+        start, end = source[which], goal[which]
         filling.row_of[item] = end
         for sums, amount in ((load, cost[item]), (filling.room, -filling.length[item]), (filling.spare, -1)):
             np.subtract.at(sums, start, amount)
             np.add.at(sums, end, amount)
 
 
-def _offered(row_of: Longs, order: Longs, rows: Longs) -> Longs:
-    """`OFFERED` items of each row, evenly spread over their order, or all and then the number N of no item:
-    [.., OFFERED]."""
+def _offered(row_of: Longs, order: Longs, rows: Longs, turn: int) -> Longs:
+    """`OFFERED` items of each row, evenly spread over their order and others every `turn`, or all and then the number
+    N of no item: [.., OFFERED]."""
     count = np.bincount(row_of, minlength=int(rows.max()) + 1)
     by_row = np.append(order[np.argsort(_small(row_of[order], len(count)), kind="stable")], len(order))
-    turn, many = np.arange(OFFERED), count[rows][..., None]
-    place = np.where(many > OFFERED, turn * many // OFFERED, turn)
+    number, many = np.arange(OFFERED), count[rows][..., None]
+    place = np.where(many > OFFERED, (number * many + turn % np.maximum(many, 1)) // OFFERED, number)
     return by_row[np.where(place < many, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
 
 
