@@ -28,7 +28,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.workload import describe
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.pipeline import StepFiller, batch_examples
-from jaxmllm.training.build import USER_ERRORS, lay_groundwork, local_share, plan_spec
+from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, plan_spec
 from jaxmllm.training.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.training.programs import Programs
 from jaxmllm.training.step import Step
@@ -48,10 +48,10 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     for mode in MODES:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
-        blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
+        attention = attention_spec(config, ground.model)
         step = Step(ground.model, config.optimizer, config.run.steps, len(ground.corpus.sources))
-        programs[mode] = Programs(step, spec, ground.corpus.modalities, blocks, config.run.param_dtype)
-        fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), blocks)
+        programs[mode] = Programs(step, spec, ground.corpus.modalities, attention.blocks, config.run.param_dtype)
+        fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), attention)
 
     state = programs[MODES[0]].init(config.run.seed)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}

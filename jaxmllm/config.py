@@ -55,6 +55,7 @@ class LanguageConfig(Section):
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6
     loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time
+    bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")  # media that see their whole item
 
     @model_validator(mode="after")
     def _check(self) -> LanguageConfig:
@@ -231,6 +232,7 @@ class MeshConfig(Section):
 
     data: int = -1
     fsdp: PositiveInt = 1
+    context: PositiveInt = 1  # parts of a row; see `sequence` in sharding/rules.py
     tensor: PositiveInt = 1
 
 

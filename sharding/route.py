@@ -193,8 +193,8 @@ def _like(mask: jax.Array, values: jax.Array) -> jax.Array:
 
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
     """Each rank's rows from its own pool: pool [R, W, D], index int32 [R, C] (-1: zero) -> [R, C, D]."""
-    axes = ("batch",)
-    return layout.local(lambda pool, index: _gather(pool[0], index[0])[None], (axes, axes), axes)(pool, index)
+    slots = ("batch", "sequence")
+    return layout.local(lambda pool, index: _gather(pool[0], index[0])[None], (("batch",), slots), slots)(pool, index)
 
 
 def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
@@ -209,7 +209,9 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         inverse = (
             jnp.full(slots, -1, jnp.int32).at[target].set(jnp.arange(index.shape[1], dtype=jnp.int32), mode="drop")
         )
-        return pool + _gather(rows[0], inverse)[None].astype(pool.dtype)
+        own = _gather(rows[0], inverse)[None].astype(pool.dtype)
+        return pool + (jax.lax.psum(own, split) if split else own)
 
-    axes = ("batch",)
-    return layout.local(on_device, (axes, axes, axes), axes)(rows, index, pool)
+    split = layout.mesh_axes("sequence")
+    slots = ("batch", "sequence")
+    return layout.local(on_device, (slots, slots, ("batch",)), ("batch",))(rows, index, pool)

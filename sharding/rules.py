@@ -22,6 +22,7 @@ Axes = tuple[str | None, ...]
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),  # R: rows of a microbatch
+    "sequence": ("context",),  # the slots of a row
     "layers": (),
     "embed": ("fsdp",),  # a parameter's model width; gathered before use
     "heads": ("tensor",),
@@ -29,7 +30,8 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
 }
-COMPUTE_AXES = ("heads", "kv_heads", "mlp", "vocab")  # stay split during the computation, so never over a batch axis
+# These stay split during the computation, so never over a batch axis.
+COMPUTE_AXES = ("sequence", "heads", "kv_heads", "mlp", "vocab")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,20 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     @property
+    def parts(self) -> int:
+        """X: parts that a row's slots are split into (context parallelism)."""
+        return self.size("sequence")
+
+    @property
     def rows(self) -> NamedSharding:
         """Sharding of [R, ...] arrays: one row on every rank."""
         return self.sharding(("batch",))
+
+    @property
+    def by_part(self) -> Layout:
+        """The same devices with each part of a row counted as a row of its own: [R * X, C / X]."""
+        rules = dict(self.rules) | {"batch": self.batch_axes + self.mesh_axes("sequence"), "sequence": ()}
+        return Layout(self.mesh, tuple(rules.items()))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))

@@ -21,8 +21,9 @@ from jaxmllm.balance.plan import PlanSpec
 from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.fill import HostStep, LocalRanks
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.pipeline import StepFiller
-from jaxmllm.training.build import lay_groundwork, plan_spec
+from jaxmllm.training.build import attention_spec, lay_groundwork, plan_spec
 from jaxmllm.training.programs import LANGUAGE, Programs
 from jaxmllm.training.step import Step
 from sharding.mesh import make_mesh
@@ -104,8 +105,8 @@ class Setup:
         return self.programs.spec
 
     @property
-    def blocks(self) -> dict[str, int]:
-        return {phase: getattr(self.config.phases, phase).block for phase in self.spec.phases}
+    def attention(self) -> AttentionSpec:
+        return attention_spec(self.config, self.programs.step.model)
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class Setup:
         ranks = {phase: tuple(range(each.ranks)) for phase, each in self.spec.phases.items()}
         exchange = {phase: tuple(range(int(np.prod(r.grid.shape)))) for phase, r in self.spec.routes.items()}
         plan = dataclasses.replace(self.spec, **spec)
-        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.blocks)
+        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.attention)
         return filler(0, np.asarray(examples, np.int64))
 
     def gradients(self, step: HostStep, params: Any = None) -> Result:
@@ -139,9 +140,10 @@ def assemble(tree: dict[str, Any], devices: int) -> Setup:
     ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:devices]))
     corpus, held_out = ground.corpus, ground.held_out
     spec = plan_spec(config, ground.model, ground.samples, [corpus, *held_out])
-    blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
     step = Step(ground.model, config.optimizer, config.run.steps, len(corpus.sources))
-    programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)
+    programs = Programs(
+        step, spec, corpus.modalities, attention_spec(config, ground.model).blocks, config.run.param_dtype
+    )
     return Setup(config, corpus, held_out[0], programs)
 
 

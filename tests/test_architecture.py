@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 ARROWS = {
     "jaxmllm/train.py": {"jaxmllm.config", "jaxmllm.training"},
     "jaxmllm/training": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "jaxmllm.models", "sharding"},
-    "jaxmllm/models": {"jaxmllm.config", "jaxmllm.data", "sharding"},
+    "jaxmllm/models": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "sharding"},
     "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
     "jaxmllm/balance": {"jaxmllm.config"},
     "jaxmllm/balance/report.py": {  # a command of its own, not used by the others

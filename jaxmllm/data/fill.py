@@ -6,16 +6,17 @@
     decode media, render text  -->  rows[phase][microbatch] of arrays [r, C, ...],  route tables [x, ...]
 
 Letters: r local ranks, x local exchange ranks, C row capacity, F features of a slot, S segments of a row,
-A attention tokens of a row, n attention blocks of a row.
+T language tokens of an encoder row.
 
 Encoder rows hold
     features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, 2],
     valid bool [r, C / slots_per_token] (language token really computed), failed int32 [r] (items not decoded),
-    query_tiles, key_tiles int32 [r, n, 2] over attention tokens, both directions.
+    places int32 [r, C / slots_per_token] (where its tokens are), tiles (see masks.py).
 Language rows hold
     tokens, targets int32 [r, C] (target -1: none), segments int32 [r, C], positions int32 [r, C, 3],
     media int32 [r, C] (slot of the language pool where this token's embedding arrives; -1: text),
-    sources int32 [r, S] (source of segment s at s - 1; -1: none), query_tiles, key_tiles int32 [r, n, 2], causal.
+    sources int32 [r, S] (source of segment s at s - 1; -1: none), groups int32 [r, C] (media seen in both directions),
+    order int32 [r, C] (slot before the row was dealt to parts), tiles (see masks.py).
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from numpy.typing import NDArray
 
 from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PlanSpec, RouteTables, StepPlan
 from jaxmllm.balance.routes import route_tables
-from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.data.modality import MediaError, Modality, Shape
 
 LANGUAGE = "language"
 DECODE_THREADS = min(4, os.cpu_count() or 1)  # pillow, soundfile and numpy let go of the interpreter lock
 
 Array = NDArray[Any]
-Row = dict[str, Array]
 
 
 class MisalignmentError(ValueError):
@@ -121,14 +121,14 @@ def fill(
     corpus: Examples,
     modalities: Mapping[str, Modality],
     local: LocalRanks,
-    blocks: Mapping[str, int],
+    attention: AttentionSpec,
     threads: int = DECODE_THREADS,
 ) -> HostStep:
     """Decode and lay out what `plan` places on the local ranks.
 
-    `examples` [B] are the numbers behind `items`, `modalities` and `blocks` (attention block in attention tokens)
-    go by phase. A media item that does not decode leaves zeros that are not valid and is counted; it changes no
-    shape and no placement. Raises `MisalignmentError` when the data is not what the plan was made from.
+    `examples` [B] are the numbers behind `items`; `modalities` go by phase. A media item that does not decode leaves
+    zeros that are not valid and is counted; it changes no shape and no placement. Raises `MisalignmentError` when the
+    data is not what the plan was made from.
     """
     batch = _Batch(examples, items, functools.cache(corpus.example), modalities)
     rows: dict[str, list[Row]] = {}
@@ -136,12 +136,10 @@ def fill(
     for phase in spec.phases:
         if phase == LANGUAGE:
             continue
-        rows[phase], messages = _encoder_rows(
-            batch, phase, plan.phases[phase], local.phases[phase], blocks[phase], threads
-        )
+        rows[phase], messages = _encoder_rows(batch, phase, plan.phases[phase], local.phases[phase], attention, threads)
         failures += messages
     rows[LANGUAGE] = _language_rows(
-        batch, plan, local.phases[LANGUAGE], blocks[LANGUAGE], spec.phases[LANGUAGE].max_segments, corpus.source_of
+        batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE].max_segments, corpus.source_of
     )
     return HostStep(
         step=step,
@@ -195,7 +193,7 @@ _REBUILD = "the data changed after its length index was built; delete the index 
 
 
 def _encoder_rows(
-    batch: _Batch, phase: str, plan: PhasePlan, ranks: tuple[int, ...], block: int, threads: int
+    batch: _Batch, phase: str, plan: PhasePlan, ranks: tuple[int, ...], attention: AttentionSpec, threads: int
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and a message for each item that did not decode."""
     modality, items = batch.modalities[phase], batch.items.phases[phase]
@@ -235,7 +233,7 @@ def _encoder_rows(
     for item, _ in failed:
         rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
     for row in rows:
-        _add_tiles(row, row["segments"][:, :: modality.attention_stride], block, causal=False)
+        finish_encoder_row(row, *attention.of(phase), modality.attention_stride, modality.slots_per_token)
     return rows, [message for _, message in failed]
 
 
@@ -253,7 +251,7 @@ def _language_rows(
     batch: _Batch,
     plan: StepPlan,
     ranks: tuple[int, ...],
-    block: int,
+    attention: AttentionSpec,
     max_segments: int,
     source_of: Callable[[int], int],
 ) -> list[Row]:
@@ -277,8 +275,10 @@ def _language_rows(
             for media, span in batch.media(encoder, index):
                 first = slots.start + span.slot
                 row["media"][rank, first : first + span.tokens] = route.arrival[media] + np.arange(span.tokens)
+                if encoder in attention.bidirectional:
+                    row["groups"][rank, first : first + span.tokens] = first + 1  # unlike any other of the row
     for row in rows:
-        _add_tiles(row, row["segments"], block, causal=True)
+        finish_language_row(row, *attention.of(LANGUAGE))
     return rows
 
 
@@ -289,6 +289,7 @@ def _language_row(ranks: int, capacity: int, max_segments: int) -> Row:
         "segments": np.zeros((ranks, capacity), np.int32),
         "positions": np.zeros((ranks, capacity, 3), np.int32),
         "media": np.full((ranks, capacity), -1, np.int32),
+        "groups": np.zeros((ranks, capacity), np.int32),
         "sources": np.full((ranks, max_segments), -1, np.int32),
     }
 
@@ -301,15 +302,6 @@ def _slots(phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], lengt
             f"{phase} item {item} ends at slot {start + length} of a row of {capacity}: the plan does not fit its items"
         )
     return ranks.index(int(plan.rank[item])), slice(start, start + length)
-
-
-def _add_tiles(row: Row, segments: Ints, block: int, causal: bool) -> None:
-    ranks, slots = segments.shape
-    row["query_tiles"] = np.zeros((ranks, slots // block, 2), np.int32)
-    row["key_tiles"] = np.zeros((ranks, slots // block, 2), np.int32)
-    for rank in range(ranks):
-        ranges = tile_ranges(segments[rank], block, causal)
-        row["query_tiles"][rank], row["key_tiles"][rank] = ranges.queries, ranges.keys
 
 
 def _plain(values: Ints) -> tuple[int, ...]:

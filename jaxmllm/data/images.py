@@ -78,6 +78,10 @@ class Images:
         return self.patch_size**2 * 3
 
     @property
+    def granule(self) -> int:
+        return self.slots_per_token
+
+    @property
     def slots_per_token(self) -> int:
         return self.merge**2
 

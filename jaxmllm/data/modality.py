@@ -63,6 +63,11 @@ class Modality(Protocol):
         ...
 
     @property
+    def granule(self) -> int:
+        """Slots that the tower or its projector takes as a whole; items and rows are multiples of it."""
+        ...
+
+    @property
     def attention_stride(self) -> int:
         """Slots behind one token of the tower's attention."""
         ...

@@ -23,6 +23,7 @@ from absl import flags
 from jaxmllm.balance.plan import BatchItems, Longs, PlanSpec
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.fill import DECODE_THREADS, Examples, HostStep, LocalRanks, fill
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
 
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
@@ -50,13 +51,13 @@ class StepFiller:
     corpus: Corpus
     spec: PlanSpec
     local: LocalRanks
-    blocks: Mapping[str, int]
+    attention: AttentionSpec
     threads: int = DECODE_THREADS  # that decode the media of one step
 
     def __call__(self, step: int, examples: Longs) -> HostStep:
         items = self.corpus.gather(examples)
         plan = plan_step(items, self.spec)
-        where = (self.corpus, self.corpus.modalities, self.local, self.blocks)
+        where = (self.corpus, self.corpus.modalities, self.local, self.attention)
         return fill(step, examples, items, plan, self.spec, *where, threads=self.threads)
 
 

@@ -52,6 +52,10 @@ class Sounds:
         return self.mel_bins
 
     @property
+    def granule(self) -> int:
+        return self.chunk_frames
+
+    @property
     def slots_per_token(self) -> int:
         return STEM_STRIDE * self.merge
 

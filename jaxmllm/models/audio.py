@@ -14,6 +14,7 @@ from jaxmllm.models.layers import (
     RowContext,
     bias,
     encoder_block,
+    item_ids,
     parameter,
     rotary_angles,
     run_stack,
@@ -58,8 +59,8 @@ class AudioTower(nnx.Module):
         ranks, slots, mels = rows.features.shape
         x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
         x = self.stem_width(self.stem_mels(x, layout), layout)
-        x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", None, None))
+        x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
         sections = (self.config.head_size // 2,)
         angles = rotary_angles(rows.positions[:, ::STRIDE, :1], sections, self.config.rope_theta, dtype)
-        context = RowContext(layout, rows.segments[:, ::STRIDE], rows.query_tiles, rows.key_tiles, angles)
+        context = RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

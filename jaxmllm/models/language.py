@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.config import LanguageConfig
+from jaxmllm.models.attention import TokenIds
 from jaxmllm.models.layers import (
     Block,
     GatedMLP,
@@ -41,7 +42,6 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
         config.heads,
         config.kv_heads,
         config.head_size,
-        causal=True,
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
         epsilon=config.norm_epsilon,
@@ -67,7 +67,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         # Cast after the lookup: the gradient of a frequent token is a long sum.
         table = weight(self.embedding, layout, self.embedding[...].dtype)
-        return layout.constrain(table[tokens].astype(dtype), ("batch", None, None))
+        return layout.constrain(table[tokens].astype(dtype), ("batch", "sequence", None))
 
     def output_weight(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "D V"]:
         """The head's matrix, which the loss applies chunk by chunk."""
@@ -80,5 +80,5 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
         angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, x.dtype)
-        context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
+        context = RowContext(layout, TokenIds(rows.segments, rows.groups, rows.order), rows.tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

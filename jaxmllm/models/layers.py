@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.config import TowerConfig
-from jaxmllm.models.attention import attention
+from jaxmllm.models.attention import Mask, TileLists, TokenIds, attention
+from jaxmllm.models.rows import RowTiles
+from sharding.context import gather_parts, gathered_attention
 from sharding.rules import Axes, Layout
 
 Remat = Literal["none", "dots", "full"]
@@ -28,10 +31,14 @@ class RowContext:
     """What attention and positions need to know of the rows of one microbatch."""
 
     layout: Layout
-    segments: Int[Array, "R C"]
-    query_tiles: Int[Array, "R Q 2"]
-    key_tiles: Int[Array, "R Q 2"]
+    ids: TokenIds  # [R, C] each
+    tiles: RowTiles
     angles: Float[Array, "R C K/2"]
+
+
+def item_ids(segments: Int[Array, "R C"]) -> TokenIds:
+    """Ids of an encoder's rows: every slot sees its whole item."""
+    return TokenIds(segments, segments, jnp.zeros_like(segments))
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int) -> nnx.Param[Array]:
@@ -97,7 +104,7 @@ def rotate(x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"]) -> Float
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention inside the segments of packed rows."""
+    """Grouped-query attention of what the rows' masks make visible."""
 
     def __init__(
         self,
@@ -106,7 +113,6 @@ class SelfAttention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_size: int,
-        causal: bool,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
@@ -122,7 +128,6 @@ class SelfAttention(nnx.Module):
         self.out_bias = bias((width,), (None,)) if out_bias else None
         self.query_norm = RMSNorm(head_size, epsilon) if qk_norm else None
         self.key_norm = RMSNorm(head_size, epsilon) if qk_norm else None
-        self.causal = causal
 
     def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
         layout = rows.layout
@@ -130,20 +135,20 @@ class SelfAttention(nnx.Module):
         k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
         v = self._project(x, self.value, self.value_bias, None, rows)
         q, k = rotate(q, rows.angles), rotate(k, rows.angles)
-        many, few = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+        many, few = ("batch", "sequence", "heads", None), ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads"):  # a device lacks the keys of its own queries
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             few = many
         attend = layout.local(
-            lambda *arrays: attention(*arrays, causal=self.causal),
-            in_axes=(many, few, few, ("batch", None), ("batch", None, None), ("batch", None, None)),
+            partial(_attend, layout.mesh_axes("sequence")),
+            in_axes=(many, few, few, ("batch", "sequence"), ("batch", "sequence")),
             out_axes=many,
         )
-        mixed = attend(q, k, v, rows.segments, rows.query_tiles, rows.key_tiles)
+        mixed = attend(q, k, v, rows.ids, rows.tiles)
         out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))
         if self.out_bias is not None:
             out += weight(self.out_bias, layout, x.dtype)
-        return layout.constrain(out, ("batch", None, None))
+        return layout.constrain(out, ("batch", "sequence", None))
 
     @staticmethod
     def _project(
@@ -152,8 +157,16 @@ class SelfAttention(nnx.Module):
         y = jnp.einsum("rcd,dhk->rchk", x, weight(p, rows.layout, x.dtype))
         if b is not None:
             y += weight(b, rows.layout, x.dtype)
-        y = rows.layout.constrain(y, ("batch", None, p.axes[1], None))
+        y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
         return norm(y) if norm is not None else y
+
+
+def _attend(split: tuple[str, ...], q: Array, k: Array, v: Array, ids: TokenIds, tiles: RowTiles) -> Array:
+    """Attention on one device: from its part of a row to the whole row."""
+    keys = TokenIds(*(gather_parts(column, split) for column in ids))
+    query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
+    mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
+    return gathered_attention(lambda q, k, v: attention(q, k, v, mask), q, k, v, split)
 
 
 class GatedMLP(nnx.Module):
@@ -166,8 +179,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
         hidden = jax.nn.silu(x @ weight(self.gate, layout, x.dtype)) * (x @ weight(self.up, layout, x.dtype))
-        hidden = layout.constrain(hidden, ("batch", None, "mlp"))
-        return layout.constrain(hidden @ weight(self.down, layout, x.dtype), ("batch", None, None))
+        hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
+        return layout.constrain(hidden @ weight(self.down, layout, x.dtype), ("batch", "sequence", None))
 
 
 class MLP(nnx.Module):
@@ -182,9 +195,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
         hidden = jax.nn.gelu(x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype))
-        hidden = layout.constrain(hidden, ("batch", None, "mlp"))
+        hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         out = hidden @ weight(self.down, layout, x.dtype) + weight(self.down_bias, layout, x.dtype)
-        return layout.constrain(out, ("batch", None, None))
+        return layout.constrain(out, ("batch", "sequence", None))
 
 
 class Block(nnx.Module):
@@ -209,7 +222,6 @@ def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
         config.heads,
         config.heads,
         config.head_size,
-        causal=False,
         qkv_bias=True,
         out_bias=True,
     )

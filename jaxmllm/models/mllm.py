@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmllm.config import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
@@ -25,6 +25,7 @@ from jaxmllm.models.language import Decoder
 from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
+from sharding.context import take_slots
 from sharding.rules import Layout, make_layout
 
 Params = dict[str, Any]  # component name -> nested dict of arrays
@@ -86,10 +87,13 @@ class MLLM:
         component = self.components[phase]
         return component.module(params)(rows, component.layout, component.dtype, component.settings.remat)
 
-    def project(self, params: Params, phase: str, features: Float[Array, "R C D"]) -> Float[Array, "R T O"]:
-        """Turn a tower's features into language tokens."""
+    def project(
+        self, params: Params, phase: str, features: Float[Array, "R C D"], places: Int[Array, "R T"]
+    ) -> Float[Array, "R T O"]:
+        """Turn a tower's features into language tokens, those of the whole row in the order of the pool."""
         component = self.components[f"projector.{phase}"]
-        return component.module(params)(features.astype(component.dtype), component.layout)
+        tokens = component.module(params)(features.astype(component.dtype), component.layout)
+        return take_slots(component.layout, tokens, places)
 
     def hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
@@ -126,7 +130,9 @@ def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig
     for name, (setting, make) in makers.items():
         overrides = dict(setting.layout)
         if name.startswith("projector."):  # a projector runs on the ranks of its tower
-            overrides.setdefault("batch", list(components[name.removeprefix("projector.")].layout.batch_axes))
+            tower = components[name.removeprefix("projector.")].layout
+            for axes in ("batch", "sequence"):
+                overrides.setdefault(axes, list(tower.mesh_axes(axes)))
         layout = make_layout(mesh, overrides, f"components.{name}.layout")
         components[name] = _component(name, make, layout, setting)
     return MLLM(config, vocab_size, components)

@@ -9,11 +9,22 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
+from jaxmllm.balance.tiles import list_bound
 from jaxmllm.data.modality import Modality
 from sharding.rules import Layout
+
+
+class RowTiles(NamedTuple):
+    """Which blocks attend to which, for each part of a row (balance/tiles.py). A row has X parts of n blocks each."""
+
+    query_spans: Int[Array, "R X n 3"]  # of the part's own blocks of queries, into `query_blocks`
+    query_blocks: Int[Array, "R X L"]
+    key_spans: Int[Array, "R X n*X 3"]  # of the row's blocks of keys, into `key_blocks`
+    key_blocks: Int[Array, "R X L"]
 
 
 class EncoderRows(NamedTuple):
@@ -22,10 +33,23 @@ class EncoderRows(NamedTuple):
     features: Shaped[Array, "R C F"]
     segments: Int[Array, "R C"]  # item number in the row, 0 for padding
     positions: Int[Array, "R C 2"]
-    valid: Bool[Array, "R C/g"]  # tokens that come from data which could be decoded
+    valid: Bool[Array, "R C/g"]  # tokens that come from data which could be decoded, in the order of the pool
     failed: Int[Array, " R"]  # items that could not
-    query_tiles: Int[Array, "R Q 2"]
-    key_tiles: Int[Array, "R Q 2"]
+    places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
+    tiles: RowTiles
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> EncoderRows:
+        """From the host's dictionary."""
+        return cls(**{**row, "tiles": RowTiles(**row["tiles"])})
+
+    @classmethod
+    def shardings(cls, layout: Layout) -> EncoderRows:
+        """How the arrays lie on the mesh."""
+        rows: Any = layout.rows
+        slots: Any = layout.sharding(("batch", "sequence"))
+        tiles = RowTiles(*(slots for _ in RowTiles._fields))
+        return cls(slots, slots, slots, valid=rows, failed=rows, places=rows, tiles=tiles)
 
 
 class LanguageRows(NamedTuple):
@@ -37,8 +61,22 @@ class LanguageRows(NamedTuple):
     positions: Int[Array, "R C 3"]
     media: Int[Array, "R C"]  # pool slot of an encoder's token, else -1
     sources: Int[Array, "R S"]  # source number of each segment, else -1
-    query_tiles: Int[Array, "R Q 2"]
-    key_tiles: Int[Array, "R Q 2"]
+    groups: Int[Array, "R C"]  # > 0: media of one item, which see one another in both directions
+    order: Int[Array, "R C"]  # place of each slot in the packed row, before parts were dealt
+    tiles: RowTiles
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> LanguageRows:
+        """From the host's dictionary."""
+        return cls(**{**row, "tiles": RowTiles(**row["tiles"])})
+
+    @classmethod
+    def shardings(cls, layout: Layout) -> LanguageRows:
+        """How the arrays lie on the mesh."""
+        rows: Any = layout.rows
+        slots: Any = layout.sharding(("batch", "sequence"))
+        tiles = RowTiles(*(slots for _ in RowTiles._fields))
+        return cls(slots, slots, slots, slots, slots, sources=rows, groups=slots, order=slots, tiles=tiles)
 
 
 class TokenPool(NamedTuple):
@@ -50,36 +88,56 @@ class TokenPool(NamedTuple):
 
 def abstract_encoder_rows(layout: Layout, capacity: int, modality: Modality, block: int) -> EncoderRows:
     """Shapes, types and shardings of the rows of one capacity C."""
-    attention_slots = capacity // modality.attention_stride
-    return EncoderRows(
-        features=_rows(layout, (capacity, modality.features), modality.dtype),
-        segments=_rows(layout, (capacity,)),
-        positions=_rows(layout, (capacity, 2)),
-        valid=_rows(layout, (capacity // modality.slots_per_token,), np.bool_),
-        failed=_rows(layout, ()),
-        query_tiles=_rows(layout, (attention_slots // block, 2)),
-        key_tiles=_rows(layout, (attention_slots // block, 2)),
+    tokens = capacity // modality.slots_per_token
+    shapes = EncoderRows(
+        features=_shape((capacity, modality.features), modality.dtype),
+        segments=_shape((capacity,)),
+        positions=_shape((capacity, 2)),
+        valid=_shape((tokens,), np.bool_),
+        failed=_shape(()),
+        places=_shape((tokens,)),
+        tiles=_tiles(layout, capacity // modality.attention_stride // block),
     )
+    return _on_ranks(layout, shapes)
 
 
 def abstract_language_rows(layout: Layout, capacity: int, max_segments: int, block: int) -> LanguageRows:
     """Shapes, types and shardings of the rows of one capacity C with at most S segments."""
-    return LanguageRows(
-        tokens=_rows(layout, (capacity,)),
-        targets=_rows(layout, (capacity,)),
-        segments=_rows(layout, (capacity,)),
-        positions=_rows(layout, (capacity, 3)),
-        media=_rows(layout, (capacity,)),
-        sources=_rows(layout, (max_segments,)),
-        query_tiles=_rows(layout, (capacity // block, 2)),
-        key_tiles=_rows(layout, (capacity // block, 2)),
+    slots = _shape((capacity,))
+    shapes = LanguageRows(
+        tokens=slots,
+        targets=slots,
+        segments=slots,
+        positions=_shape((capacity, 3)),
+        media=slots,
+        sources=_shape((max_segments,)),
+        groups=slots,
+        order=slots,
+        tiles=_tiles(layout, capacity // block),
     )
+    return _on_ranks(layout, shapes)
 
 
 def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> TokenPool:
     """Shapes, types and shardings of a pool of W slots on every rank of a layout."""
-    return TokenPool(tokens=_rows(layout, (slots, width), dtype), valid=_rows(layout, (slots,)))
+    shapes = TokenPool(tokens=_shape((slots, width), dtype), valid=_shape((slots,)))
+    return TokenPool(*(_on_rank(layout, leaf, layout.rows) for leaf in shapes))
 
 
-def _rows(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
-    return jax.ShapeDtypeStruct((layout.ranks, *shape), dtype, sharding=layout.rows)
+def _tiles(layout: Layout, blocks: int) -> RowTiles:
+    parts, own = layout.parts, blocks // layout.parts
+    lists = _shape((parts, list_bound(own, blocks)))
+    return RowTiles(_shape((parts, own, 3)), lists, _shape((parts, blocks, 3)), lists)
+
+
+def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
+    """Of one rank."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _on_ranks(layout: Layout, rows: Any) -> Any:
+    return jax.tree.map(lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, type(rows).shardings(layout))
+
+
+def _on_rank(layout: Layout, leaf: Any, sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct((layout.ranks, *leaf.shape), leaf.dtype, sharding=sharding)

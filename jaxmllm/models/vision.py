@@ -13,6 +13,7 @@ from jaxmllm.models.layers import (
     RowContext,
     bias,
     encoder_block,
+    item_ids,
     parameter,
     rotary_angles_2d,
     run_stack,
@@ -37,7 +38,7 @@ class VisionTower(nnx.Module):
     def __call__(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, remat: Remat) -> Float[Array, "R C D"]:
         pixels = rows.features.astype(dtype) / 127.5 - 1
         x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
-        x = layout.constrain(x, ("batch", None, None))
+        x = layout.constrain(x, ("batch", "sequence", None))
         angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
-        context = RowContext(layout, rows.segments, rows.query_tiles, rows.key_tiles, angles)
+        context = RowContext(layout, item_ids(rows.segments), rows.tiles, angles)
         return self.norm(run_stack(self.layers, x, context, remat))

@@ -26,6 +26,7 @@ from jaxmllm.config import Config, ConfigError, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError
 from jaxmllm.data.index import DataError
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
 from jaxmllm.data.pipeline import StepFiller, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
@@ -114,15 +115,15 @@ def build_run(config: Config) -> Run:
     ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
     model, corpus, held_out = ground.model, ground.corpus, ground.held_out
     spec = plan_spec(config, model, ground.samples, [corpus, *held_out])
-    blocks = {phase: getattr(config.phases, phase).block for phase in spec.phases}
+    attention = attention_spec(config, model)
     step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
-    programs = Programs(step, spec, corpus.modalities, blocks, config.run.param_dtype)
+    programs = Programs(step, spec, corpus.modalities, attention.blocks, config.run.param_dtype)
 
     ranks = local_share(programs)
-    batches = steps(StepFiller(corpus, spec, ranks, blocks), config.data.batch_size, config.run.seed)
+    batches = steps(StepFiller(corpus, spec, ranks, attention), config.data.batch_size, config.run.seed)
     evaluation = None
     if held_out:
-        filler = StepFiller(held_out[0], spec, ranks, blocks)
+        filler = StepFiller(held_out[0], spec, ranks, attention)
         evaluation = evaluation_steps(filler, config.data.batch_size, config.evaluation.examples)
     peak: float | None
     if config.logging.peak_flops == "auto":
@@ -149,7 +150,10 @@ def open_corpora(
     config: Config, tokenizer: Tokenizer, modalities: Mapping[str, Modality], model: MLLM
 ) -> tuple[Corpus, list[Corpus]]:
     """The training corpus and, where there is one, the held-out corpus, with source numbers in common."""
-    limits = {phase: largest_row(config, phase, modalities) for phase in (*model.config.encoders, LANGUAGE)}
+    limits = {
+        phase: largest_row(config, phase, modalities, model.layout(phase).parts)
+        for phase in (*model.config.encoders, LANGUAGE)
+    }
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
         sources = [below(config.data.root, source) for source in sources]
@@ -172,19 +176,37 @@ def below(root: str | None, source: SourceConfig) -> SourceConfig:
     return source.model_copy(update={"path": str(Path(root) / source.path), "root": media})
 
 
-def granule(config: Config, phase: str, modalities: Mapping[str, Modality]) -> int:
-    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens."""
+def attention_spec(config: Config, model: MLLM) -> AttentionSpec:
+    """Attention blocks and parts of every phase's rows."""
+    phases = (*model.config.encoders, LANGUAGE)
+    return AttentionSpec(
+        blocks={phase: getattr(config.phases, phase).block for phase in phases},
+        parts={phase: model.layout(phase).parts for phase in phases},
+        bidirectional=config.model.language.bidirectional,
+    )
+
+
+def granule(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
+    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
+    in each part of a row."""
     block: int = getattr(config.phases, phase).block
     if phase == LANGUAGE:
-        return block
-    return math.lcm(block * modalities[phase].attention_stride, modalities[phase].slots_per_token)
+        return block * parts
+    slots, whole = block * modalities[phase].attention_stride, modalities[phase].granule
+    if parts > 1 and slots % whole:
+        raise ConfigError(
+            f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, which must be a "
+            f"multiple of {whole}, what the {phase} tower takes as a whole; raise it to "
+            f"{math.lcm(slots, whole) // modalities[phase].attention_stride}"
+        )
+    return math.lcm(slots, whole) * parts
 
 
-def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality]) -> int:
+def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
     """Slots of the largest row that a phase may have; longer items are refused."""
     settings: PhaseConfig = getattr(config.phases, phase)
     if settings.capacities == "auto":
-        unit = granule(config, phase, modalities)
+        unit = granule(config, phase, modalities, parts)
         return settings.max_capacity // unit * unit
     return max(settings.capacities)
 
@@ -225,7 +247,7 @@ def phase_needs(
         PhaseNeeds(
             name=phase,
             ranks=model.layout(phase).ranks,
-            granule=granule(config, phase, modalities),
+            granule=granule(config, phase, modalities, model.layout(phase).parts),
             slots_per_token=1 if phase == LANGUAGE else modalities[phase].slots_per_token,
             longest=longest[phase],
             flops=flops[phase],

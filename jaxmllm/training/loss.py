@@ -24,15 +24,24 @@ class Sums(NamedTuple):
     examples: Float[Array, "R N"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(
-    hidden: Float[Array, "R C D"], head: Float[Array, "D V"], targets: Int[Array, "R C"], chunk: int, layout: Layout
+    hidden: Float[Array, "R C D"], head: Float[Array, "D V"], targets: Int[Array, "R C"], largest: int, layout: Layout
 ) -> tuple[Float[Array, "R C"], Bool[Array, "R C"]]:
     """Cross-entropy of every token whose target is >= 0 (else 0), and whether the target is the argmax.
 
-    At most R * chunk * V logits exist at one time, forward and backward; the head's gradient accumulates in at
-    least float32.
+    A device holds the logits of at most `largest` tokens at one time, forward and backward; the head's gradient
+    accumulates in at least float32.
     """
+    shape = targets.shape
+    hidden, targets = (x.reshape(shape[0] * layout.parts, -1, *x.shape[2:]) for x in (hidden, targets))
+    chunk = chunk_size(targets.shape[1], largest)
+    losses, hits = _token_losses(hidden, head, targets, chunk, layout.by_part)
+    return losses.reshape(shape), hits.reshape(shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_losses(hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout) -> tuple[Array, Array]:
+    """`token_losses` of rows that are not split."""
     losses, hits, _ = _forward(hidden, head, targets, chunk, layout)
     return losses, hits
 
@@ -85,7 +94,7 @@ def _backward_rule(
     return _join(d_hidden).astype(hidden.dtype), d_head.sum(0).astype(head.dtype), None
 
 
-token_losses.defvjp(_forward_rule, _backward_rule)
+_token_losses.defvjp(_forward_rule, _backward_rule)
 
 
 def chunk_size(capacity: int, largest: int) -> int:
@@ -103,27 +112,33 @@ def sums_by_source(
     source_of: Int[Array, "R S"],
 ) -> Sums:
     """Per rank and source: loss, target tokens, examples, and examples answered exactly."""
+    split = layout.mesh_axes("sequence")
+
+    def over_parts(x: Array) -> Array:
+        return jax.lax.psum(x, split) if split else x
 
     def on_device(losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array) -> Sums:
         segment_source = source_of[0]
         segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
         token_source = jnp.append(segment_source, -1)[segment]
-        has_target = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0], mode="drop")
-        missed = jnp.zeros(segment_source.size, bool).at[segment].max(counted[0] & ~hits[0], mode="drop")
+        some = jnp.zeros(segment_source.size, jnp.int32)
+        has_target = over_parts(some.at[segment].max(counted[0], mode="drop")) > 0
+        missed = over_parts(some.at[segment].max(counted[0] & ~hits[0], mode="drop")) > 0
 
         def total(values: Array, source: Array) -> Array:  # no matrix product: accelerators round its inputs
             by_source = source[:, None] == jnp.arange(sources)
             return jnp.where(by_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
 
         return Sums(
-            loss=total(losses[0], token_source),
-            targets=total(counted[0], token_source),
+            loss=over_parts(total(losses[0], token_source)),
+            targets=over_parts(total(counted[0], token_source)),
             exact=total(has_target & ~missed, segment_source),
             examples=total(has_target, segment_source),
         )
 
-    axes = ("batch",)
-    return layout.local(on_device, (axes,) * 5, axes)(losses, hits, counted, segments, source_of)
+    slots = ("batch", "sequence")
+    local = layout.local(on_device, (slots,) * 4 + (("batch",),), ("batch",))
+    return local(losses, hits, counted, segments, source_of)
 
 
 def failed_examples(
@@ -131,12 +146,14 @@ def failed_examples(
 ) -> Bool[Array, "R C"]:
     """Spread a token's failure over its whole example: targets that follow an undecodable image carry no loss."""
 
-    def on_device(failed: Array, segments: Array) -> Array:
-        any_failed = jnp.zeros(max_segments + 1, bool).at[segments[0]].max(failed[0])
-        return any_failed[segments[0]][None]
+    split = layout.mesh_axes("sequence")
 
-    axes = ("batch",)
-    return layout.local(on_device, (axes, axes), axes)(failed, segments)
+    def on_device(failed: Array, segments: Array) -> Array:
+        any_failed = jnp.zeros(max_segments + 1, jnp.int32).at[segments[0]].max(failed[0])
+        return (jax.lax.psum(any_failed, split) if split else any_failed)[segments[0]][None] > 0
+
+    slots = ("batch", "sequence")
+    return layout.local(on_device, (slots, slots), slots)(failed, segments)
 
 
 def _logits(x: Array, head: Array, layout: Layout) -> Array:

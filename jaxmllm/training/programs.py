@@ -36,7 +36,7 @@ from jaxmllm.models.rows import (
 )
 from jaxmllm.training.loss import Sums
 from jaxmllm.training.optimizer import make_optimizer
-from jaxmllm.training.step import Step, TrainState
+from jaxmllm.training.step import KeptFeatures, Step, TrainState
 from sharding.route import Exchange
 from sharding.rules import Layout
 
@@ -125,10 +125,7 @@ class Programs:
 
     def put(self, batch: HostStep) -> DeviceStep:
         """Start the transfer of this host's rows and tables."""
-        rows = {
-            phase: [_row_type(phase)(**self._put_rows(phase, arrays)) for arrays in microbatches]
-            for phase, microbatches in batch.rows.items()
-        }
+        rows = {phase: [self._put_row(phase, row) for row in rows] for phase, rows in batch.rows.items()}
         tables = {phase: [self._put_tables(phase, turn) for turn in rounds] for phase, rounds in batch.rounds.items()}
         return DeviceStep(batch, rows, tables)
 
@@ -307,7 +304,10 @@ class Programs:
 
             features = jax.eval_shape(encode, params, rows, pool, at, failed)[1]
             if features is not None:
-                features = jax.ShapeDtypeStruct(features.shape, features.dtype, sharding=layout.rows)
+                kept: Any = features.features
+                sharding = layout.sharding(("batch", "sequence"))
+                kept = jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
+                features = KeptFeatures(kept, rows.places)
             jobs["encode", phase, capacity] = Job(
                 encode, (params, rows, pool, at, failed), (pool, features, failed), (2,)
             )
@@ -389,9 +389,11 @@ class Programs:
 
     # ------------------------------------------------------------------ transfer
 
-    def _put_rows(self, phase: str, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    def _put_row(self, phase: str, row: Mapping[str, Any]) -> LanguageRows | EncoderRows:
         layout = self.layouts[phase]
-        return {name: _put(array, layout.rows, layout.ranks) for name, array in arrays.items()}
+        kind = LanguageRows if phase == LANGUAGE else EncoderRows
+        put = lambda array, sharding: _put(array, sharding, layout.ranks)  # noqa: E731
+        return jax.tree.map(put, kind.of(dict(row)), kind.shardings(layout))
 
     def _put_tables(self, phase: str, turn: RouteTables) -> DeviceTables:
         sharding, ranks = self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape)
@@ -412,20 +414,19 @@ def local_ranks(sharding: NamedSharding, ranks: int) -> tuple[int, ...]:
 
 
 def _put(local: np.ndarray, sharding: NamedSharding, ranks: int) -> jax.Array:
-    """A global array [R, ...] of which this host holds the ranks that `local_ranks` names."""
+    """A global array [R, ...] of which this host holds the whole rows of the ranks that `local_ranks` names."""
     place = {rank: row for row, rank in enumerate(local_ranks(sharding, ranks))}
-    return jax.make_array_from_callback(
-        (ranks, *local.shape[1:]), sharding, lambda index: local[place[_start(index)] :][:1]
-    )
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        row = place[_start(index)]
+        return local[(slice(row, row + 1), *(index or ())[1:])]
+
+    return jax.make_array_from_callback((ranks, *local.shape[1:]), sharding, part)
 
 
 def _start(index: tuple[slice, ...] | None) -> int:
     assert index is not None, "asked for a device of another host"
     return index[0].start or 0
-
-
-def _row_type(phase: str) -> type[LanguageRows] | type[EncoderRows]:
-    return LanguageRows if phase == LANGUAGE else EncoderRows
 
 
 def _zeros(tree: Any) -> Job:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
-from jaxmllm.training.loss import Sums, chunk_size, failed_examples, sums_by_source, token_losses
+from jaxmllm.training.loss import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from sharding.route import put_rows, take_rows
 
@@ -39,6 +39,13 @@ class TrainState(NamedTuple):
     skipped: Int[Array, ""]  # updates skipped so far because something was not finite
     skipped_in_row: Int[Array, ""]
     failed_media: Int[Array, ""]  # media items so far whose body could not be decoded
+
+
+class KeptFeatures(NamedTuple):
+    """What the backward pass of a projector over a frozen tower starts from."""
+
+    features: Float[Array, "R C D"]
+    places: Int[Array, "R T"]  # of `EncoderRows`
 
 
 @dataclass(frozen=True)
@@ -77,13 +84,13 @@ class Step:
         pool: TokenPool,
         at: Int[Array, ""],
         failed: Int[Array, ""],
-    ) -> tuple[TokenPool, Array | None, Int[Array, ""]]:
+    ) -> tuple[TokenPool, KeptFeatures | None, Int[Array, ""]]:
         """Write the rows' tokens into the pool from slot `at` and count the items that could not be decoded.
 
         The second result is what `encode_grad` starts from, where that is not the rows.
         """
-        features = self.model.features(params, phase, rows)
-        tokens = self.model.project(params, phase, features).astype(pool.tokens.dtype)
+        features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
+        tokens = self.model.project(params, phase, *features).astype(pool.tokens.dtype)
         pool = TokenPool(
             jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, at, axis=1),
             jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), at, axis=1),
@@ -94,7 +101,7 @@ class Step:
         self,
         phase: str,
         params: Params,
-        start: Any,
+        start: EncoderRows | KeptFeatures,
         d_pool: Float[Array, "R W D"],
         at: Int[Array, ""],
         grads: Params,
@@ -105,8 +112,9 @@ class Step:
 
         def tokens_of(trainable: Params) -> Array:
             everything = trainable | frozen
-            features = start if self.keeps_features(phase) else self.model.features(everything, phase, start)
-            return self.model.project(everything, phase, features)
+            if isinstance(start, KeptFeatures):
+                return self.model.project(everything, phase, *start)
+            return self.model.project(everything, phase, self.model.features(everything, phase, start), start.places)
 
         tokens, pull = jax.vjp(tokens_of, trainable)
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, at, tokens.shape[1], axis=1)
@@ -120,8 +128,7 @@ class Step:
         """Sum of the losses of the rows' target tokens, and the sums by source."""
         layout = self.model.layout("language")
         hidden, head = self.model.hidden(params, rows, media)
-        chunk = chunk_size(rows.tokens.shape[1], self.model.config.language.loss_chunk)
-        losses, hits = token_losses(hidden, head, rows.targets, chunk, layout)
+        losses, hits = token_losses(hidden, head, rows.targets, self.model.config.language.loss_chunk, layout)
         missing = (rows.media >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
         counted = (rows.targets >= 0) & ~failed

@@ -3,65 +3,141 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.balance.tiles import TokenIds, list_bound, segment_ids, tile_map, visible_tiles
+
+BLOCK = 4
+SLOTS = 24
 
 
-def dense_hulls(segments, block, causal):
-    """Both tables from the dense mask, block by block."""
-    slots = np.arange(len(segments))
-    mask = (segments[:, None] == segments) & (segments > 0)
-    if causal:
-        mask &= slots[:, None] >= slots
-    count = len(segments) // block
-    met = mask.reshape(count, block, count, block).any(axis=(1, 3))
+def visible_pairs(ids):
+    """[C, C] bool: the definition, pair by pair."""
+    same = (ids.document[:, None] == ids.document) & (ids.document > 0)
+    together = (ids.group[:, None] == ids.group) & (ids.group > 0)
+    return same & (together | (ids.position[:, None] >= ids.position))
 
-    def hull(seen):
-        where = np.flatnonzero(seen)
-        return (where[0], where[-1] + 1) if len(where) else (0, 0)
 
-    return np.array([hull(row) for row in met]), np.array([hull(column) for column in met.T])
+def dense_tiles(ids, block):
+    """{(query block, key block): whether it is full} of the tiles with a visible pair."""
+    pairs = visible_pairs(ids)
+    count = len(pairs) // block
+    cut = pairs.reshape(count, block, count, block).transpose(0, 2, 1, 3)
+    return {(i, j): bool(cut[i, j].all()) for i in range(count) for j in range(count) if cut[i, j].any()}
+
+
+def listed(lists, swap=False):
+    """The same from the lists, and the order within each block's list."""
+    tiles = {}
+    for i, (first, partial, full) in enumerate(lists.spans.tolist()):
+        assert first >= 0
+        own = lists.blocks[first : first + partial + full].tolist()
+        assert own[:partial] == sorted(own[:partial]) and own[partial:] == sorted(own[partial:])
+        tiles |= {((j, i) if swap else (i, j)): t >= partial for t, j in enumerate(own)}
+    return tiles
 
 
 @st.composite
-def rows(draw):
-    """A row of ascending segments, with padding before, inside, between and after them."""
-    block = draw(st.sampled_from([1, 4, 8]))
-    size = block * draw(st.integers(1, 8))
-    runs = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=12))  # (step of the id, length)
-    ids = np.cumsum([step for step, _ in runs]).astype(np.int32)
-    segments = np.repeat(ids, [length for _, length in runs])[:size]
-    segments = np.pad(segments, (0, size - len(segments)))
-    holes = draw(st.lists(st.tuples(st.integers(0, size), st.integers(1, 12)), max_size=4))
-    for start, length in holes:
-        segments[start : start + length] = 0
-    return segments, block
+def packed_rows(draw):
+    """Regular rows: documents of text and groups, with padding between and inside them."""
+    document, group = [], []
+    for number in range(1, draw(st.integers(1, 4)) + 1):
+        for part in range(1, draw(st.integers(1, 4)) + 1):
+            length = draw(st.integers(0, 9))
+            document += [number] * length
+            group += [part * draw(st.integers(0, 1))] * length
+            padding = draw(st.sampled_from([0, 0, 1, 5]))
+            document += [0] * padding
+            group += [0] * padding
+    ids = np.zeros((2, SLOTS), np.int32)
+    ids[:, : len(document)] = np.array([document, group], np.int32)[:, :SLOTS]
+    return TokenIds(ids[0], ids[1], np.arange(SLOTS, dtype=np.int32))
 
 
-@settings(max_examples=200, deadline=None)
-@given(rows(), st.booleans())
-def test_ranges_are_the_hulls_of_the_dense_mask(row, causal):
-    segments, block = row
-    ranges = tile_ranges(segments, block, causal)
-    queries, keys = dense_hulls(segments, block, causal)
-    np.testing.assert_array_equal(ranges.queries, queries)
-    np.testing.assert_array_equal(ranges.keys, keys)
-    assert ranges.queries.dtype == ranges.keys.dtype == np.int32
+@st.composite
+def any_rows(draw):
+    """Documents, groups and positions without any order."""
+    column = lambda most: st.lists(st.integers(0, most), min_size=SLOTS, max_size=SLOTS)  # noqa: E731
+    run = draw(st.sampled_from([1, 2, 6]))
+    ids = np.array([draw(column(most)) for most in (2, 2, 9)], np.int32)
+    return TokenIds(*np.repeat(ids, run, axis=1)[:, :SLOTS])
 
 
-def test_the_example_of_the_module():
-    segments = np.array([1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0, 0], np.int32)
-    bidirectional = [[0, 3], [0, 3], [0, 3], [0, 0]]
-    assert tile_ranges(segments, 4, causal=False).queries.tolist() == bidirectional
-    assert tile_ranges(segments, 4, causal=False).keys.tolist() == bidirectional
-    assert tile_ranges(segments, 4, causal=True).queries.tolist() == [[0, 1], [0, 2], [0, 3], [0, 0]]
-    assert tile_ranges(segments, 4, causal=True).keys.tolist() == [[0, 3], [1, 3], [2, 3], [0, 0]]
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(packed_rows(), any_rows()), st.sampled_from([1, 2, 4, 8, 24]))
+def test_lists_hold_exactly_the_visible_tiles(ids, block):
+    tiles = tile_map(ids, block)
+    assert listed(tiles.queries) == listed(tiles.keys, swap=True)
+    if block > 1:
+        assert listed(tiles.queries) == dense_tiles(ids, block)
+    else:
+        assert listed(tiles.queries).keys() == dense_tiles(ids, block).keys()
 
 
-def test_a_row_that_is_no_whole_number_of_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"10 slots .* blocks of 4.*phases\.<phase>\.block"):
-        tile_ranges(np.ones(10, np.int32), 4, causal=True)
+@settings(max_examples=60, deadline=None)
+@given(packed_rows(), st.booleans())
+def test_both_ways_of_finding_tiles_agree(ids, rotate):
+    """A row whose order is spoiled takes the other way; spoiling whole blocks only renames the tiles."""
+    order = np.arange(SLOTS).reshape(-1, BLOCK)[::-1].reshape(-1)
+    count = SLOTS // BLOCK
+    mirrored = visible_tiles(TokenIds(ids.document[order], ids.group[order], ids.position[order]), BLOCK)
+    renamed = {
+        (count - 1 - i, count - 1 - j): full
+        for i, j, full in zip(mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True)
+    }
+    plain = visible_tiles(ids, BLOCK)
+    assert renamed == dict(
+        zip(zip(plain.query.tolist(), plain.key.tolist(), strict=True), plain.full.tolist(), strict=True)
+    )
 
 
-def test_descending_segments_are_refused():
-    with pytest.raises(ValueError, match="slot 3 falls back to segment 1"):
-        tile_ranges(np.array([1, 2, 0, 1], np.int32), 4, causal=True)
+@settings(max_examples=60, deadline=None)
+@given(packed_rows(), st.integers(1, 20))
+def test_lists_that_are_too_short_fall_back_to_ranges(ids, bound):
+    expected = dense_tiles(ids, BLOCK)
+    for lists, side in ((tile_map(ids, BLOCK, bound).queries, 0), (tile_map(ids, BLOCK, bound).keys, 1)):
+        assert lists.blocks.shape == (bound,)
+        for i, (first, partial, full) in enumerate(lists.spans.tolist()):
+            own = {tile[1 - side] for tile in expected if tile[side] == i}
+            if first >= 0:
+                assert set(lists.blocks[first : first + partial + full].tolist()) == own
+            else:
+                assert (min(own), max(own) + 1, full) == (-1 - first, -1 - first + partial, 0)
+
+
+def test_segments_of_an_encoder_row_see_themselves_in_both_directions():
+    ids = segment_ids(np.array([1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0, 0], np.int32), causal=False)
+    tiles = tile_map(ids, 4)
+    assert [tiles.queries.blocks[a : a + b + c].tolist() for a, b, c in tiles.queries.spans] == [
+        [0, 1, 2],
+        [0, 2, 1],
+        [0, 1, 2],
+        [],
+    ]
+    assert tiles.queries.spans.tolist() == [[0, 3, 0], [3, 2, 1], [6, 3, 0], [9, 0, 0]]
+
+
+def test_an_image_in_a_causal_row_is_seen_whole_by_itself():
+    groups = np.array([0] * 4 + [7] * 8 + [0] * 4, np.int32)
+    tiles = tile_map(segment_ids(np.ones(16, np.int32), causal=True, groups=groups), 4)
+    assert listed(tiles.queries) == {
+        (0, 0): False,
+        (1, 0): True,
+        (1, 1): True,
+        (1, 2): True,
+        (2, 0): True,
+        (2, 1): True,
+        (2, 2): True,
+        (3, 0): True,
+        (3, 1): True,
+        (3, 2): True,
+        (3, 3): False,
+    }
+
+
+def test_the_bound_holds_every_tile_until_the_largest_list():
+    assert list_bound(4, 8) == 32
+    assert list_bound(2048, 2048) == 2**20
+
+
+def test_block_must_divide_the_row():
+    with pytest.raises(ValueError, match=r"10 tokens.*blocks of 4.*phases\.<phase>\.capacities"):
+        tile_map(segment_ids(np.ones(10, np.int32), causal=True), 4)

@@ -22,14 +22,15 @@ from jaxmllm.balance.plan import (
     StepPlan,
 )
 from jaxmllm.balance.routes import route_tables
-from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.balance.tiles import segment_ids, tile_map
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import MediaError
 from jaxmllm.data.text import MediaSpan, Rendered
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
 CAPACITIES = {"vision": 32, "audio": 48, "language": 64}
-BLOCKS = {"vision": 8, "audio": 4, "language": 16}
+ATTENTION = AttentionSpec({"vision": 8, "audio": 4, "language": 16}, bidirectional=("vision",))
 SEGMENTS = 24
 
 
@@ -144,9 +145,7 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
             filled[pool] += int(tokens)
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
         near, far, nothing = (there, there + 4, np.zeros(4, np.int32)) if encoder == "vision" else (there,) * 3
-        turn = RouteRound(
-            0, 1, 1, np.ones(4, np.int32), near, far, there, (there + 1) % 4, (there + 1) % 4, nothing, nothing
-        )
+        turn = RouteRound(0, 1, 1, 1, np.ones(4, np.int32), near, far, there, (there + 1) % 4, nothing)
         routes[encoder] = RoutePlan(np.array(arrival, np.int32), (turn,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
@@ -173,7 +172,7 @@ class Case:
     plan: StepPlan
 
     def fill(self, local: LocalRanks = EVERYWHERE, threads: int = 2) -> HostStep:
-        arguments = (7, self.examples, self.items, self.plan, make_spec(), self.corpus, MODALITIES, local, BLOCKS)
+        arguments = (7, self.examples, self.items, self.plan, make_spec(), self.corpus, MODALITIES, local, ATTENTION)
         return fill(*arguments, threads=threads)
 
 
@@ -229,9 +228,17 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
-            tiles = tile_ranges(segments[:: modality.attention_stride], BLOCKS[phase], causal=False)
-            np.testing.assert_array_equal(row["query_tiles"][r], tiles.queries)
-            np.testing.assert_array_equal(row["key_tiles"][r], tiles.keys)
+            ids = segment_ids(segments[:: modality.attention_stride], causal=False)
+            check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks[phase]))
+        assert (row["places"] == np.arange(row["valid"].shape[1])).all()
+
+
+def check_tiles(tables, rank, expected):
+    names = {"query_spans": expected.queries.spans, "query_blocks": expected.queries.blocks}
+    names |= {"key_spans": expected.keys.spans, "key_blocks": expected.keys.blocks}
+    assert tables.keys() == names.keys()
+    for name, table in names.items():
+        np.testing.assert_array_equal(tables[name][rank, 0], table, err_msg=name)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -240,7 +247,7 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
     plan, items = case.plan.phases["language"], case.items.phases["language"]
     step = case.fill()
     for m, row in enumerate(step.rows["language"]):
-        fillers = {"tokens": 0, "targets": -1, "segments": 0, "positions": 0, "media": -1, "sources": -1}
+        fillers = {"tokens": 0, "targets": -1, "segments": 0, "positions": 0, "media": -1, "sources": -1, "groups": 0}
         expected = {name: np.full_like(row[name], value) for name, value in fillers.items()}
         for r, slot in np.ndindex(row["tokens"].shape):
             found = item_at(plan, items, m, r, slot)
@@ -259,12 +266,14 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
                     for token in range(media.tokens[n]):
                         slot = plan.offset[index] + media.slot[n] + token
                         expected["media"][plan.rank[index], slot] = route.arrival[n] + token
+                        if encoder == "vision":
+                            expected["groups"][plan.rank[index], slot] = plan.offset[index] + media.slot[n] + 1
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
-            tiles = tile_ranges(segments, BLOCKS["language"], causal=True)
-            np.testing.assert_array_equal(row["query_tiles"][r], tiles.queries)
-            np.testing.assert_array_equal(row["key_tiles"][r], tiles.keys)
+            ids = segment_ids(segments, causal=True, groups=row["groups"][r])
+            check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks["language"]))
+        assert (row["order"] == np.arange(row["tokens"].shape[1])).all()
 
 
 def test_every_slot_of_the_batch_is_filled_exactly_once():
@@ -309,7 +318,7 @@ def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
     for phase, ranks in local.phases.items():
         for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
             assert mine.keys() == full.keys()
-            for name in full:
+            for name in full.keys() - {"tiles"}:
                 np.testing.assert_array_equal(mine[name], full[name][list(ranks)], err_msg=f"{phase} {name}")
     for phase, ranks in local.exchange.items():
         planned = case.plan.routes[phase].rounds
@@ -339,7 +348,7 @@ def test_media_of_other_hosts_are_not_decoded():
     local = LocalRanks({"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)})
     step = fill(
         0, case.examples, case.items, case.plan, make_spec(), case.corpus,
-        {**MODALITIES, "vision": recording}, local, BLOCKS,
+        {**MODALITIES, "vision": recording}, local, ATTENTION,
     )  # fmt: skip
     mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
     assert sorted(loaded) == sorted(span_of(case, "vision", n).path for n in mine) and len(loaded) > 0

@@ -18,6 +18,7 @@ from jaxmllm.config import SourceConfig
 from jaxmllm.data.corpus import Corpus as RealCorpus
 from jaxmllm.data.fill import HostStep, LocalRanks
 from jaxmllm.data.images import Images
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import MediaError
 from jaxmllm.data.pipeline import (
     StepFiller,
@@ -108,7 +109,7 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
         {"vision": RouteSpec(grid, encoder_pool=16, language_pool=64, pair_slots=8)},
     )
     local = LocalRanks({"vision": ranks, "language": ranks}, {"vision": ranks})
-    return StepFiller(corpus, spec, local, {"vision": 8, "language": 8}, threads=2)
+    return StepFiller(corpus, spec, local, AttentionSpec({"vision": 8, "language": 8}), threads=2)
 
 
 def assert_equal_steps(one: HostStep, other: HostStep) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmllm.balance.tiles import tile_ranges
+from jaxmllm.data.masks import finish_language_row
+from jaxmllm.models.attention import TokenIds
 from jaxmllm.models.layers import (
     MLP,
     Block,
@@ -18,6 +19,7 @@ from jaxmllm.models.layers import (
     run_stack,
     stacked,
 )
+from jaxmllm.models.rows import RowTiles
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
@@ -27,12 +29,12 @@ SEGMENTS = np.array([[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64
 
 
 def context(layout):
-    tiles = [tile_ranges(row, BLOCK, causal=True) for row in SEGMENTS]
+    row = {"segments": SEGMENTS.astype(np.int32), "groups": np.zeros(SEGMENTS.shape, np.int32)}
+    finish_language_row(row, BLOCK, 1)
     return RowContext(
         layout,
-        jnp.asarray(SEGMENTS, jnp.int32),
-        jnp.stack([t.queries for t in tiles]),
-        jnp.stack([t.keys for t in tiles]),
+        TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order"))),
+        RowTiles(**row["tiles"]),
         rotary_angles(jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0),
     )
 
@@ -143,7 +145,7 @@ def test_mlps():
 def test_initial_weights_keep_the_scale_of_their_input():
     def make():
         rngs = nnx.Rngs(0)
-        return nnx.state(MLP(rngs, 400, 100, 50)), nnx.state(SelfAttention(rngs, 100, 4, 2, 25, causal=True))
+        return nnx.state(MLP(rngs, 400, 100, 50)), nnx.state(SelfAttention(rngs, 100, 4, 2, 25))
 
     mlp, attention = (nnx.to_pure_dict(state) for state in jax.jit(make)())
     for kernel, fan_in in ((mlp["up"], 400), (mlp["down"], 100), (attention["query"], 100), (attention["out"], 100)):

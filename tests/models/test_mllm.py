@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.config import (
     AudioConfig,
     ComponentConfig,
@@ -15,6 +14,7 @@ from jaxmllm.config import (
     ProjectorComponents,
     VisionConfig,
 )
+from jaxmllm.data.masks import finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import MeshError, make_mesh
@@ -167,17 +167,17 @@ def make_rows(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.multinomial(SLOTS - 3, [0.25] * 4)
     segments = np.tile(np.append(np.repeat(np.arange(1, 5), lengths), [0] * 3), (4, 1)).astype(np.int32)
-    tiles = tile_ranges(segments[0], BLOCK, causal=True)
-    return LanguageRows(
+    row = dict(
         tokens=rng.integers(0, VOCABULARY, (4, SLOTS)).astype(np.int32),
         targets=np.full((4, SLOTS), -1, np.int32),
         segments=segments,
         positions=rng.integers(0, SLOTS, (4, SLOTS, 3)).astype(np.int32),
         media=np.where(rng.random((4, SLOTS)) < 0.2, 1, -1).astype(np.int32),
         sources=np.zeros((4, 4), np.int32),
-        query_tiles=np.tile(tiles.queries, (4, 1, 1)),
-        key_tiles=np.tile(tiles.keys, (4, 1, 1)),
+        groups=np.zeros((4, SLOTS), np.int32),
     )
+    finish_language_row(row, BLOCK, 1)
+    return LanguageRows.of(row)
 
 
 @pytest.fixture(scope="module")

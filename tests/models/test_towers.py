@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.config import (
     AudioConfig,
     ComponentConfig,
@@ -15,6 +14,7 @@ from jaxmllm.config import (
     ProjectorComponents,
     VisionConfig,
 )
+from jaxmllm.data.masks import finish_encoder_row, finish_language_row
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows
@@ -137,13 +137,12 @@ def audio_tower(p, config, frames, real):
 # ---------------------------------------------------------------------------- rows
 
 
-def packed(spans, causal, stride=1, slots=SLOTS, block=BLOCK):
-    """`spans` [(row, start, stop)]: segments numbered in each row, and both tile tables."""
+def packed(spans, slots=SLOTS):
+    """`spans` [(row, start, stop)]: segments numbered in each row."""
     segments = np.zeros((1 + max(row for row, _, _ in spans), slots), np.int32)
     for row, start, stop in spans:
         segments[row, start:stop] = segments[row].max() + 1
-    tiles = [tile_ranges(row[::stride], block, causal) for row in segments]
-    return segments, np.stack([t.queries for t in tiles]), np.stack([t.keys for t in tiles])
+    return segments
 
 
 def randomized(model, seed=1):
@@ -175,17 +174,22 @@ def encode(encoders, phase, rows):
         @jax.jit
         def run(params, rows):
             features = model.features(params, phase, rows)
-            return features, model.project(params, phase, features)
+            return features, model.project(params, phase, features, rows.places)
 
         return [np.asarray(x) for x in run(params, rows)]
 
 
-def encoder_rows(features, positions, tables, tokens):
-    segments, query_tiles, key_tiles = tables
-    ranks = len(segments)
-    return EncoderRows(
-        features, segments, positions, np.ones((ranks, tokens), bool), np.zeros(ranks, np.int32), query_tiles, key_tiles
-    )
+def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK):
+    ranks, slots = segments.shape
+    row = {
+        "features": features,
+        "segments": segments,
+        "positions": positions,
+        "valid": np.ones((ranks, slots // slots_per_token), bool),
+        "failed": np.zeros(ranks, np.int32),
+    }
+    finish_encoder_row(row, block, 1, stride, slots_per_token)
+    return EncoderRows.of(row)
 
 
 def close(got, want):
@@ -200,14 +204,22 @@ def close(got, want):
 def test_decoder(config):
     spans = [(0, 0, 20), (0, 20, 21), (0, 21, 60), (1, 0, 64), (3, 0, 30), (3, 30, 50)]
     rng = np.random.default_rng(0)
-    segments, query_tiles, key_tiles = packed(spans, causal=True)
+    segments = packed(spans)
     tokens = rng.integers(0, VOCABULARY, segments.shape).astype(np.int32)
     positions = rng.integers(0, 60, (*segments.shape, 3)).astype(np.int32)
     media = np.where(rng.random(segments.shape) < 0.3, 0, -1).astype(np.int32)
     arrived = rng.standard_normal((*segments.shape, config.width))
-    rows = LanguageRows(
-        tokens, np.full_like(tokens, -1), segments, positions, media, np.zeros((4, 3), np.int32), query_tiles, key_tiles
-    )
+    row = {
+        "tokens": tokens,
+        "targets": np.full_like(tokens, -1),
+        "segments": segments,
+        "positions": positions,
+        "media": media,
+        "sources": np.zeros((4, 3), np.int32),
+        "groups": np.zeros_like(tokens),
+    }
+    finish_language_row(row, BLOCK, 1)
+    rows = LanguageRows.of(row)
     with jax.enable_x64(True):
         model = build(language=config)
         params = randomized(model)
@@ -230,10 +242,10 @@ def test_default_sections_share_the_pairs():
 def test_vision_tower_and_projector(encoders):
     spans = [(0, 0, 12), (0, 12, 16), (0, 16, 56), (1, 0, 64), (3, 0, 24)]
     rng = np.random.default_rng(1)
-    tables = packed(spans, causal=False)
+    segments = packed(spans)
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = rng.integers(0, 30, (4, SLOTS, 2)).astype(np.int32)
-    features, tokens = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    features, tokens = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     params = encoders[1]
     for row, start, stop in spans:
         want = vision_tower(params["vision"], VISION, pixels[row, start:stop], positions[row, start:stop])
@@ -250,8 +262,8 @@ def test_audio_tower_and_projector(encoders):
     for row, start, stop, real in clips:
         frames[row, start : start + real] = rng.standard_normal((real, AUDIO.mel_bins))
         positions[row, start:stop, 0] = np.arange(stop - start) // 4
-    tables = packed([(row, start, start + real) for row, start, _, real in clips], causal=False, stride=4, slots=slots)
-    features, tokens = encode(encoders, "audio", encoder_rows(frames, positions, tables, slots // 8))
+    segments = packed([(row, start, start + real) for row, start, _, real in clips], slots)
+    features, tokens = encode(encoders, "audio", encoder_rows(frames, positions, segments, 8, stride=4))
     params = encoders[1]
     for row, start, stop, real in clips:
         want = audio_tower(params["audio"], AUDIO, frames[row, start:stop], real)
@@ -264,11 +276,11 @@ def test_nothing_leaks_from_one_image_to_the_next(encoders):
     """Other pixels and even other values at padding leave an image's features as they were, bit for bit."""
     spans = [(row, start, start + 32) for row in range(4) for start in (0,)]
     rng = np.random.default_rng(3)
-    tables = packed([*spans, (0, 32, 52)], causal=False)
+    segments = packed([*spans, (0, 32, 52)])
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = rng.integers(0, 30, (4, SLOTS, 2)).astype(np.int32)
-    before, _ = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    before, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     pixels[:, 32:] = rng.integers(0, 256, pixels[:, 32:].shape)
-    after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, tables, SLOTS // 4))
+    after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     np.testing.assert_array_equal(before[:, :32], after[:, :32])
     assert (before[0, 32:52] != after[0, 32:52]).any()

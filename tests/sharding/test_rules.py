@@ -40,7 +40,7 @@ def test_an_empty_override_replicates():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"width": ["fsdp"]}, r"here: unknown logical axis 'width'; known: batch, layers, embed"),
+        ({"width": ["fsdp"]}, r"here: unknown logical axis 'width'; known: batch, sequence, layers, embed"),
         ({"embed": ["model"]}, r"here\.embed: unknown mesh axis 'model'; the mesh has data, fsdp, tensor"),
         ({"batch": ["data", "tensor"], "mlp": ["tensor"]}, r"here: .*\['tensor'\] .*'batch' and 'mlp'"),
         ({"heads": ["data"]}, r"here: .*\['data'\] .*'batch' and 'heads'"),

@@ -152,7 +152,7 @@ def greedy_decoder(setup, params):
 
 
 def test_evaluation_counts_every_example_once(alone, learnt):
-    filler = StepFiller(alone.held_out, alone.spec, local_share(alone.programs), alone.blocks)
+    filler = StepFiller(alone.held_out, alone.spec, local_share(alone.programs), alone.attention)
     names, results = alone.held_out.sources, []
     for batch_size in (10, 24):  # 24 = 10 + 10 + 4
         results.append(evaluate(alone.programs, learnt, evaluation_steps(filler, batch_size), names))

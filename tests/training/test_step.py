@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.balance.tiles import tile_ranges
 from jaxmllm.config import (
     ComponentConfig,
     ComponentsConfig,
@@ -15,6 +14,7 @@ from jaxmllm.config import (
     ProjectorComponents,
     VisionConfig,
 )
+from jaxmllm.data.masks import finish_encoder_row, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.loss import Sums
@@ -45,23 +45,19 @@ def randomized(step, seed=0, dtype=np.float64):
     )
 
 
-def tiles(segments, causal):
-    ranges = [tile_ranges(row, BLOCK, causal) for row in segments]
-    return np.stack([r.queries for r in ranges]), np.stack([r.keys for r in ranges])
-
-
 def encoder_rows(seed):
     rng = np.random.default_rng(seed)
     segments = np.tile(np.repeat([1, 2, 0], [40, 16, 8]), (RANKS, 1)).astype(np.int32)
     valid = np.ones((RANKS, TOKENS), bool)
-    return EncoderRows(
-        rng.integers(0, 256, (RANKS, PATCHES, 12)).astype(np.uint8),
-        segments,
-        rng.integers(0, 9, (RANKS, PATCHES, 2)).astype(np.int32),
-        valid,
-        np.zeros(RANKS, np.int32),
-        *tiles(segments, causal=False),
-    )
+    row = {
+        "features": rng.integers(0, 256, (RANKS, PATCHES, 12)).astype(np.uint8),
+        "segments": segments,
+        "positions": rng.integers(0, 9, (RANKS, PATCHES, 2)).astype(np.int32),
+        "valid": valid,
+        "failed": np.zeros(RANKS, np.int32),
+    }
+    finish_encoder_row(row, BLOCK, 1, 1, PATCHES // TOKENS)
+    return EncoderRows.of(row)
 
 
 def language_rows(seed):
@@ -73,15 +69,17 @@ def language_rows(seed):
     media[:, 27:41] = TOKENS + rng.permutation(14)
     targets = np.where((segments > 0) & (rng.random(segments.shape) < 0.6), 1, -1)
     targets *= np.where(targets > 0, rng.integers(0, VOCABULARY, targets.shape), 1)
-    return LanguageRows(
-        rng.integers(0, VOCABULARY, segments.shape).astype(np.int32),
-        targets.astype(np.int32),
-        segments,
-        rng.integers(0, 40, (RANKS, SLOTS, 3)).astype(np.int32),
-        media,
-        np.tile(np.array([1, 0, -1], np.int32), (RANKS, 1)),
-        *tiles(segments, causal=True),
-    )
+    row = {
+        "tokens": rng.integers(0, VOCABULARY, segments.shape).astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "segments": segments,
+        "positions": rng.integers(0, 40, (RANKS, SLOTS, 3)).astype(np.int32),
+        "media": media,
+        "sources": np.tile(np.array([1, 0, -1], np.int32), (RANKS, 1)),
+        "groups": np.zeros_like(segments),
+    }
+    finish_language_row(row, BLOCK, 1)
+    return LanguageRows.of(row)
 
 
 def empty_pool():
@@ -148,7 +146,7 @@ def whole():
 
     def objective(params):
         def encoded(rows):
-            return model.project(params, "vision", model.features(params, "vision", rows))
+            return model.project(params, "vision", model.features(params, "vision", rows), rows.places)
 
         def total(rows):
             media = jnp.take_along_axis(pool, jnp.maximum(rows.media, 0)[..., None], axis=1)

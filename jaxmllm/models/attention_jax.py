@@ -1,0 +1,154 @@
+"""Tile-list attention in plain JAX, for every platform.
+
+    forward     for each query block: for listed key blocks:     maximum, total, out   -> out, logsumexp
+    backward    for each key block: for listed query blocks:     dk, dv, and dq in place
+
+Both are plain sequential loops, hence deterministic; their bounds are data. Tiles of which all pairs are visible have
+a loop of their own, without masks. Rows lie end to end in one list of blocks, so they need no loop of their own.
+
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block,
+N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a block that share one key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+if TYPE_CHECKING:
+    from jaxmllm.models.attention import Mask, TileLists, TokenIds
+
+
+def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
+    """q [B, C, H, K], k and v [B, T, G, K] -> out [B, C, H, K] and logsumexp [B, C, H] of the visible logits, infinite
+    where nothing is visible."""
+    dtype, block, key_heads = _sum_dtype(q), mask.block, k.shape[2]
+    tiles = _counted_over_rows(mask.query_tiles, mask.key_tiles.spans.shape[1])
+    query_ids, key_ids = _by_block(mask.queries, block), _by_block(mask.keys, block)
+    shape = q.shape
+    q, k, v = (_blocks(x, block, key_heads) for x in (q, k, v))
+
+    def query_block(block: tuple[Any, ...]) -> tuple[Array, Array]:
+        q_i, ids_i, span = block
+
+        def key_block(masked: bool, j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            maximum, total, out = sums
+            logits = scale * _dot("gmk,gbk->gmb", q_i, k[j])
+            if masked:
+                logits = _masked(logits, ids_i, key_ids[:, j])
+            new = jnp.maximum(maximum, logits.max(axis=-1))
+            shrink, weights = jnp.exp(maximum - new), jnp.exp(logits - new[..., None])
+            total = total * shrink + weights.sum(axis=-1)
+            out = out * shrink[..., None] + _dot("gmb,gbk->gmk", weights.astype(v.dtype), v[j])
+            return new, total, out
+
+        # The first maximum is finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet.
+        maximum = jnp.full_like(q_i[..., 0], np.finfo(dtype).min, dtype=dtype)
+        sums = maximum, jnp.zeros_like(maximum), jnp.zeros_like(q_i, dtype=dtype)
+        maximum, total, out = _over_tiles(span, tiles.blocks, key_block, sums)
+        seen = total > 0
+        out = out / jnp.where(seen, total, 1)[..., None]
+        # Where nothing is seen +inf: weights, recomputed as exp(logits - logsumexp), are then 0.
+        return out.astype(q.dtype), jnp.where(seen, maximum + jnp.log(total), jnp.inf)
+
+    out, logsumexp = lax.map(query_block, (q, query_ids.swapaxes(0, 1), tiles.spans))
+    return _slots(out, block, shape), _slots(logsumexp[..., None], block, (*shape[:3], 1))[..., 0]
+
+
+def backward(
+    scale: float, q: Array, k: Array, v: Array, mask: Mask, out: Array, logsumexp: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v from what `forward` returned and the gradient of `out`."""
+    dtype, block, key_heads = _sum_dtype(q), mask.block, k.shape[2]
+    tiles = _counted_over_rows(mask.key_tiles, mask.query_tiles.spans.shape[1])
+    query_ids, key_ids = _by_block(mask.queries, block), _by_block(mask.keys, block)
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
+    shapes = q.shape, k.shape
+    q, k, v, d_out = (_blocks(x, block, key_heads) for x in (q, k, v, d_out))
+    logsumexp, delta = (_blocks(x[..., None], block, key_heads) for x in (logsumexp, delta))
+
+    # One pass makes all three gradients from each tile's weights. A second pass for dq alone would recompute the
+    # weights: measured 1.4 times slower on CPU than adding to dq where it lies.
+    def key_block(dq: Array, block: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
+        k_j, v_j, ids_j, span = block
+
+        def query_block(masked: bool, i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq, dk, dv = sums
+            logits = scale * _dot("gmk,gbk->gmb", q[i], k_j)
+            if masked:
+                logits = _masked(logits, query_ids[:, i], ids_j)
+            weights = jnp.exp(logits - logsumexp[i])
+            dv = dv + _dot("gmb,gmk->gbk", weights.astype(d_out.dtype), d_out[i])
+            d_weights = _dot("gmk,gbk->gmb", d_out[i], v_j)
+            d_logits = (weights * (d_weights - delta[i])).astype(q.dtype)
+            dk = dk + _dot("gmb,gmk->gbk", d_logits, q[i])
+            dq = dq.at[i].add(_dot("gmb,gbk->gmk", d_logits, k_j))
+            return dq, dk, dv
+
+        sums = dq, jnp.zeros_like(k_j, dtype=dtype), jnp.zeros_like(v_j, dtype=dtype)
+        dq, dk, dv = _over_tiles(span, tiles.blocks, query_block, sums)
+        return dq, ((scale * dk).astype(k.dtype), dv.astype(v.dtype))
+
+    dq, (dk, dv) = lax.scan(key_block, jnp.zeros_like(q, dtype=dtype), (k, v, key_ids.swapaxes(0, 1), tiles.spans))
+    dq = (scale * dq).astype(q.dtype)
+    return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
+
+
+def _over_tiles(span: Array, blocks: Array, step: Callable[[bool, Array, Any], Any], sums: Any) -> Any:
+    """`step(masked, block, sums)` for every block that a span lists: the partial ones, then the full ones."""
+    first, partial, full = span
+
+    def at(t: Array) -> Array:  # the span's t-th block
+        return jnp.where(first >= 0, blocks[first + t], -1 - first + t)
+
+    sums = lax.fori_loop(0, partial, lambda t, sums: step(True, at(t), sums), sums)
+    return lax.fori_loop(partial, partial + full, lambda t, sums: step(False, at(t), sums), sums)
+
+
+def _masked(logits: Array, query_ids: Array, key_ids: Array) -> Array:
+    """Logits [G, M, b] of one tile, -inf where invisible; ids are [3, b]."""
+    (document, group, position), (k_document, k_group, k_position) = query_ids[..., None], key_ids
+    together = (group == k_group) & (k_group > 0)
+    visible = (document == k_document) & (k_document > 0) & (together | (position >= k_position))
+    by_head = logits.reshape(len(logits), -1, *visible.shape)  # M is heads times slots
+    return jnp.where(visible, by_head, -jnp.inf).reshape(logits.shape)
+
+
+def _blocks(x: Array, block: int, key_heads: int) -> Array:
+    """[B, slots, heads, K] -> [B * slots / b, G, M or b, K]."""
+    size = x.shape[-1]
+    x = x.reshape(-1, block, key_heads, x.shape[2] // key_heads, size)
+    return x.transpose(0, 2, 3, 1, 4).reshape(len(x), key_heads, -1, size)
+
+
+def _slots(x: Array, block: int, shape: tuple[int, ...]) -> Array:
+    """The inverse of `_blocks`."""
+    x = x.reshape(len(x), x.shape[1], -1, block, x.shape[-1])
+    return x.transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+def _by_block(ids: TokenIds, block: int) -> Array:
+    """[3, blocks of all rows, b]."""
+    return jnp.stack(ids).reshape(3, -1, block)
+
+
+def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
+    """The lists of all rows as one: spans [N, 3] into blocks [B * L] that number the blocks of all rows; `others` is
+    the number of blocks that a row has on the listed side."""
+    row = jnp.arange(len(lists.blocks), dtype=jnp.int32)
+    first = lists.spans[..., 0]
+    first = jnp.where(first >= 0, first + lists.blocks.shape[1] * row[:, None], first - others * row[:, None])
+    spans = lists.spans.at[..., 0].set(first).reshape(-1, 3)
+    return type(lists)(spans, (lists.blocks + others * row[:, None]).reshape(-1))
+
+
+def _dot(equation: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=_sum_dtype(x))
+
+
+def _sum_dtype(x: Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
