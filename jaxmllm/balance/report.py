@@ -336,9 +336,9 @@ class Report:
     def show(self) -> None:
         """Print the tables."""
         before, after = self.views
-        _print_table(f"{self.title}: lengths", ("phase", *LENGTHS), lengths_table(self.lengths, self.views[after]))
+        print_table(f"{self.title}: lengths", ("phase", *LENGTHS), lengths_table(self.lengths, self.views[after]))
         print(correlations(self.lengths) + "\n")
-        _print_table("Balance", ("phase", "mode", *COLUMNS), table(self.views))
+        print_table("Balance", ("phase", "mode", *COLUMNS), table(self.views))
         print(f"predicted: a step takes {self.ratio:.2f} times as long with mode {before} as with {after}")
 
     def page(self, image: bytes) -> str:
@@ -350,9 +350,9 @@ class Report:
             before=MODE_WORDS[before],
             after=MODE_WORDS[after],
             image=base64.b64encode(image).decode(),
-            figures=_html_table(("phase", "mode", *COLUMNS), table(self.views)),
+            figures=html_table(("phase", "mode", *COLUMNS), table(self.views)),
             glossary="".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in GLOSSARY.items()),
-            workload=_html_table(("phase", *LENGTHS), lengths_table(self.lengths, self.views[after])),
+            workload=html_table(("phase", *LENGTHS), lengths_table(self.lengths, self.views[after])),
             correlations=html.escape(correlations(self.lengths)),
         )
 
@@ -361,14 +361,14 @@ def write(compared: Comparison, directory: Path) -> Report:
     """Draw a comparison into `directory`: balance.png and balance.html."""
     views: Views = {spec.mode: view(compared.items, spec) for spec in (compared.before, compared.after)}
     report = Report(compared.title, views, describe(compared.items))
-    image = _png(draw(views, compared.title))
+    image = png(draw(views, compared.title))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / PICTURE).write_bytes(image)
     (directory / PAGE_FILE).write_text(report.page(image), encoding="utf-8")
     return report
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """In 64 colours, a third of the bytes."""
     drawn, small = BytesIO(), BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
@@ -397,13 +397,13 @@ def correlations(lengths: Mapping[str, float]) -> str:
     return "Correlations of the amounts of an example: " + "; ".join(pairs)
 
 
-def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     shown = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         shown.add_column(
