@@ -138,12 +138,12 @@ class Workload:
 
 
 class Pool(IntEnum):
-    """What kind of thing a slot holds; every component has one pool of each on every rank, but language no tokens.
+    """What kind of thing a slot holds. Every component has pools of its own, but the language model none of tokens.
 
     INPUT: activations that wait for a chunk's forward and stay for its backward. GRADIENT: of a chunk's output.
     TOKENS: encoder outputs on their way to, or at, the first language chunk, until its last backward.
     TOKEN_GRADIENT: the same way back, summed over the microbatches that used the tokens. RESIDUAL: what a forward
-    kept for its backward, or an input gradient for its weight gradient.
+    kept for its backward. PENDING: what an input gradient left for its weight gradient.
     """
 
     INPUT = 0
@@ -151,6 +151,7 @@ class Pool(IntEnum):
     TOKENS = 2
     TOKEN_GRADIENT = 3
     RESIDUAL = 4
+    PENDING = 5
 
 
 Slots = dict[tuple[Pool, int], int]  # slots of each rank by pool and component; pools that are left out have none
@@ -160,12 +161,14 @@ Slots = dict[tuple[Pool, int], int]  # slots of each rank by pool and component;
 class Buffer:
     """Something that occupies a slot of `rank` from the first of its writers to the last of its readers.
 
-    Writers and readers are operations. Tokens and their gradients also travel: `hops` is how far a buffer lies from
-    where its writer computed it. A token gradient that leaves its rank has no readers: it goes when it is sent.
+    Writers and readers are operations; `depth` is that of the chunk whose input, output gradient or residuals these
+    are. `hops` is how far the buffer lies from where its writer computed it, for tokens and their gradients. A token
+    gradient that leaves its rank has no readers: it goes when it is sent.
     """
 
     pool: Pool
     chain: int
+    depth: int
     microbatch: int
     rank: int
     writers: tuple[int, ...]
@@ -211,6 +214,11 @@ class Graph:
     def rank_work(self) -> Longs:
         """[S] summed durations of each rank's operations."""
         return np.bincount(self.stage, self.duration, self.ring.stages).astype(np.int64)
+
+    def backward_of(self, forward: int) -> int | None:
+        """The operation that computes the input gradient of what a forward computed, if there is one."""
+        key = self.chain[forward], self.depth[forward], self.microbatch[forward]
+        return self.number.get((Kind.BACKWARD, *key), self.number.get((Kind.INPUT_GRADIENT, *key)))
 
     def name(self, operation: int) -> str:
         """An operation in words, for messages."""
@@ -377,21 +385,22 @@ class _Builder:
                     self.successors[forward].append((back, 1))
                 if weight >= 0:
                     self.successors[back].append((weight, 1))
-                    self._hold(Pool.RESIDUAL, c, m, stages[d], (back,), (weight,))
+                    self._hold(Pool.PENDING, c, d, m, stages[d], (back,), (weight,))
                 if d:
                     before = self.forward[c][d - 1][m]
                     self.successors[before].append((first, max(1, self.ring.hops(stages[d - 1], stages[d]))))
-                    self._hold(Pool.INPUT, c, m, stages[d], (before,), (max(first, back),))
+                    self._hold(Pool.INPUT, c, d, m, stages[d], (before,), (max(first, back),))
                 elif d == kept and forward >= 0 and back >= 0:
-                    self._hold(Pool.INPUT, c, m, stages[d], (forward,), (back,))
+                    self._hold(Pool.INPUT, c, d, m, stages[d], (forward,), (back,))
                 if d and self.back[c][d - 1][m] >= 0:
                     after = self.back[c][d - 1][m]
                     self.successors[back].append((after, max(1, self.ring.hops(stages[d - 1], stages[d]))))
-                    self._hold(Pool.GRADIENT, c, m, stages[d - 1], (back,), (after,))
+                    self._hold(Pool.GRADIENT, c, d - 1, m, stages[d - 1], (back,), (after,))
 
     def _deliver(self, c: int) -> None:
         """Edges and buffers between an encoder and the first language chunk."""
         hops = self.ring.delivery_hops(c)
+        last = self.ring.chains[c].depth - 1
         source, target = self.ring.chains[c].stages[-1], self.ring.language.stages[0]
         for sub, users in enumerate(self.consumers[c]):
             forward, back = self.forward[c][-1][sub], self.back[c][-1][sub]
@@ -399,17 +408,25 @@ class _Builder:
             backs = [self.back[-1][0][m] for m in users]
             for first in firsts:
                 self.successors[forward].append((first, max(1, hops)))
-            last = tuple(max(pair) for pair in zip(firsts, backs, strict=True))
-            self._hold(Pool.TOKENS, c, sub, target, (forward,), last, hops)
+            users_end = tuple(max(pair) for pair in zip(firsts, backs, strict=True))
+            self._hold(Pool.TOKENS, c, last, sub, target, (forward,), users_end, hops)
             if back < 0:
                 continue
             for user in backs:
                 self.returns[user].append((c, sub, back))
-            self._hold(Pool.TOKEN_GRADIENT, c, sub, target, tuple(backs), () if hops else (back,))
+            self._hold(Pool.TOKEN_GRADIENT, c, last, sub, target, tuple(backs), () if hops else (back,))
             if hops:
-                self._hold(Pool.TOKEN_GRADIENT, c, sub, source, tuple(backs), (back,), hops)
+                self._hold(Pool.TOKEN_GRADIENT, c, last, sub, source, tuple(backs), (back,), hops)
 
     def _hold(
-        self, pool: Pool, c: int, m: int, rank: int, writers: tuple[int, ...], readers: tuple[int, ...], hops: int = 0
+        self,
+        pool: Pool,
+        c: int,
+        d: int,
+        m: int,
+        rank: int,
+        writers: tuple[int, ...],
+        readers: tuple[int, ...],
+        hops: int = 0,
     ) -> None:
-        self.buffers.append(Buffer(pool, c, m, rank, writers, readers, hops))
+        self.buffers.append(Buffer(pool, c, d, m, rank, writers, readers, hops))

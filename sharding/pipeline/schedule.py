@@ -42,10 +42,9 @@ def durations(schedule: Schedule) -> list[int]:
     """[N] durations, less what a backward need not recompute because its forward kept the residuals."""
     graph, found = schedule.graph, list(schedule.graph.duration)
     for n in schedule.kept:
-        chain, depth, microbatch = graph.chain[n], graph.depth[n], graph.microbatch[n]
-        for kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            if (back := graph.number.get((kind, chain, depth, microbatch))) is not None:
-                found[back] -= int(graph.workload.chains[chain].recompute[depth, microbatch])
+        if (back := graph.backward_of(n)) is not None:
+            recompute = graph.workload.chains[graph.chain[n]].recompute
+            found[back] -= int(recompute[graph.depth[n], graph.microbatch[n]])
     return found
 
 
@@ -139,7 +138,8 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
     clock, ready = Clock(graph), [-1] * graph.size
     for n in clock.start():
         ready[n] = 0
-    place, ticks, done, latest = [0] * len(orders), [], 0, 0
+    place, done, latest = [0] * len(orders), 0, 0
+    ticks: list[list[int]] = []
     while done < graph.size:
         tick = len(ticks)
         row = [-1] * len(orders)
