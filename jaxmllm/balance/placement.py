@@ -23,11 +23,11 @@ from scipy.optimize import linear_sum_assignment
 from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.pack import lay_out, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
-from jaxmllm.balance.trade import Places, trade
+from jaxmllm.balance.trade import Places, Rows, trade
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean
-WORTH = 50  # items trade as long as one part in so many of all routed tokens gains by a sweep
+WORTH = 100  # items trade as long as one part in so many of all routed tokens gains by a sweep
 
 
 def place_items_near(
@@ -64,21 +64,26 @@ def place_items_near(
                 wanted_block=_blocks(grid.language)[goal],
                 tokens=items.phases[phase].tokens.astype(np.int64),
             )
-            placed[phase] = _trade_items(placed[phase], length, item_costs(spec, length), spec.ranks, places, worth)
+            placed[phase] = _trade_items(placed[phase], length, item_costs(spec, length), spec, places, worth)
     return placed
 
 
-def _trade_items(plan: PhasePlan, length: Longs, cost: Longs, ranks: int, places: Places, worth: int) -> PhasePlan:
+def _trade_items(plan: PhasePlan, length: Longs, cost: Longs, spec: PhaseSpec, places: Places, worth: int) -> PhasePlan:
+    ranks = spec.ranks
     row_of = plan.microbatch.astype(np.int64) * ranks + plan.rank
     rows = plan.microbatches * ranks
-    room = np.repeat(plan.capacity.astype(np.int64), ranks) - sums_by(row_of, length, rows)
     load = sums_by(row_of, cost, rows).reshape(-1, ranks)
     mean, total = load.sum(axis=1) // ranks, load.sum(axis=0)
     floor = max(-(-int(total.sum()) // ranks), int(cost.max()))
     most = np.maximum(load.max(axis=1), mean + mean // MARGIN)[:, None]
     most_of_rank = max(int(total.max()), floor + floor // MARGIN)
-    spare = np.minimum(most - load, (most_of_rank - total) // plan.microbatches)  # every row has its part of the rank's
-    row_of = trade(row_of, length, cost, room, spare.reshape(-1), places, worth)
+    left = Rows(
+        slots=np.repeat(plan.capacity.astype(np.int64), ranks) - sums_by(row_of, length, rows),
+        # Each row has its part of what its rank may take on.
+        cost=np.minimum(most - load, (most_of_rank - total) // plan.microbatches).reshape(-1),
+        segments=spec.max_segments - np.bincount(row_of, minlength=rows),
+    )
+    row_of = trade(row_of, length, cost, left, places, worth)
     microbatch, rank = np.divmod(row_of, ranks)
     offset, segment = lay_out(row_of, length)
     return replace(

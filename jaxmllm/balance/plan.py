@@ -104,7 +104,7 @@ class RouteSpec:
     encoder_pool: int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
     pair_slots: int  # Q: tokens one exchange rank sends another in one hop
-    hops: int = 16  # H: most hops of a round
+    hops: int = 16  # H: most hops of a round, at least 2
     backend: Backend = "padded"
 
     @property
@@ -164,23 +164,26 @@ class PhasePlan:
 class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
-    A run is consecutive tokens of one item that travel alike, [K] of them: from slots `start` .. of exchange rank
-    `sender` to slots `arrival` .. of `receiver`. If the two differ, they go in lanes `lane` .. to `relay`, which
-    may be the receiver, and otherwise in lanes `onward` .. of later hops from there. A lane numbers the slots
-    between two ranks through all hops: lane n is slot n % Q of hop n // Q (padded; ragged has one hop of any size).
+    A run is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
+    `arrival` .. of `receiver`. If the two differ, `number` is that of its first token among all that leave the sender
+    in this round; it decides the way of each (padded: see relay.py), `early` hops to relays and `late` ones from
+    there. Ragged: `number` counts the tokens of the pair, and the one hop, of any size, is an early one.
     """
 
     source: int
     target: int
-    hops: int
+    early: int
+    late: int
     tokens: Ints  # [K]
     start: Ints  # [K]
     arrival: Ints  # [K]
     sender: Ints  # [K]
-    relay: Ints  # [K]
     receiver: Ints  # [K]
-    lane: Ints  # [K]
-    onward: Ints  # [K]
+    number: Ints  # [K]
+
+    @property
+    def hops(self) -> int:
+        return self.early + self.late
 
 
 @dataclass(frozen=True)

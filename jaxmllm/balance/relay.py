@@ -1,15 +1,22 @@
-"""Spreading uneven traffic over the equal chunks of a padded all-to-all.
+"""Dealing uneven traffic evenly over the equal chunks of a padded all-to-all.
 
 One all-to-all (a hop) moves `pair_slots` tokens between every two ranks, wanted or not. The tokens of an image all go
-to one rank, so a few pairs need many slots and most none. What exceeds the slots of a pair takes a second leg:
+to one rank, so few pairs have traffic, and that much. So every sender deals its tokens to all ranks in turn, like
+cards, and those pass them on:
 
-    direct     sender ----------------------> receiver      any hop
-    relayed    sender --first hops--> relay --later hops--> receiver
+    sender --early hops--> relay --late hops--> receiver        a relay may be the sender or the receiver itself
 
-Relays are chosen so that chunks without tokens of their own carry those of others. Both legs are part of the plan: on
-the device a hop is nothing but two gathers around an all-to-all.
+Token p of those that leave a sender goes by relay (p + place of the sender) % A: every chunk of the early hops is
+filled alike, and those of the late hops nearly so, since the tokens of an item, dealt in turn, too come from all relays
+alike. A rank's chunks are as full as it sends or receives much, so hops are as many as the busiest ranks need:
+about (most sent + most received) / (A * pair_slots). The plan holds one record an item, nothing a pair of ranks, and
+takes linear time; that is what lets it be made for thousands of ranks.
 
-Letters: X exchange ranks, of which the A of one plane exchange with each other; P pairs with traffic.
+(Sending as much as fits straight to its receiver and searching relays for the rest was up to a tenth fewer slots at
+64 ranks, and took as long as all the rest of the plan.)
+
+Letters: A places along which the exchange runs; N items that leave their rank; K runs; T tokens; X exchange ranks, of
+which the A of one plane exchange with each other: exchange rank x has place x // planes and plane x % planes.
 """
 
 from __future__ import annotations
@@ -17,168 +24,150 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxmllm.balance.plan import Longs
-
-FILLS = (0.35, 0.6, 1.0)  # share of a chunk's room that one pair may take, pass by pass: late pairs find room, too
+from jaxmllm.balance.pack import running_sums
+from jaxmllm.balance.plan import Longs, RouteRound
 
 
 @dataclass(frozen=True)
-class Legs:
-    """Consecutive tokens of one pair that travel alike, all [K], grouped by pair in the order of its tokens.
+class Dealt:
+    """Items, or parts of them, by round: all [K]."""
 
-    A lane numbers the slots between two ranks through all hops of a round: lane n is slot n % pair_slots of hop
-    n // pair_slots. Tokens take lanes lane .. lane + tokens to `relay` and, if that is not the receiver, lanes
-    onward .. onward + tokens from there, in later hops.
-    """
-
-    pair: Longs  # sender * A + receiver's place
-    relay: Longs  # place along A; the receiver's for direct tokens
-    tokens: Longs
     round: Longs
-    lane: Longs
-    onward: Longs
+    item: Longs
+    first: Longs  # token of the item
+    tokens: Longs
+    number: Longs  # of the first token, among those that leave the sender in the round
+    hops: list[tuple[int, int]]  # early and late, of each round
 
 
-def spread(volume: Longs, pair_slots: int, most_hops: int) -> tuple[Legs, list[int]]:
-    """Find legs for all tokens.
+def deal(
+    sender: Longs, receiver: Longs, tokens: Longs, places: int, planes: int, pair_slots: int, most_hops: int
+) -> Dealt:
+    """Deal all tokens in as few rounds as halving finds.
 
     Args:
-      volume: [X, A] tokens from each exchange rank to each place along A; X is a multiple of A, and exchange rank x
-        has place x // (X / A) and sends to ranks of the same x % (X / A). Those for its own place need no legs.
+      sender, receiver: [N] different exchange ranks of one plane, ordered by sender.
+      tokens: [N], above 0.
       pair_slots: tokens from one rank to another in one hop.
-      most_hops: hops of one round.
+      most_hops: of one round; at least 2.
+    """
+    if not len(tokens):
+        return Dealt(tokens, tokens, tokens, tokens, tokens, [(0, 0)])
+    rounds, one = 1, np.arange(len(tokens))
+    while True:
+        item = np.tile(one, rounds)
+        turn = np.repeat(np.arange(rounds), len(one))
+        # Which round takes which part differs from item to item, so that single tokens spread, too.
+        part = (turn + item) % rounds
+        first, end = (tokens[item] * edge // rounds for edge in (part, part + 1))
+        kept = np.flatnonzero(end > first)
+        turn, item, first, amount = turn[kept], item[kept], first[kept], (end - first)[kept]
+        group = turn * (places * planes) + sender[item]
+        number = running_sums(group, amount)
+        early = _most(turn, -(-(number + amount) // places), rounds)
+        color = (number + sender[item] // planes) % places
+        goal = turn * (places * planes) + receiver[item]
+        group, most = _most_dealt(goal, color, amount, places)
+        late = _most(group // (places * planes), most, rounds)
+        hops = [(-(-int(a) // pair_slots), -(-int(b) // pair_slots)) for a, b in zip(early, late, strict=True)]
+        if max(a + b for a, b in hops) <= most_hops:
+            return Dealt(turn, item, first, amount, number, hops)
+        rounds *= 2
+
+
+def _most(group: Longs, amount: Longs, groups: int) -> Longs:
+    most = np.zeros(groups, np.int64)
+    np.maximum.at(most, group, amount)
+    return most
+
+
+def _most_dealt(group: Longs, color: Longs, tokens: Longs, colors: int) -> tuple[Longs, Longs]:
+    """Most tokens of one color in each group, when every item's tokens take the colors in turn from `color` on.
+
+    Whole turns count for every color; what is left over is an arc on the circle of colors, and the most arcs over one
+    color are found by going round it once.
 
     Returns:
-      (legs, hops of each round).
+      (groups that occur, ascending; most tokens of one color in each).
     """
-    planes = len(volume) // volume.shape[1]
-    place = np.arange(len(volume)) // planes
-    left = volume.copy()
-    left[np.arange(len(left)), place] = 0
-    found: list[Longs] = []
-    hops: list[int] = []
-    while left.any():
-        spreading = _Round(left, place, planes, pair_slots, most_hops)
-        while not spreading.finished and spreading.hops < most_hops:
-            spreading.add_hop()
-        left = spreading.left
-        found.append(spreading.legs(len(hops)))
-        hops.append(spreading.hops)
-    columns = np.concatenate([np.zeros((6, 0), np.int64), *found], axis=1)
-    return Legs(*columns[:, np.argsort(columns[0], kind="stable")]), hops
+    turns, rest = np.divmod(tokens, colors)
+    end = color + rest
+    wraps = end > colors
+    at = np.concatenate([color, np.minimum(end, colors), np.zeros_like(color[wraps]), end[wraps] - colors])
+    change = np.repeat([1, -1, 1, -1], [len(color), len(color), wraps.sum(), wraps.sum()])
+    owner = np.concatenate([group, group, group[wraps], group[wraps]])
+    order = np.argsort((owner * (colors + 1) + at) * 2 + (change > 0), kind="stable")  # ends before beginnings
+    over = np.cumsum(change[order])  # every group ends with 0
+    begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
+    whole = np.zeros(int(group.max()) + 1, np.int64)
+    np.add.at(whole, group, turns)
+    found = owner[order][begins]
+    return found, whole[found] + np.maximum.reduceat(over, begins)
 
 
-class _Round:
-    """Fills the lanes of one round. `early` and `late` count the lanes taken of the first and of the later hops."""
+@dataclass(frozen=True)
+class Tokens:
+    """Runs token by token, with the legs of each: all [T]. A lane numbers the slots between two ranks through all
+    hops: lane n is slot n % pair_slots of hop n // pair_slots."""
 
-    def __init__(self, volume: Longs, place: Longs, planes: int, pair_slots: int, most_hops: int):
-        self.left, self.place, self.planes, self.pair_slots = volume, place, planes, pair_slots
-        self.first, self.later = 0, 0
-        self.early, self.late = np.zeros_like(volume), np.zeros_like(volume)
-        self.direct, self.relayed = [np.zeros((6, 0), np.int64)], [np.zeros((6, 0), np.int64)]
-        self.enough = min(self._fewest(), most_hops)
-
-    @property
-    def hops(self) -> int:
-        return self.first + self.later
-
-    @property
-    def finished(self) -> bool:
-        return not self.left.any()
-
-    def _fewest(self) -> int:
-        """Hops that no choice of relays can do without: tokens beyond the slots of their pair travel twice."""
-        others = max(self.left.shape[1] - 1, 1)
-        low, high = 1, -(-int(self.left.max()) // self.pair_slots)
-        while low < high:
-            hops = (low + high) // 2
-            legs = self.left + np.maximum(self.left - hops * self.pair_slots, 0)
-            busiest = max(legs.sum(axis=1).max(), legs.reshape(-1, self.planes, legs.shape[1]).sum(axis=0).max())
-            low, high = (low, hops) if busiest <= others * hops * self.pair_slots else (hops + 1, high)
-        return low
-
-    def add_hop(self) -> None:
-        """Add a hop on the shorter side and, once there might be enough, move what now fits."""
-        if self.first < self.later:
-            self.first += 1
-        else:
-            self.later += 1
-        if self.hops >= self.enough:
-            self._send_direct()
-            self._send_relayed()
-
-    def _room(self) -> tuple[Longs, Longs]:
-        early, late = self.first * self.pair_slots - self.early, self.later * self.pair_slots - self.late
-        own = np.arange(len(early)), self.place
-        early[own], late[own] = 0, 0
-        return early, late
-
-    def _send_direct(self) -> None:
-        """Fill the pair's own lanes: early ones where relayed tokens will mostly arrive, late ones where they start."""
-        early, late = self._room()
-        sent = np.minimum(self.left, early + late)
-        excess = self.left - sent
-        leaving = excess.sum(axis=1)[:, None]
-        arriving = excess.reshape(-1, self.planes, excess.shape[1]).sum(axis=0)[np.arange(len(excess)) % self.planes]
-        share = sent * arriving // np.maximum(leaving + arriving, 1)
-        soon = np.clip(share, sent - late, early)
-        sender, receiver = np.nonzero(sent)
-        pair = sender * sent.shape[1] + receiver
-        for tokens, taken, late_lane in ((soon, self.early, 0), (sent - soon, self.late, 1)):
-            amount = tokens[sender, receiver]
-            columns = [pair, receiver, amount, taken[sender, receiver], np.full_like(pair, late_lane), pair * 0]
-            self.direct.append(np.stack(columns)[:, amount > 0])
-            taken += tokens
-        self.left = excess
-
-    def _send_relayed(self) -> None:
-        """Offer every pair each relay in turn, at growing distance from the sender."""
-        places = self.left.shape[1]
-        early, late = self._room()
-        sender, receiver = np.nonzero(self.left)
-        excess = self.left[sender, receiver]
-        for fill in FILLS:
-            for distance in range(1, places):
-                waiting = excess > 0
-                if not waiting.all():
-                    sender, receiver, excess = sender[waiting], receiver[waiting], excess[waiting]
-                if not len(sender):
-                    return
-                relay = (self.place[sender] + distance) % places
-                at = relay * self.planes + sender % self.planes
-                tokens = np.minimum(excess, _part(late[at, receiver], fill))
-                before = _sum_before(sender, tokens)
-                tokens = np.clip(_part(early[sender, relay], fill) - before, 0, tokens)
-                used = np.flatnonzero(tokens)
-                if not len(used):
-                    continue
-                of, to, by, amount = sender[used], receiver[used], relay[used], tokens[used]
-                pair = of * places + to
-                lane, onward = self.early[of, by] + before[used], self.late[at[used], to]
-                self.relayed.append(np.stack([pair, by, amount, lane, np.zeros_like(pair), onward]))
-                self.late[at[used], to] += amount
-                late[at[used], to] -= amount
-                np.add.at(self.early, (of, by), amount)
-                np.subtract.at(early, (of, by), amount)
-                self.left[of, to] -= amount
-                excess = excess - tokens
-
-    def legs(self, number: int) -> Longs:
-        """The fields of `Legs`, as rows."""
-        later = self.first * self.pair_slots
-        pair, relay, tokens, lane, late, _ = np.concatenate(self.direct, axis=1)
-        direct = np.stack([pair, relay, tokens, np.full_like(pair, number), lane + late * later, np.zeros_like(pair)])
-        pair, relay, tokens, lane, _, onward = np.concatenate(self.relayed, axis=1)
-        relayed = np.stack([pair, relay, tokens, np.full_like(pair, number), lane, onward + later])
-        return np.concatenate([direct, relayed], axis=1)
+    start: Longs
+    arrival: Longs
+    sender: Longs
+    receiver: Longs
+    relay: Longs  # the receiver if there is but one leg
+    lane: Longs  # from the sender
+    onward: Longs  # from the relay
 
 
-def _part(room: Longs, fill: float) -> Longs:
-    return -(-room * int(100 * fill) // 100)
+def whole_runs(turn: RouteRound, which: NDArray[np.bool_]) -> Tokens:
+    """The tokens of some runs, all straight to their receivers, in lanes by number."""
+    run = np.repeat(np.flatnonzero(which), turn.tokens[which])
+    step = running_sums(run, np.ones_like(run))
+    sender, receiver = turn.sender[run].astype(np.int64), turn.receiver[run].astype(np.int64)
+    lane = turn.number[run] + step
+    return Tokens(
+        turn.start[run] + step, turn.arrival[run] + step, sender, receiver, receiver, lane, np.zeros_like(run)
+    )
 
 
-def _sum_before(group: Longs, amount: Longs) -> Longs:
-    """Sum of `amount` over the earlier members of the same group; groups ascend."""
-    before = np.cumsum(amount) - amount
-    return before - before[np.searchsorted(group, group)]
+def ways(turn: RouteRound, places: int, planes: int, pair_slots: int, local: Longs) -> Tokens:
+    """The way of every token that begins, passes or ends at some exchange ranks.
+
+    Args:
+      local: [X], negative where an exchange rank is of no interest.
+    """
+    run, step = _passing(turn, places, planes, local)
+    sender, receiver = turn.sender[run].astype(np.int64), turn.receiver[run].astype(np.int64)
+    number = turn.number[run] + step
+    moves = sender != receiver
+    relay = np.where(moves, (number + sender // planes) % places * planes + sender % planes, receiver)
+    # A late lane counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
+    line = (np.cumsum(turn.tokens, dtype=np.int64) - turn.tokens)[run] + step
+    pair = np.where(moves, relay * places + receiver // planes, -1)
+    order = np.argsort(pair * (int(turn.tokens.sum(dtype=np.int64)) + 1) + line)
+    onward = np.empty_like(line)
+    onward[order] = running_sums(pair[order], np.ones_like(line))
+    onward += turn.early * pair_slots
+    lane = np.where(relay == sender, onward, number // places)
+    relay = np.where(relay == sender, receiver, relay)
+    return Tokens(turn.start[run] + step, turn.arrival[run] + step, sender, receiver, relay, lane, onward)
+
+
+def _passing(turn: RouteRound, places: int, planes: int, local: Longs) -> tuple[Longs, Longs]:
+    """(run, number in the run) of every token that begins, passes or ends at a local rank."""
+    near = (local[turn.sender] >= 0) | (local[turn.receiver] >= 0)
+    whole = np.repeat(np.flatnonzero(near), turn.tokens[near])
+    far, ranks = np.flatnonzero(~near), np.flatnonzero(local >= 0)
+    far, rank = np.repeat(far, len(ranks)), np.tile(ranks, len(far))
+    alike = turn.sender[far] % planes == rank % planes
+    far, rank = far[alike], rank[alike]
+    first = (rank // planes - turn.number[far] - turn.sender[far] // planes) % places
+    count = np.maximum(turn.tokens[far] - first + places - 1, 0) // places
+    each = np.repeat(np.arange(len(far)), count)
+    passing = first[each] + places * running_sums(each, np.ones_like(each))
+    return (
+        np.concatenate([whole, far[each]]),
+        np.concatenate([running_sums(whole, np.ones_like(whole)), passing]),
+    )

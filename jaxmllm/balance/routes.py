@@ -13,6 +13,7 @@ Letters: N items, R ranks, M microbatches, K runs, and A, E, L, X of `ExchangeGr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +36,7 @@ from jaxmllm.balance.plan import (
     RouteTables,
     carriers,
 )
-from jaxmllm.balance.relay import Legs, spread
+from jaxmllm.balance.relay import Dealt, deal, ways, whole_runs
 
 
 def plan_routes(
@@ -99,11 +100,19 @@ def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ..
     return taken
 
 
-def moved_tokens(encoder: PhasePlan, language: PhasePlan, items: BatchItems, phase: str, grid: ExchangeGrid) -> int:
-    """Tokens of a phase that change their exchange rank in a step."""
-    sequence = sequence_of_example(items)[items.phases[phase].example]
-    source, target = _exchange_ranks(grid, encoder.rank, language.rank[sequence])
-    return int(items.phases[phase].tokens[source != target].sum(dtype=np.int64))
+def busiest_ranks(
+    encoders: Mapping[str, PhasePlan], language: PhasePlan, items: BatchItems, grid: ExchangeGrid
+) -> tuple[int, int]:
+    """Most tokens that leave an exchange rank in a step, and most that arrive at one, of phases that share an exchange;
+    those that stay where they are count for neither."""
+    sequence = sequence_of_example(items)
+    out, into = np.zeros((2, math.prod(grid.shape)), np.int64)
+    for phase, plan in encoders.items():
+        source, target = _exchange_ranks(grid, plan.rank, language.rank[sequence[items.phases[phase].example]])
+        moves = np.flatnonzero(source != target)
+        np.add.at(out, source[moves], items.phases[phase].tokens[moves])
+        np.add.at(into, target[moves], items.phases[phase].tokens[moves])
+    return int(out.max()), int(into.max())
 
 
 def sequence_of_example(items: BatchItems) -> Longs:
@@ -239,64 +248,36 @@ def _rounds(traffic: Sequence[_Traffic], route: RouteSpec) -> tuple[RouteRound, 
 
 def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpec) -> list[RouteRound]:
     """The rounds between two pools; what stays on its exchange rank belongs to the first."""
-    places, encoder_only, language_only = route.grid.shape
-    planes = encoder_only * language_only
-    pair = traffic.sender * places + traffic.receiver // planes
-    order = np.argsort(pair, kind="stable")
-    changes = (traffic.sender != traffic.receiver)[order]
-    stays, moves = order[~changes], order[changes]
+    planes = math.prod(route.grid.shape[1:])
+    changes = traffic.sender != traffic.receiver
+    stays, moves = np.flatnonzero(~changes), np.flatnonzero(changes)
+    moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
+    sender, receiver, tokens = traffic.sender[moves], traffic.receiver[moves], traffic.tokens[moves]
     if route.backend == "ragged":
-        legs, hops = _whole_items(pair[moves], traffic.tokens[moves], places), [int(changes.any())]
+        number = running_sums(sender * route.grid.shape[0] + receiver // planes, tokens)
+        dealt = Dealt(moves * 0, np.arange(len(moves)), moves * 0, tokens, number, [(int(len(moves) > 0), 0)])
     else:
-        volume = sums_by(pair, traffic.tokens, places * planes * places).reshape(-1, places)
-        legs, hops = spread(volume, route.pair_slots, route.hops)
-        hops = hops or [0]
-    item, leg, of_item, of_leg, tokens = _cut(traffic.tokens[moves], legs.tokens)
-    item = moves[item]
-    relay = legs.relay[leg] * planes + traffic.sender[item] % planes
-    lane = legs.lane[leg] + of_leg
-    onward = np.where(relay == traffic.receiver[item], 0, legs.onward[leg] + of_leg)
+        dealt = deal(sender, receiver, tokens, route.grid.shape[0], planes, route.pair_slots, route.hops)
+    moves = moves[dealt.item]
     nothing = np.zeros_like(stays)
     columns = [
         np.concatenate(halves).astype(np.int32)
         for halves in (
-            (traffic.tokens[stays], tokens),
-            (traffic.start[stays], traffic.start[item] + of_item),
-            (traffic.arrival[stays], traffic.arrival[item] + of_item),
-            (traffic.sender[stays], traffic.sender[item]),
-            (traffic.sender[stays], relay),
-            (traffic.sender[stays], traffic.receiver[item]),
-            (nothing, lane),
-            (nothing, onward),
+            (traffic.tokens[stays], dealt.tokens),
+            (traffic.start[stays], traffic.start[moves] + dealt.first),
+            (traffic.arrival[stays], traffic.arrival[moves] + dealt.first),
+            (traffic.sender[stays], traffic.sender[moves]),
+            (traffic.receiver[stays], traffic.receiver[moves]),
+            (nothing, dealt.number),
         )
     ]
-    number = np.concatenate([nothing, legs.round[leg]])
+    number = np.concatenate([nothing, dealt.round])
+    runs = [np.flatnonzero(number == n) for n in range(len(dealt.hops))]
     return [
-        RouteRound(source, target, count, *(column[number == n] for column in columns)) for n, count in enumerate(hops)
+        RouteRound(source, target, early, late, *(column[own] for column in columns))
+        for own, (early, late) in zip(runs, dealt.hops, strict=True)
+        if len(own)
     ]
-
-
-def _whole_items(pair: Longs, tokens: Longs, places: int) -> Legs:
-    """One leg an item, straight to its receiver."""
-    nothing = np.zeros_like(pair)
-    return Legs(pair, pair % places, tokens, nothing, running_sums(pair, tokens), nothing)
-
-
-def _cut(items: Longs, legs: Longs) -> tuple[Longs, Longs, Longs, Longs, Longs]:
-    """Cut one line of tokens where an item or a leg begins.
-
-    Args:
-      items, legs: tokens of each along the line, all above 0; both add up to its length.
-
-    Returns:
-      Of each piece: item, leg, first token counted in the item and in the leg, tokens.
-    """
-    item_end, leg_end = np.cumsum(items), np.cumsum(legs)
-    ends = np.union1d(item_end, leg_end)
-    tokens = np.diff(ends, prepend=0)
-    begin = ends - tokens
-    item, leg = np.searchsorted(item_end, begin, side="right"), np.searchsorted(leg_end, begin, side="right")
-    return item, leg, begin - (item_end - items)[item], begin - (leg_end - legs)[leg], tokens
 
 
 def route_statistics(
@@ -335,47 +316,20 @@ def route_statistics(
 # ---------------------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Runs token by token, with places along A: all [T]."""
-
-    start: Longs
-    arrival: Longs
-    sender: Longs
-    relay: Longs
-    receiver: Longs
-    lane: Longs
-    onward: Longs
-
-
 def route_tables(turn: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> RouteTables:
     """The index tables of a round for some exchange ranks, in the order given."""
-    places, encoder_only, language_only = route.grid.shape
-    local = np.full(places * encoder_only * language_only, -1, np.int64)
+    local = np.full(math.prod(route.grid.shape), -1, np.int64)
     local[list(ranks)] = np.arange(len(ranks))
-    near = (local[turn.sender] >= 0) | (local[turn.relay] >= 0) | (local[turn.receiver] >= 0)
-    run = np.repeat(np.flatnonzero(near), turn.tokens[near])
-    step = running_sums(run, np.ones_like(run))
-    tokens = _Tokens(
-        start=turn.start[run] + step,
-        arrival=turn.arrival[run] + step,
-        sender=turn.sender[run].astype(np.int64),
-        relay=turn.relay[run].astype(np.int64),
-        receiver=turn.receiver[run].astype(np.int64),
-        lane=turn.lane[run] + step,
-        onward=turn.onward[run] + step,
-    )
     make = _padded_tables if route.backend == "padded" else _ragged_tables
-    return make(turn, tokens, route, local, ranks)
+    return make(turn, route, local, ranks)
 
 
-def _padded_tables(
-    turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, ranks: Sequence[int]
-) -> RouteTables:
+def _padded_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
     """Each token leaves the sender in one hop and reaches the receiver in the same or a later one; the transposed
     direction takes the same way back, so its hops are those of the forward one in reverse order."""
     places, encoder_only, language_only = route.grid.shape
     planes, slots, count = encoder_only * language_only, route.pair_slots, len(ranks)
+    tokens = ways(turn, places, planes, slots, local)
     forward_buffer, transposed_buffer = route.buffers
     hop, slot = np.divmod(tokens.lane, slots)
     relayed = tokens.relay != tokens.receiver
@@ -419,13 +373,12 @@ def _padded_tables(
     return RouteTables(turn.source, turn.target, send, pick, place, back)
 
 
-def _ragged_tables(
-    turn: RouteRound, tokens: _Tokens, route: RouteSpec, local: Longs, ranks: Sequence[int]
-) -> RouteTables:
+def _ragged_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
     """What leaves stands in the order of the receivers, what arrives in the order of the senders; the transposed
     direction is the same with the two exchanged."""
     places, encoder_only, language_only = route.grid.shape
     planes, count = encoder_only * language_only, len(ranks)
+    tokens = whole_runs(turn, (local[turn.sender] >= 0) | (local[turn.receiver] >= 0))
 
     out, out_land = _volumes(turn.sender, turn.receiver, turn.tokens, ranks, places, planes)
     into, into_land = _volumes(turn.receiver, turn.sender, turn.tokens, ranks, places, planes)

@@ -34,7 +34,7 @@ from jaxmllm.balance.plan import (
     RouteSpec,
     carriers,
 )
-from jaxmllm.balance.routes import media_tokens, moved_tokens
+from jaxmllm.balance.routes import busiest_ranks, media_tokens
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
@@ -49,7 +49,7 @@ JUDGED = 32  # batches that judge all sets by a bound: rows that just hold a few
 JUDGED_EXAMPLES = 1 << 19  # at most, in all of them
 EXPECTED_FILL = 0.985  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
-USUAL_HOPS, MOST_HOPS = 10, 24  # of a round: more of fewer slots waste less, fewer cost less time
+USUAL_HOPS, MOST_HOPS = 16, 40  # of a round: more of fewer slots waste less, fewer cost less time
 
 COLUMNS = [column.name for column in fields(PhaseItems)]
 
@@ -354,11 +354,11 @@ def _choose_routes(
         pool = _pool(largest, leaving, row[largest], balance)
         pair = balance.pair_slots
         if pair == "auto":
-            moved = [
-                sum(moved_tokens(plan[other], plan["language"], batch, other, grid) for other in sharing)
+            busiest = [
+                busiest_ranks({other: plan[other] for other in sharing}, plan["language"], batch, grid)
                 for batch, plan in zip(samples, plans, strict=True)
             ]
-            pair = _pair_slots(moved, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)
+            pair = _pair_slots(busiest, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)
         routes[phase] = replace(whole[phase], encoder_pool=pool, pair_slots=pair)
     return routes
 
@@ -367,11 +367,12 @@ def _pool_tokens(plan: PhasePlan, spec: PhaseSpec) -> int:
     return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
 
 
-def _pair_slots(moved: Sequence[int], longest: int, grid: ExchangeGrid) -> int:
-    """Slots with which `USUAL_HOPS` move what the samples moved, if every token takes two of them: uneven pairs and
-    second legs come to about that. Where nothing moved, they move the longest item."""
-    pairs = math.prod(grid.shape) * max(grid.shape[0] - 1, 1)
-    usual = 2 * float(np.mean(moved)) / pairs if any(moved) else longest
+def _pair_slots(busiest: Sequence[tuple[int, int]], longest: int, grid: ExchangeGrid) -> int:
+    """Slots with which `USUAL_HOPS` move what the samples moved: the busiest ranks of each deal evenly. Where nothing
+    moved, they move the longest item."""
+    places = grid.shape[0]
+    lanes = [sum(-(-tokens // places) for tokens in both) for both in busiest if any(both)]
+    usual = float(np.mean(lanes)) if lanes else 2 * longest / places
     return max(1, math.ceil(usual / USUAL_HOPS))
 
 

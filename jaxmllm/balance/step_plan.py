@@ -32,6 +32,7 @@ from jaxmllm.balance.plan import (
     StepPlan,
     carriers,
 )
+from jaxmllm.balance.relay import ways
 from jaxmllm.balance.routes import plan_routes, route_statistics, route_tables, run_hops, sequence_of_example
 
 
@@ -267,17 +268,20 @@ def _validate_rounds(carrier: str, plan: StepPlan, route: RouteSpec, leaves: Lon
     arrived = {pool: np.zeros_like(tokens) for pool, tokens in wanted.items()}
     returned = {pool: np.zeros_like(tokens) for pool, tokens in made.items()}
     for turn in plan.routes[carrier].rounds:
-        moves = turn.sender != turn.receiver
-        relayed = moves & (turn.relay != turn.receiver)
-        lanes = turn.hops * route.pair_slots if route.backend == "padded" else max(route.buffers)
-        for first, end, which in (
-            (turn.start, route.encoder_pool, slice(None)),
-            (turn.arrival, route.language_pool, slice(None)),
-            (turn.lane, lanes, moves),
-            (turn.onward, lanes, relayed),
-        ):
-            within = (first + turn.tokens <= end)[which]
-            _require(within.all(), carrier, "a run of tokens reaches beyond its pool or its lanes")
+        for first, end in ((turn.start, route.encoder_pool), (turn.arrival, route.language_pool)):
+            _require((first + turn.tokens <= end).all(), carrier, "a run of tokens reaches beyond its pool")
+        _require(turn.hops <= route.hops, carrier, "a round has too many hops")
+        if route.backend == "padded":
+            planes = len(encoder_rank) // len(grid.encoder)
+            way = ways(turn, len(grid.encoder), planes, route.pair_slots, np.zeros(len(encoder_rank), np.int64))
+            leaves, relayed = way.sender != way.receiver, way.relay != way.receiver
+            ends = (
+                (way.lane[leaves], turn.hops),
+                (way.lane[leaves & relayed], turn.early),
+                (way.onward[relayed], turn.hops),
+            )
+            within = all((lane < end * route.pair_slots).all() for lane, end in ends)
+            _require(within, carrier, "a token is dealt so late that the round has no hop for it")
         tables = route_tables(turn, route, range(len(encoder_rank)))
         out, into = made[turn.source][encoder_rank], wanted[turn.target][language_rank]
         np.add.at(arrived[turn.target], language_rank, run_hops(out, tables.send, tables.pick, route, 0))

@@ -1,14 +1,14 @@
 """Bringing items home: items of like length trade places, so that their tokens need not travel.
 
-    row of rank a [ . i . . ]  --i-->  row of i's home rank b [ j . . . ]      j is of like length and not at home
-                  [ . j . . ]  <--j--                         [ i . . . ]      either
+    row of rank a [ . i . . . ]  --i-->      row of i's home b [ j . k . . ]     j and k are as long as i together,
+                  [ . j k . . ]  <--j, k--                     [ i . . . . ]     and not at home
 
 Balancing deals items to rows without regard to where their tokens are needed; which of two items of like length lies
-in which row hardly matters to it, but decides what the exchange has to carry. No trade lets a row overflow or raises
-the costliest row of a microbatch or the costliest rank above what is allowed, so the balance stays.
+in which row hardly matters to it, but decides what the exchange has to carry. No trade lets a row overflow or get
+costlier than it may, so the balance stays.
 
-Many items trade at a time: every one that is not at home looks for partners of nearly its length in a row of its home,
-and of those trades the ones are made that save most, as long as the room of their rows lasts.
+Many items trade at a time: every one that is not at home looks for one or two items of nearly its length in a row of
+its home, and of those trades the ones are made that save most, as long as the room of their rows lasts.
 
 Letters: N items, R ranks, M microbatches.
 """
@@ -25,6 +25,7 @@ from jaxmllm.balance.pack import running_sums
 from jaxmllm.balance.plan import Ints, Longs
 
 NEAREST = 1  # partners tried on either side of an item's length: more cost time and find little
+APART = (1, 2, 3, 5, 8)  # two items of a row make a partner if they are so many places apart by length
 
 
 @dataclass(frozen=True)
@@ -44,110 +45,147 @@ class Places:
         near = (self.node[rank] == self.wanted_node[item]).astype(np.int64)
         return self.tokens[item] * (near + (self.block[rank] == self.wanted_block[item]))
 
+    def with_nothing(self) -> Places:
+        """The same with one more item that is of no benefit anywhere."""
+        wanted = np.append(self.wanted_node, np.int32(-1)), np.append(self.wanted_block, -1)
+        return Places(self.node, self.block, *wanted, np.append(self.tokens, 0))
 
-def trade(
-    row_of: Longs,
-    length: Longs,
-    cost: Longs,
-    room: Longs,
-    spare: Longs,
-    places: Places,
-    worth: int,
-) -> Longs:
+
+@dataclass(frozen=True)
+class Rows:
+    """What every row can still take, all [M * R] by microbatch * R + rank."""
+
+    slots: Longs
+    cost: Longs
+    segments: Longs
+
+    def copy(self) -> Rows:
+        return Rows(self.slots.copy(), self.cost.copy(), self.segments.copy())
+
+
+def trade(row_of: Longs, length: Longs, cost: Longs, left: Rows, places: Places, worth: int) -> Longs:
     """Let items trade places until that saves little.
 
     Args:
       row_of: [N] microbatch * R + rank.
       length: [N] slots.
       cost: [N].
-      room: [M * R] slots that each row has left.
-      spare: [M * R] cost that each row may still take on.
+      left: by row; negative amounts allow no more either.
       places: of the items.
-      worth: benefit below which a sweep is the last over the rows of its microbatch.
+      worth: benefit, above 0, below which a sweep is the last over the rows of its microbatch.
 
     Returns:
       [N] new row of each item.
     """
     ranks = len(places.node)
     homes = np.argsort(places.block, kind="stable").reshape(int(places.block.max()) + 1, -1)  # [blocks, E]
-    state = _Rows(row_of.copy(), length, cost, room.copy(), spare.copy(), np.lexsort((cost, length)))
-    goals = deque(
-        microbatch * ranks + rank[places.wanted_block] for microbatch in range(len(room) // ranks) for rank in homes.T
+    state = _State(
+        row_of=np.append(row_of, -1),
+        amounts=(np.append(length, 0), np.append(cost, 0), np.append(np.ones_like(length), 0)),
+        left=left.copy(),
+        by_length=np.lexsort((cost, length)),
+        places=places.with_nothing(),
     )
+    rows = range(len(left.slots) // ranks)
+    goals = deque(microbatch * ranks + rank[places.wanted_block] for microbatch in rows for rank in homes.T)
     while goals:
         goal = goals.popleft()
-        if _sweep(state, goal, places) >= worth:
+        if _sweep(state, goal) >= worth:
             goals.append(goal)
-    return state.row_of
+    return state.row_of[:-1]
 
 
-@dataclass
-class _Rows:
-    """Where items lie and what every row can still take, kept up to date."""
+@dataclass(frozen=True)
+class _State:
+    """Where items lie and what their rows can still take, kept up to date. Item N is nothing."""
 
-    row_of: Longs  # [N]
-    length: Longs  # [N]
-    cost: Longs  # [N]
-    room: Longs  # [M * R]
-    spare: Longs  # [M * R]
+    row_of: Longs  # [N + 1]
+    amounts: tuple[Longs, Longs, Longs]  # [N + 1] of each item, in the order of `Rows`
+    left: Rows
     by_length: Longs  # [N] items
+    places: Places
 
-    def swap(self, ours: Longs, theirs: Longs) -> None:
-        a, b = self.row_of[ours], self.row_of[theirs]
-        self.row_of[ours], self.row_of[theirs] = b, a
-        for left, amount in ((self.room, self.length), (self.spare, self.cost)):
-            more = amount[theirs] - amount[ours]
+    def resources(self) -> tuple[tuple[Longs, Longs], ...]:
+        """What each row has left, and what each item takes of it."""
+        return tuple(zip((self.left.slots, self.left.cost, self.left.segments), self.amounts, strict=True))
+
+    def sum_of(self, partner: tuple[Longs, Longs], amount: Longs) -> Longs:
+        return amount[partner[0]] + amount[partner[1]]
+
+    def swap(self, ours: Longs, partner: tuple[Longs, Longs]) -> None:
+        a, b = self.row_of[ours], self.row_of[partner[0]]
+        for left, amount in self.resources():
+            more = self.sum_of(partner, amount) - amount[ours]
             np.subtract.at(left, a, more)
             np.add.at(left, b, more)
+        self.row_of[ours], self.row_of[partner[0]], self.row_of[partner[1]] = b, a, a
+        self.row_of[-1] = -1
 
 
-def _sweep(state: _Rows, goal: Longs, places: Places) -> int:
+def _sweep(state: _State, goal: Longs) -> int:
     """Every item away from home offers itself to row `goal` [N] of its home; returns the benefit of what was done."""
-    ranks, length, cost = len(places.node), state.length, state.cost
-    away = state.by_length[(places.block[state.row_of % ranks] != places.wanted_block)[state.by_length]]
+    places, length = state.places, state.amounts[0]
+    ranks, nothing = len(places.node), len(state.by_length)
+    at_home = places.block[state.row_of % ranks] == places.wanted_block
+    away = state.by_length[~at_home[state.by_length]]
     if not len(away):
         return 0
-    source, reach = state.row_of[away], int(length[away[-1]]) + 1
-    order = np.argsort(source, kind="stable")
-    listed = away[order]
-    middle = np.searchsorted(source[order] * reach + length[listed], goal[away] * reach + length[away])
-    near = middle[:, None] + np.arange(-NEAREST, NEAREST)
-    partner = listed[np.clip(near, 0, len(listed) - 1)]
-    a, b = source[:, None], goal[away][:, None]
-    more, dearer = length[partner] - length[away][:, None], cost[partner] - cost[away][:, None]
-    fits = (state.row_of[partner] == b) & (more <= state.room[a]) & (-more <= state.room[b])
-    fits &= (dearer <= state.spare[a]) & (-dearer <= state.spare[b]) & (a != b)
+    one, other = _partners(state.row_of, away, nothing)
+    reach = 2 * int(length[away[-1]]) + 1
+    key = state.row_of[one] * reach + length[one] + length[other]
+    order = np.argsort(key, kind="stable")
+    middle = np.searchsorted(key[order], goal[away] * reach + length[away])
+    near = order[np.clip(middle[:, None] + np.arange(-NEAREST, NEAREST), 0, len(order) - 1)]
+    partner = one[near], other[near]
+    a, b = state.row_of[away][:, None], goal[away][:, None]
+    fits = (state.row_of[partner[0]] == b) & (a != b)
+    for left, amount in state.resources():
+        more = state.sum_of(partner, amount) - amount[away][:, None]
+        fits &= (more <= np.maximum(left[a], 0)) & (-more <= np.maximum(left[b], 0))
+
     offer, choice = np.nonzero(fits)
-    ours, partner, more = away[offer], partner[offer, choice], more[offer, choice]
+    ours, one, other = away[offer], partner[0][offer, choice], partner[1][offer, choice]
     here, there = state.row_of[ours] % ranks, goal[ours] % ranks
     gain = places.benefit(ours, there) - places.benefit(ours, here)
-    gain += places.benefit(partner, here) - places.benefit(partner, there)
-    order = np.lexsort((np.abs(more), -gain))[: np.count_nonzero(gain > 0)]
-    ours, partner, gain = ours[order], partner[order], gain[order]
-    first = _names_first(ours, partner, len(length))
-    ours, partner, gain = ours[first], partner[first], gain[first]
-    kept = _affordable(state, ours, partner)
-    state.swap(ours[kept], partner[kept])
-    return int(gain[kept].sum())
+    for theirs in (one, other):
+        gain += places.benefit(theirs, here) - places.benefit(theirs, there)
+    misfit = np.abs(length[one] + length[other] - length[ours])
+    order = np.lexsort((misfit, -gain))[: np.count_nonzero(gain > 0)]
+    order = order[_names_first((ours[order], one[order], other[order]), nothing)]
+    order = order[_affordable(state, ours[order], (one[order], other[order]))]
+    state.swap(ours[order], (one[order], other[order]))
+    return int(gain[order].sum())
 
 
-def _names_first(ours: Longs, theirs: Longs, count: int) -> NDArray[np.bool_]:
-    """Which of the pairs name no item that an earlier pair names."""
-    turn = np.arange(len(ours))
-    first = np.full(count, len(ours))
-    np.minimum.at(first, ours, turn)
-    np.minimum.at(first, theirs, turn)
-    return (first[ours] == turn) & (first[theirs] == turn)
+def _partners(row_of: Longs, away: Longs, nothing: int) -> tuple[Longs, Longs]:
+    """Items, each alone (with `nothing`) and together with some others of its row."""
+    listed = away[np.argsort(row_of[away], kind="stable")]
+    ones, others = [listed], [np.full_like(listed, nothing)]
+    for apart in APART:
+        one, other = listed[:-apart], listed[apart:]
+        alike = row_of[one] == row_of[other]
+        ones.append(one[alike])
+        others.append(other[alike])
+    return np.concatenate(ones), np.concatenate(others)
 
 
-def _affordable(state: _Rows, ours: Longs, theirs: Longs) -> NDArray[np.bool_]:
-    """Which swaps all fit, made in this order, if what a row gets back counts for nothing yet."""
-    row = np.concatenate([state.row_of[ours], state.row_of[theirs]])
+def _names_first(columns: tuple[Longs, ...], nothing: int) -> NDArray[np.bool_]:
+    """Which of the trades name no item that an earlier one names."""
+    turn = np.arange(len(columns[0]))
+    first = np.full(nothing + 1, len(turn))
+    for items in columns:
+        np.minimum.at(first, items, turn)
+    return np.logical_and.reduce([(first[items] == turn) | (items == nothing) for items in columns])
+
+
+def _affordable(state: _State, ours: Longs, partner: tuple[Longs, Longs]) -> NDArray[np.bool_]:
+    """Which trades all fit, made in this order, if what a row gets back counts for nothing yet."""
+    row = np.concatenate([state.row_of[ours], state.row_of[partner[0]]])
     order = np.lexsort((np.tile(np.arange(len(ours)), 2), row))
     grouped = row[order]
     fits = np.ones(len(row), np.bool_)
-    for left, amount in ((state.room, state.length), (state.spare, state.cost)):
-        more = amount[theirs] - amount[ours]
+    for left, amount in state.resources():
+        more = state.sum_of(partner, amount) - amount[ours]
         use = np.maximum(np.concatenate([more, -more]), 0)[order]
-        fits[order] &= running_sums(grouped, use) + use <= left[grouped]
+        fits[order] &= (running_sums(grouped, use) + use <= left[grouped]) | (use == 0)
     return fits[: len(ours)] & fits[len(ours) :]

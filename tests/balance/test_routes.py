@@ -59,7 +59,7 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
     media=st.integers(0, 3),
     pool=st.sampled_from([0, 16, 4096]),
     pair=st.sampled_from([1, 3, 32]),
-    hops=st.sampled_from([1, 2, 7]),
+    hops=st.sampled_from([2, 3, 7]),
     backend=st.sampled_from(["padded", "ragged"]),
     node=st.sampled_from([None, 1, 2]),
     mode=st.sampled_from(["phases", "none"]),

@@ -166,10 +166,14 @@ def test_validation_finds_what_is_wrong(make):
     fails(corrupted(plan, "vision", offset=vision.offset + 400), "beyond its row")
     fails(corrupted(plan, "vision", microbatch=vision.microbatch[:-1]), "one entry an item")
     turn = route.rounds[0]
-    for name in ("start", "arrival", "lane"):
+    for name in ("start", "arrival", "number"):
         spoiled = (getattr(turn, name) + np.arange(len(turn.tokens)) % 2).astype(np.int32)
         broken = dataclasses.replace(route, rounds=(dataclasses.replace(turn, **{name: spoiled}), *route.rounds[1:]))
         fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)|beyond its")
+    late = dataclasses.replace(turn, late=turn.late - 1, early=turn.early + 1)
+    for spoiled in (dataclasses.replace(turn, early=turn.early - 1), late):
+        broken = dataclasses.replace(route, rounds=(spoiled, *route.rounds[1:]))
+        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "has no hop for it|every token")
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
     fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")
 

@@ -143,9 +143,10 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
             pool = (int(phases["language"].microbatch[example]), int(phases["language"].rank[example]))
             arrival.append(filled[pool])
             filled[pool] += int(tokens)
+        one = np.ones(4, np.int32)
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
-        near, far, nothing = (there, there + 4, np.zeros(4, np.int32)) if encoder == "vision" else (there,) * 3
-        turn = RouteRound(0, 1, 1, 1, np.ones(4, np.int32), near, far, there, (there + 1) % 4, nothing)
+        near, far = (there, there + 4) if encoder == "vision" else (there, there)
+        turn = RouteRound(0, 1, 1, 0, one, near, far, there, (there + 1) % 4, one)
         routes[encoder] = RoutePlan(np.array(arrival, np.int32), (turn,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
