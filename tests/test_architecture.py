@@ -20,6 +20,7 @@ ARROWS = {
         "sharding",
     },
     "jaxmllm/balance/calibrate.py": {"jaxmllm.config", "jaxmllm.data", "jaxmllm.training"},  # a command, too
+    "jaxmllm/balance/timeline.py": {"jaxmllm.config", "sharding"},  # the same
     "jaxmllm/config.py": set(),
     "sharding": set(),
 }

@@ -28,6 +28,7 @@ from sharding.pipeline.graph import Chain, ChainWork, PipelineError, Ring
 
 LayoutName = Literal["chain", "segments", "parallel"]
 CutBy = Literal["cost", "parameters"]
+MINOR = 0.1  # of a microbatch's forward passes: a chain with less does not decide how finely the others are cut
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ def partition(
     chain      all chains one behind another, cut into one stage a rank; a rank where two chains meet has a chunk of
                either
     segments   a chain is cut into stages * (T_i // T_1) chunks that go round the ranks; T_i is what the forward pass
-               of one of its rows costs, T_1 the least of these: so operations of all chains cost alike
+               of one of its rows costs, T_1 the least of these over chains with `MINOR` of the work or more: so
+               operations of all that counts cost alike
     parallel   every chain has ranks of its own; the split of the ranks is the best of all
 
     Args:
@@ -242,7 +244,9 @@ def partition(
         pieces = _chain(weights, stages)
     elif layout == "segments":
         forward = {name: sum(cost.forward for cost in each) for name, each in costs.items()}
-        wanted = {name: time // max(1, min(forward.values())) for name, time in forward.items()}
+        share = {name: time * (rows or {}).get(name, 1) for name, time in forward.items()}
+        unit = min(forward[name] for name in chains if share[name] >= MINOR * sum(share.values()))
+        wanted = {name: time // max(1, unit) for name, time in forward.items()}
         most = {name: min(wanted[name], len(weights[name]) // stages) for name in chains}
         pieces = _segments(weights, stages, {name: max(1, count) for name, count in most.items()} | dict(chunks or {}))
     else:

@@ -164,6 +164,11 @@ def test_rows_of_a_microbatch_count_in_cuts_but_not_in_chunks_a_rank():
     assert [chain.stages for chain in unaware.chains] == [(0,), (0, 1)], "ten blocks, five a rank"
 
 
+def test_a_tiny_encoder_does_not_cut_the_others_to_pieces():
+    layers = chains(vision=[5] * 4, audio=[1] * 4, language=[5] * 9)
+    assert [chain.depth for chain in partition(layers, 2, "segments").chains] == [2, 2, 4]
+
+
 def test_parallel_gives_each_chain_the_ranks_it_needs():
     layers = chains(vision=[3] * 4, audio=[1] * 3, language=[4] * 9)
     found = partition(layers, 6, "parallel")
