@@ -236,8 +236,7 @@ def time_phase(run: Run, phase: str, params: Any, repeats: int) -> dict[Fill, tu
     """
     spec = run.programs.spec.phases[phase]
     modality = run.corpus.modalities.get(phase)
-    # The smallest item tells what lengths are multiples of (chunks of a clip).
-    unit = 1 if modality is None else math.lcm(spec.slots_per_token, modality.attention_stride, modality.length((1, 1)))
+    unit = 1 if modality is None else math.lcm(modality.granule, spec.slots_per_token, modality.attention_stride)
     chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     clock = Clock(run.programs, phase, params)
@@ -299,7 +298,7 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch in which every rank's row of the phase holds the same."""
     from jaxmllm.data.fill import fill as fill_rows
-    from jaxmllm.training.build import local_share
+    from jaxmllm.training.build import attention_spec, local_share
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
@@ -313,12 +312,11 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     plan = StepPlan({name: assign(specs[name], items[name]) for name in specs}, {})
     rows = plan.phases[phase]
     assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
-    blocks = {name: getattr(run.config.phases, name).block for name in specs}
     modalities: Any = {name: MadeUp(run.corpus.modalities[name]) for name in specs if name != LANGUAGE}
     batch = BatchItems(numbers.astype(np.int64), count, items)
     corpus = EqualExamples(phase, fill.length, tokens)
-    where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs), blocks)
-    return fill_rows(0, batch.examples, batch, plan, *where)
+    where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs))
+    return fill_rows(0, batch.examples, batch, plan, *where, attention_spec(run.config, programs.step.model))
 
 
 @dataclass(frozen=True)
