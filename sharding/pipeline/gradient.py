@@ -1,0 +1,180 @@
+"""Backward passes taken apart: what a forward must leave, and input and weight gradients as two operations.
+
+forward            x -> y, residuals        only what depends on x: the rest is computed again from the parameters
+backward           residuals, dy -> dx, dw
+input_gradient     residuals, dy -> dx, pending        equations of the backward that dx needs
+weight_gradient    pending -> dw                       the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Tree = Any
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
+
+
+class Params(NamedTuple):
+    """Parameters that are trained, and those that are frozen: any pytrees, also empty ones."""
+
+    trained: Tree
+    frozen: Tree
+
+
+class LayerGradient:
+    """The backward pass of layer(params, x, row) -> y. Construct it while tracing, from shapes or arrays.
+
+    What cannot be taken apart, such as a shard_map around whole matrix products, counts to the input gradient.
+    """
+
+    def __init__(self, layer: Callable[[Params, Tree, Tree], Tree], params: Params, x: Tree, row: Tree):
+        self._layer = layer
+        self._x = jax.tree.map(_shape, x)
+        jaxpr = _inline(self._linearize, params, x, row).jaxpr
+        sizes = [len(jax.tree.leaves(part)) for part in (params, x, row)]
+        tainted = _reached(jaxpr, jaxpr.invars[sizes[0] : sizes[0] + sizes[1]])
+        outputs = jaxpr.outvars[len(jax.tree.leaves(x)) :]
+        self._depends = [isinstance(var, core.Var) and var in tainted for var in outputs]
+        self.residuals = tuple(
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+            for var, depends in zip(outputs, self._depends, strict=True)
+            if depends
+        )
+        self._params, self._row = jax.tree.map(_shape, params), jax.tree.map(_shape, row)
+
+    def _linearize(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, list[jax.Array]]:
+        y, vjp = jax.vjp(lambda trained, x: self._layer(Params(trained, params.frozen), x, row), params.trained, x)
+        return y, jax.tree.leaves(vjp)
+
+    def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
+        """y and the residuals that depend on x."""
+        y, leaves = self._linearize(params, x, row)
+        return y, tuple(leaf for leaf, depends in zip(leaves, self._depends, strict=True) if depends)
+
+    def backward(self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree) -> tuple[Tree, Tree]:
+        """Gradients of the trained parameters and of x."""
+        # Only what does not depend on x is read of this, so that XLA drops all that does.
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
+        _, vjp = jax.vjp(lambda trained, x: self._layer(Params(trained, params.frozen), x, row), params.trained, zeros)
+        leaves, tree = jax.tree.flatten(vjp)
+        stored = iter(residuals)
+        leaves = [next(stored) if depends else leaf for leaf, depends in zip(leaves, self._depends, strict=True)]
+        return jax.tree.unflatten(tree, leaves)(dy)
+
+    def split(self) -> SplitGradient:
+        """The backward pass as two operations."""
+        return SplitGradient(self, self._params, self._row, self._x)
+
+
+class SplitGradient:
+    """The equations of a layer's backward pass, parted into those that dx needs and those that it does not."""
+
+    def __init__(self, gradient: LayerGradient, params: Params, row: Tree, dy: Tree):
+        closed = _inline(gradient.backward, params, row, gradient.residuals, dy)
+        jaxpr = closed.jaxpr
+        again = len(jax.tree.leaves((params, row)))
+        trained = len(jax.tree.leaves(params.trained))
+        weights, inputs = jaxpr.outvars[:trained], jaxpr.outvars[trained:]
+        self._trained, self._x = jax.tree.structure(params.trained), jax.tree.structure(dy)
+        first = _needed(jaxpr.eqns, inputs)
+        early = {*jaxpr.invars[again:], *(var for eqn in first for var in eqn.outvars)}
+        # What depends on parameters and row alone is computed twice rather than stored.
+        early &= _reached(jaxpr, jaxpr.invars[again:])
+        second = _needed(jaxpr.eqns, weights, stop=early)
+        wanted = (_variables(var for eqn in second for var in eqn.invars) | _variables(weights)) & early
+        ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+        pending = [var for var in ordered if var in wanted]
+        self.pending = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pending)
+        self._first = _function(closed, first, jaxpr.invars, [*inputs, *pending])
+        self._second = _function(closed, second, [*jaxpr.invars[:again], *pending], weights)
+
+    def input_gradient(
+        self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree
+    ) -> tuple[Tree, tuple[jax.Array, ...]]:
+        """dx, and what the weight gradient needs."""
+        found = self._first(*jax.tree.leaves((params, row, tuple(residuals), dy)))
+        count = self._x.num_leaves
+        return jax.tree.unflatten(self._x, found[:count]), tuple(found[count:])
+
+    def weight_gradient(self, params: Params, row: Tree, pending: Sequence[jax.Array]) -> Tree:
+        """Gradients of the trained parameters."""
+        return jax.tree.unflatten(self._trained, self._second(*jax.tree.leaves((params, row)), *pending))
+
+
+def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list[bool]:
+    """Which leaves of `tree` the results of function(tree, *others) depend on at all."""
+    jaxpr = _inline(function, tree, *others).jaxpr
+    eqns = _needed(jaxpr.eqns, jaxpr.outvars)
+    wanted = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
+    return [var in wanted for var in jaxpr.invars[: len(jax.tree.leaves(tree))]]
+
+
+# ---------------------------------------------------------------------------- equations
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if isinstance(atom, core.Var)}
+
+
+def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """Variables that depend on some."""
+    found = set(sources)
+    for eqn in jaxpr.eqns:
+        if _variables(eqn.invars) & found:
+            found.update(eqn.outvars)
+    return found
+
+
+def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozenset()) -> list[Any]:
+    """Equations behind some variables, in order, not those behind `stop`."""
+    wanted, found = _variables(targets) - stop, []
+    for eqn in reversed(eqns):
+        if wanted & set(eqn.outvars):
+            found.append(eqn)
+            wanted |= _variables(eqn.invars) - stop
+    return found[::-1]
+
+
+def _function(closed: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+    """Some equations of a jaxpr as a function of arrays."""
+    jaxpr = closed.jaxpr
+    part = core.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), list(eqns), jaxpr.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+
+
+def _inline(function: Callable[..., Any], *args: Tree) -> Any:
+    """The closed jaxpr of a function of pytrees, with calls replaced by what they call."""
+
+    def run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+            arguments = [_value(atom, values) for atom in eqn.invars]
+            if inner is None:
+                inputs = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)))
+                outputs = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+                part = core.ClosedJaxpr(core.Jaxpr([], inputs, outputs, [eqn], jaxpr.effects), [])
+                results = core.jaxpr_as_fun(part)(*(values[var] for var in inputs))
+                values.update(zip(outputs, results, strict=True))
+            elif isinstance(inner, core.ClosedJaxpr):
+                values.update(zip(eqn.outvars, run(inner.jaxpr, inner.consts, arguments), strict=True))
+            else:
+                values.update(zip(eqn.outvars, run(inner, (), arguments), strict=True))
+        return [_value(atom, values) for atom in jaxpr.outvars]
+
+    closed = jax.make_jaxpr(function)(*args)
+    flat = jax.make_jaxpr(lambda *arrays: run(closed.jaxpr, closed.consts, arrays))
+    return flat(*(_shape(leaf) for leaf in jax.tree.leaves(args)))
+
+
+def _value(atom: Any, values: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else values[atom]

@@ -1,0 +1,229 @@
+"""Small towers and a language model for the executor, their batches, and the same step without a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.pipeline.executor import Component, Inputs, Params
+from sharding.pipeline.graph import Chain, ChainWork, Ring, Workload
+
+REPLICAS, PATCHES, TEXT, VOCABULARY = 2, 4, 8, 11
+WIDTHS = {"vision": 8, "audio": 12, "language": 16}
+SLOTS = PATCHES // 2  # tokens of a sub-microbatch on a replica
+
+
+def layer(params: Params, x, row):
+    """Mixes positions too, and divides by something of the row, so that no microbatch passes for another."""
+    weights, frozen = params.trained | params.frozen, params.frozen
+    mixed = jnp.cumsum(x, axis=-2) / jnp.arange(1.0, x.shape[-2] + 1)[:, None]
+    hidden = jax.nn.silu(mixed @ weights["up"]) * frozen["scale"] / row["level"][..., None]
+    return x + hidden @ weights["down"]
+
+
+def encoder() -> Component:
+    def first(outer: Params, row, media):
+        return row["patches"] @ (outer.trained | outer.frozen)["stem"]
+
+    def last(outer: Params, x, row):
+        return jnp.tanh(x.reshape(*x.shape[:-2], SLOTS, -1) @ (outer.trained | outer.frozen)["project"])
+
+    return Component(first, layer, last)
+
+
+def language() -> Component:
+    def first(outer: Params, row, media):
+        x = jnp.take((outer.trained | outer.frozen)["embed"], row["ids"], axis=0)
+        for number, tokens in enumerate(media):
+            if not tokens.shape[0]:
+                continue
+            flat = jnp.moveaxis(tokens, 0, 1).reshape(REPLICAS, -1, tokens.shape[-1])
+            index = row["media"][number]
+            found = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
+            x = jnp.where((index >= 0)[..., None], found, x)
+        return x
+
+    def last(outer: Params, x, row):
+        logits = x @ (outer.trained | outer.frozen)["head"]
+        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), row["targets"][..., None], axis=-1)
+        return jnp.sum(loss) / 100, {"right": jnp.sum(logits.argmax(-1) == row["targets"]).astype(jnp.float32)}
+
+    return Component(first, layer, last)
+
+
+def components(ring: Ring) -> tuple[Component, ...]:
+    return (*(encoder() for _ in ring.encoders), language())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained of a component, by part."""
+
+    first: bool = True
+    layers: bool = True
+    last: bool = True
+
+
+ALL = Trained()
+NONE = Trained(False, False, False)
+HEAD = Trained(False, False, True)
+
+
+def parameters(ring: Ring, trained: tuple[Trained, ...], seed: int = 0) -> tuple[tuple[Params, ...], tuple[Params, ...]]:
+    """Layers [layers of the whole component, ...] and parameters outside of them, by component."""
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+
+    def matrix(*shape: int):
+        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+
+    layers, outer = [], []
+    for chain, of in zip(ring.chains, trained, strict=True):
+        count, width = sum(chain.layers), WIDTHS[chain.name]
+        weights = {"up": matrix(count, width, 2 * width), "down": matrix(count, 2 * width, width)}
+        scale = {"scale": 1 + 0.1 * matrix(count, 1, 2 * width)[:, 0]}
+        layers.append(Params(weights, scale) if of.layers else Params({}, weights | scale))
+        if chain == ring.language:
+            first, last = {"embed": matrix(VOCABULARY, width)}, {"head": matrix(width, VOCABULARY)}
+        else:
+            first = {"stem": matrix(5, width)}
+            last = {"project": matrix(2 * width, WIDTHS["language"])}
+        parts = [(first, of.first), (last, of.last)]
+        merged = [{k: v for part, yes in parts if yes == side for k, v in part.items()} for side in (True, False)]
+        outer.append(Params(*merged))
+    return tuple(layers), tuple(outer)
+
+
+def rows(ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int, ...], seed: int = 0):
+    """Rows of all components, padded to `sizes` microbatches; every consumed token replaces one of the text."""
+    random = np.random.default_rng(seed)
+    found = []
+    for size in sizes[:-1]:
+        found.append(
+            {
+                "patches": random.normal(size=(size, REPLICAS, PATCHES, 5)).astype(np.float32),
+                "level": random.uniform(1, 2, (size, REPLICAS, 1)).astype(np.float32),
+            }
+        )
+    media = [np.full((sizes[-1], REPLICAS, TEXT), -1, np.int32) for _ in ring.encoders]
+    for m, inputs in enumerate(workload.inputs):
+        places = [0] * len(ring.encoders)
+        for encoder_, sub in inputs:
+            users = [other for other, of in enumerate(workload.inputs) if (encoder_, sub) in of]
+            half = range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]  # deferral: each takes some tokens
+            for replica in range(REPLICAS):
+                for token in half:
+                    at = random.integers(TEXT)
+                    media[encoder_][m, replica, at] = places[encoder_] * SLOTS + token
+            places[encoder_] += 1
+    text = {
+        "ids": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, TEXT)).astype(np.int32),
+        "targets": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, TEXT)).astype(np.int32),
+        "level": random.uniform(1, 2, (sizes[-1], REPLICAS, 1)).astype(np.float32),
+        "media": tuple(media),
+    }
+    return (*found, text)
+
+
+def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, outer, rows):
+    """(loss, sums) and gradients of everything trained, microbatch by microbatch in plain Python."""
+    parts = components(ring)
+
+    def run(trained):
+        weights = [Params(t, p.frozen) for t, p in zip(trained[0], layers, strict=True)]
+        outers = [Params(t, p.frozen) for t, p in zip(trained[1], outer, strict=True)]
+
+        def through(c: int, m: int, media):
+            row = jax.tree.map(lambda leaf: leaf[m], rows[c])
+            x = parts[c].first(outers[c], row, media)
+            for number in range(sum(ring.chains[c].layers)):
+                x = parts[c].layer(jax.tree.map(lambda leaf, n=number: leaf[n], weights[c]), x, row)
+            return parts[c].last(outers[c], x, row)
+
+        tokens = [[through(c, m, ()) for m in range(workload.chains[c].shape[1])] for c in range(len(parts) - 1)]
+        loss, sums = 0.0, {"right": 0.0}
+        for m, inputs in enumerate(workload.inputs):
+            media = []
+            for c, places in enumerate(fan):
+                of = [tokens[c][sub] for e, sub in inputs if e == c]
+                of += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (places - len(of))
+                media.append(jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"])))
+            more, parts_ = through(len(parts) - 1, m, tuple(media))
+            loss, sums = loss + more, jax.tree.map(jnp.add, sums, parts_)
+        return loss, sums
+
+    trained = [[p.trained for p in layers], [p.trained for p in outer]]
+    return jax.value_and_grad(run, has_aux=True)(trained)
+
+
+def stacked(ring: Ring, c: int, tree):
+    """Leaves [layers, ...] of a whole component as [S, K, L, ...], zeros where a chunk has fewer layers."""
+    chain = ring.chains[c]
+    starts = np.cumsum([0, *chain.layers])
+
+    def stack(leaf):
+        out = np.zeros((ring.stages, chain.chunks_per_rank, max(1, *chain.layers), *leaf.shape[1:]), leaf.dtype)
+        for depth, stage in enumerate(chain.stages):
+            count = chain.layers[depth]
+            out[stage, chain.local(depth), :count] = leaf[starts[depth] : starts[depth] + count]
+        return out
+
+    return jax.tree.map(stack, tree)
+
+
+def inputs(ring: Ring, layers, outer, rows) -> Inputs:
+    return Inputs(tuple(stacked(ring, c, of) for c, of in enumerate(layers)), outer, rows)
+
+
+# ---------------------------------------------------------------------------- rings and workloads
+
+
+def ring_of(layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()) -> Ring:
+    """Layouts as partition.py lays them, with uneven layer counts."""
+    count, names = len(encoders), (*encoders, "language")
+    heads = heads or (False,) * len(names)
+    if layout == "segments":
+        places = [tuple(range(stages)) * (1 if name != "language" else 2 if stages < 8 else 1) for name in names]
+    elif layout == "chain":  # the last encoder shares a rank with the language model where there are few
+        cut = max(1, stages // 2)
+        places = [tuple(range(cut))] * count + [tuple(range(min(cut, stages - 1), stages))]
+    else:
+        places = [(rank,) for rank in range(count)] + [tuple(range(count, stages))]
+    chains = [
+        Chain(name, of, tuple(1 + depth % 2 for depth in range(len(of))), head)
+        for name, of, head in zip(names, places, heads, strict=True)
+    ]
+    return Ring(stages, tuple(chains))
+
+
+def workload_of(
+    ring: Ring, microbatches: int, trained: tuple[Trained, ...] | None = None, seed: int = 0, most: int = 2, defer: bool = True
+) -> Workload:
+    """Random numbers of sub-microbatches, none for some microbatches; with deferral some feed the next one too."""
+    random = np.random.default_rng(seed)
+    trained = trained or (ALL,) * len(ring.chains)
+    inputs: list[list[tuple[int, int]]] = [[] for _ in range(microbatches)]
+    counts = []
+    for encoder_ in range(len(ring.encoders)):
+        number = 0
+        for m in range(microbatches):
+            for _ in range(random.integers(0, most + 1)):
+                inputs[m].append((encoder_, number))
+                if defer and m + 1 < microbatches and random.random() < 0.4:
+                    inputs[m + 1].append((encoder_, number))
+                number += 1
+        counts.append(number)
+    up = any(of != NONE for of in trained[:-1])
+    works = []
+    for chain, of, count in zip(ring.chains, trained, (*counts, microbatches), strict=True):
+        shape = (chain.depth, count)
+        forward = random.integers(1, 4, (chain.depth, 1)) + np.zeros(shape, np.int64)
+        above = up and chain == ring.language
+        back = np.zeros(shape, np.int64) + int(of.layers or of.first or above)
+        weight = back * int(of.layers)
+        if of.last:
+            weight[-1] = 1
+        works.append(ChainWork(forward, forward * (back > 0), forward * back, weight * forward))
+    return Workload(tuple(works), tuple(map(tuple, inputs)))
