@@ -1,11 +1,15 @@
-"""Attention over packed rows against the dense masked form, in one run.
+"""Attention of one packed row: its cost against the dense masked form, a large matrix product, and its visible tiles.
 
     python -m benchmarks.attention [--json PATH]
 
-One causal float32 row of 8 query and 4 key heads of size 64 holds ragged segments of about 273 tokens (15 in 4,096).
-The dense form is jax.nn.dot_product_attention with the whole mask; it is left out where its logits do not fit.
-`of peak` is the rate over the visited tiles as a share of a large matmul's, `visible` the share of the visited
-query-key pairs that the mask lets through, `difference` the largest one from the dense output.
+Rows are the `packed` ones of benchmarks/context.py: documents of the workload generator, their images and clips seen in
+both directions; float32, 8 query and 4 key heads of size 64. The dense form is jax.nn.dot_product_attention with the
+whole mask; it is left out where its logits do not fit. `of peak` is the rate of floating-point operations in visible
+tiles as a share of a large matrix product's, in the same run; `pairs` the share of visible query-key pairs in those
+tiles, `difference` the largest one from the dense output.
+
+The second table holds rows of equal length whose documents are ever longer, and the line that fits their cost:
+seconds = constant + slope * tiles.
 """
 
 from __future__ import annotations
@@ -19,39 +23,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import arguments, median_seconds, print_table, write_json
-from jaxmllm.balance.plan import Ints
-from jaxmllm.balance.tiles import tile_ranges
+from benchmarks.context import packed
+from jaxmllm.balance.tiles import TokenIds, segment_ids, tile_lists, visible_tiles
+from jaxmllm.models import attention as device
 from jaxmllm.models.attention import attention
 
 HEADS, KEY_HEADS, SIZE = 8, 4, 64
-SEGMENT = 4096 / 15  # mean tokens of a segment
 DENSE_BYTES = 2**30  # largest array of logits for which the dense form is run
 MATMUL = 2048
 FORWARD_FLOPS = 4 * HEADS * SIZE  # a query-key pair: logits and weighted sum
-TRAINING_FLOPS = FORWARD_FLOPS + 10 * HEADS * SIZE  # backward: logits again, and four products
+BACKWARD_FLOPS = 10 * HEADS * SIZE  # logits again, and four products
+PASSES = {"forward": FORWARD_FLOPS, "training": FORWARD_FLOPS + BACKWARD_FLOPS}
 TIMES = ["x faster", "of peak"]
-COLUMNS = ["slots", "segments", "block", "forward ms", *TIMES, "training ms", *TIMES, "visible", "difference"]
-GENERATOR = "numpy default_rng(seed): Dirichlet(2) segment lengths over 31/32 of the row, normal q, k, v"
+COLUMNS = ["slots", "documents", "block", "tiles", "forward ms", *TIMES, "training ms", *TIMES, "backward of peak"]
+SLOPE_SLOTS, SLOPE_DOCUMENTS = 16384, (512, 1024, 2048, 4096, 8192, 16384)
+GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
 
 
-def ragged_segments(rng: np.random.Generator, slots: int) -> Ints:
-    """[C] segments of Dirichlet(2) lengths; the last 32nd of the row, and what rounding leaves, is padding."""
-    count = round(slots / SEGMENT)
-    lengths = (rng.dirichlet(np.full(count, 2.0)) * slots * 31 / 32).astype(int)
-    segments = np.repeat(np.arange(1, count + 1, dtype=np.int32), lengths)
-    return np.pad(segments, (0, slots - len(segments)))
+def visible_pairs(ids: TokenIds) -> np.ndarray:
+    """[C, C] bool, the mask of a row."""
+    document, group, position = ids.document, ids.group, ids.position
+    together = (group[:, None] == group) & (group > 0)
+    return (document[:, None] == document) & (document > 0) & (together | (position[:, None] >= position))
 
 
-def visible_pairs(segments: Ints) -> np.ndarray:
-    """[C, C] bool, the causal mask of a row."""
-    same = (segments[:, None] == segments) & (segments > 0)
-    return same & np.tri(len(segments), dtype=bool)
+def make_mask(ids: TokenIds, block: int) -> tuple[device.Mask, int, int]:
+    """The mask of one row, and how many tiles it has: visible, and wholly visible."""
+    tiles = visible_tiles(ids, block)
+    lists = tile_lists(tiles, len(ids.document) // block, len(ids.document) // block)
+    columns = device.TokenIds(*(jnp.asarray(column[None]) for column in (ids.document, ids.group, ids.position)))
+    sides = (
+        device.TileLists(jnp.asarray(side.spans[None]), jnp.asarray(side.blocks[None]))
+        for side in (lists.queries, lists.keys)
+    )
+    return device.Mask(columns, columns, *sides), len(tiles), int(tiles.full.sum())
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-    slots = jnp.arange(q.shape[1])
-    mask = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0) & (slots[:, None] >= slots)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, mask=visible[None, None])
 
 
 def programs(function: Callable[..., jax.Array], *inputs: Any) -> dict[str, Callable[[], Any]]:
@@ -65,61 +74,103 @@ def programs(function: Callable[..., jax.Array], *inputs: Any) -> dict[str, Call
     return {"forward": partial(jax.jit(function), *inputs), "training": partial(jax.jit(gradients), *inputs)}
 
 
-def measure(rng: np.random.Generator, slots: int, blocks: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One record for each block size, and one for the dense form where it fits; all timed in the same rounds."""
-    segments = ragged_segments(rng, slots)
-    visible = visible_pairs(segments)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((1, slots, heads, SIZE), dtype=np.float32))
+def random_inputs(random: np.random.Generator, slots: int) -> tuple[jax.Array, ...]:
+    """q, k and v of one row."""
+    return tuple(
+        jnp.asarray(random.standard_normal((1, slots, heads, SIZE), dtype=np.float32))
         for heads in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    row = jnp.asarray(segments[None])
-    square = jnp.asarray(rng.standard_normal((MATMUL, MATMUL), dtype=np.float32))
-    functions: dict[tuple[str, int], Callable[[], Any]] = {("matmul", 0): partial(jax.jit(jnp.matmul), square, square)}
+
+
+def matmul(random: np.random.Generator) -> Callable[[], Any]:
+    square = jnp.asarray(random.standard_normal((MATMUL, MATMUL), dtype=np.float32))
+    return partial(jax.jit(jnp.matmul), square, square)
+
+
+def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict[str, Any]]:
+    """One record for each block size, and one for the dense form where it fits; all timed in the same rounds."""
+    random = np.random.default_rng([seed, slots])
+    ids = packed(random, slots)
+    q, k, v = random_inputs(random, slots)
     forms: dict[int, dict[str, Callable[[], Any]]] = {}
-    pairs: dict[int, int] = {}
+    tiles: dict[int, int] = {}
     for block in blocks:
-        ranges = tile_ranges(segments, block, causal=True)
-        tiles = jnp.asarray(ranges.queries[None]), jnp.asarray(ranges.keys[None])
-        pairs[block] = int((ranges.queries[:, 1] - ranges.queries[:, 0]).sum()) * block**2
-        forms[block] = programs(partial(attention, causal=True), q, k, v, row, *tiles)
-    if HEADS * slots**2 * 4 <= DENSE_BYTES:  # float32 logits
-        forms[0] = programs(dense_attention, q, k, v, row)
-        pairs[0] = slots**2
-    functions |= {(name, block): run for block, both in forms.items() for name, run in both.items()}
-    seconds = median_seconds(functions, repeats)
+        mask, tiles[block], _ = make_mask(ids, block)
+        forms[block] = programs(attention, q, k, v, mask)
+    dense = HEADS * slots**2 * 4 <= DENSE_BYTES  # float32 logits
+    if dense:
+        visible = visible_pairs(ids)
+        forms[0], tiles[0] = programs(dense_attention, q, k, v, jnp.asarray(visible)), 1
+    functions = {(name, block): run for block, both in forms.items() for name, run in both.items()}
+    seconds = median_seconds({("matmul", 0): matmul(random)} | functions, repeats)
     peak = 2 * MATMUL**3 / seconds["matmul", 0]
 
-    real = segments > 0
-    expected = np.asarray(forms[0]["forward"]())[0, real] if 0 in forms else None
+    real = ids.document > 0
+    expected = np.asarray(forms[0]["forward"]())[0, real] if dense else None
     records = []
     for block, both in forms.items():
-        record: dict[str, Any] = {"slots": slots, "segments": int(segments.max()), "block": block}
-        for name, flops in (("forward", FORWARD_FLOPS), ("training", TRAINING_FLOPS)):
+        pairs = tiles[block] * (block or slots) ** 2
+        record: dict[str, Any] = {"slots": slots, "documents": len(np.unique(ids.document[real])), "block": block}
+        record["tiles"] = tiles[block] if block else None
+        for name, flops in PASSES.items():
             record[f"{name}_ms"] = 1e3 * seconds[name, block]
-            record[f"{name}_ratio"] = seconds[name, 0] / seconds[name, block] if 0 in forms else None
-            record[f"{name}_peak"] = pairs[block] * flops / seconds[name, block] / peak
-        record["visible"] = visible.sum() / pairs[block]
+            record[f"{name}_ratio"] = seconds[name, 0] / seconds[name, block] if dense else None
+            record[f"{name}_peak"] = pairs * flops / seconds[name, block] / peak
+        backward = seconds["training", block] - seconds["forward", block]
+        record["backward_peak"] = pairs * BACKWARD_FLOPS / backward / peak
         out = np.asarray(both["forward"]())[0, real]
+        record["pairs"] = visible.sum() / pairs if dense else None
         record["difference"] = float(abs(out - expected).max()) if expected is not None else None
         records.append(record)
     return records
 
 
+def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, Any]:
+    """Cost of rows of one length by their visible tiles, and the line through it."""
+    random = np.random.default_rng([seed, slots])
+    q, k, v = random_inputs(random, slots)
+    run, functions, tiles = jax.jit(attention), {}, []
+    lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
+    for length in lengths:
+        segments = (np.arange(slots) // length + 1).astype(np.int32)
+        mask, visible, _ = make_mask(segment_ids(segments, causal=True), block)
+        functions[length] = partial(run, q, k, v, mask)
+        tiles.append(visible)
+    seconds = list(median_seconds(functions, repeats).values())
+    slope, constant = np.polyfit(tiles, seconds, 1)
+    residual = np.array(seconds) - (constant + slope * np.array(tiles))
+    return {
+        "slots": slots,
+        "block": block,
+        "documents_of": lengths,
+        "tiles": tiles,
+        "seconds": seconds,
+        "slope_seconds_per_tile": float(slope),
+        "constant_seconds": float(constant),
+        "r_squared": float(1 - residual.var() / np.var(seconds)),
+    }
+
+
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--slots", type=int, nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    rng = np.random.default_rng(options.seed)
-    records = [row for slots in options.slots for row in measure(rng, slots, options.blocks, options.repeats)]
+    records = [row for slots in options.slots for row in measure(options.seed, slots, options.blocks, options.repeats)]
     print_table(
-        "attention of one row: forward, and forward + backward (training), against the dense masked form",
-        COLUMNS,
+        "attention of one packed row: forward, and forward + backward (training), against the dense masked form",
+        [*COLUMNS, "pairs", "difference"],
         [[value if name != "block" else value or "dense" for name, value in record.items()] for record in records],
     )
-    write_json(options.json, "attention", options.seed, GENERATOR, results=records)
+    slope = measure_slope(options.seed, min(SLOPE_SLOTS, max(options.slots)), options.blocks[0], options.repeats)
+    line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us a tile + {1e3 * slope['constant_seconds']:.3g} ms"
+    print_table(
+        f"causal rows of {slope['slots']} slots, blocks of {slope['block']}:\n{line}, R^2 {slope['r_squared']:.4f}",
+        ["documents of", "tiles", "forward ms"],
+        zip(slope["documents_of"], slope["tiles"], [1e3 * s for s in slope["seconds"]], strict=True),
+    )
+    write_json(options.json, "attention", options.seed, GENERATOR, results=records, slope=slope)
 
 
 if __name__ == "__main__":

@@ -407,21 +407,22 @@ class Programs:
         return DeviceTables(put_hops(turn.send), put(turn.pick), put_hops(turn.place), put(turn.back))
 
 
-def local_ranks(sharding: NamedSharding, ranks: int) -> tuple[int, ...]:
-    """Which of [R, ...]'s ranks this host must supply, ascending."""
-    indices = sharding.addressable_devices_indices_map((ranks,)).values()
+def local_ranks(sharding: NamedSharding, *shape: int) -> tuple[int, ...]:
+    """Which ranks of an array [R, ...] of that shape this host must supply, ascending."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(sorted({_start(index) for index in indices}))
 
 
 def _put(local: np.ndarray, sharding: NamedSharding, ranks: int) -> jax.Array:
     """A global array [R, ...] of which this host holds the whole rows of the ranks that `local_ranks` names."""
-    place = {rank: row for row, rank in enumerate(local_ranks(sharding, ranks))}
+    shape = (ranks, *local.shape[1:])
+    place = {rank: row for row, rank in enumerate(local_ranks(sharding, *shape))}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         row = place[_start(index)]
         return local[(slice(row, row + 1), *(index or ())[1:])]
 
-    return jax.make_array_from_callback((ranks, *local.shape[1:]), sharding, part)
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _start(index: tuple[slice, ...] | None) -> int:

@@ -1,5 +1,6 @@
 """What must not change the mathematics: packing, the plan, the mesh."""
 
+import math
 from typing import get_args
 
 import jax
@@ -54,12 +55,15 @@ def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
 # ---------------------------------------------------------------------------- any plan on any mesh
 
 MODES = get_args(Mode)
+ALONG = {f"components__{name}__layout": {"batch": ["data", "fsdp", "context"]} for name in ("vision", "audio")}
 WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
 MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
     pytest.param(2, {"data": 2}, {}, id="data2"),
     pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, {}, id="mixed"),
     pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE, id="mixed-encoders-over-tensor"),
     pytest.param(8, {"data": 8}, {}, id="data8"),
+    pytest.param(2, {"data": 1, "context": 2}, {}, id="context2"),
+    pytest.param(8, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, {}, id="fsdp2-context2-tensor2"),
     *(
         pytest.param(*each, id=name, marks=pytest.mark.slow)
         for name, each in {
@@ -73,6 +77,10 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
             "data2-tensor2": (4, {"data": 2, "tensor": 2}, {}),
             "fsdp4-tensor2": (8, {"data": 1, "fsdp": 4, "tensor": 2}, {}),
             "data4-tensor2-encoders-over-tensor": (8, {"data": 4, "tensor": 2}, WIDE),
+            "context4": (4, {"data": 1, "context": 4}, {}),
+            "context8": (8, {"data": 1, "context": 8}, {}),
+            "data2-context2-tensor2": (8, {"data": 2, "context": 2, "tensor": 2}, {}),
+            "data2-context4-encoders-over-context": (8, {"data": 2, "context": 4}, ALONG),
         }.items()
     ),
 ]
@@ -82,9 +90,10 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
 def test_mesh_and_plan_leave_the_mathematics_alone(setups, by_example, alone, whole, devices, mesh, changes):
     setup = setups(by_example(mesh=mesh, **changes), devices)
     language = setup.spec.phases["language"].ranks
-    encoders = language * (mesh.get("tensor", 1) if changes else 1)
+    inner = math.prod(mesh.get(axis, 1) for axis in ("context", "tensor"))
+    encoders = language * (inner if changes else 1)
     assert [phase.ranks for phase in setup.spec.phases.values()] == [encoders, encoders, language]
-    assert language * mesh.get("tensor", 1) == devices
+    assert language * inner == devices
     for name in alone.params:
         jax.tree.map(np.testing.assert_array_equal, setup.params[name], alone.params[name])
     for mode in MODES:
@@ -134,6 +143,7 @@ def test_float64_agrees_to_ten_digits(by_example):
         changes = double["components"] | {
             name: double["components"][name] | {"layout": ENCODER_LAYOUT} for name in ("vision", "audio")
         }
-        many = assemble(by_example(mesh={"data": 2, "tensor": 2}, **double | {"components": changes}), 4)
+        mesh = {"data": 1, "context": 2, "tensor": 2}
+        many = assemble(by_example(mesh=mesh, **double | {"components": changes}), 4)
         for mode in ("none", "phases"):
             assert_same(many.gradients(many.step(EXAMPLES, mode=mode)), reference, 1e-10)
