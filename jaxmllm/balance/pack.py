@@ -149,8 +149,10 @@ def running_sums(group: Longs, amount: Longs) -> Longs:
     if not len(group):
         return np.zeros(0, np.int64)
     before = np.cumsum(amount, dtype=np.int64) - amount
-    starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-    return before - np.repeat(before[starts], np.diff(np.r_[starts, len(group)]))
+    inner = np.flatnonzero(group[1:] != group[:-1])
+    edges = np.zeros(len(inner) + 2, np.int64)  # np.r_ costs more than all the rest
+    edges[1:-1], edges[-1] = inner + 1, len(group)
+    return before - np.repeat(before[edges[:-1]], edges[1:] - edges[:-1])
 
 
 def sums_by(group: Sequence[int] | Ints | Longs, amount: Longs, groups: int) -> Longs:

@@ -27,7 +27,7 @@ from jaxmllm.balance.trade import Places, Rows, trade
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean
-WORTH = 100  # items trade as long as one part in so many of all routed tokens gains by a sweep
+WORTH = 33  # items trade as long as one part in so many of all routed tokens gains by a sweep
 
 
 def place_items_near(

@@ -25,7 +25,8 @@ from jaxmllm.balance.pack import running_sums
 from jaxmllm.balance.plan import Ints, Longs
 
 NEAREST = 1  # partners tried on either side of an item's length: more cost time and find little
-APART = (1, 2, 3, 5, 8)  # two items of a row make a partner if they are so many places apart by length
+APART = (1, 2, 3, 5, 8)  # two items of a row may go for one if they are so many places apart by length ...
+MUCH = 6  # ... but single ones do, which is quicker, while a sweep saves so many times what is worth one
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,15 @@ def trade(row_of: Longs, length: Longs, cost: Longs, left: Rows, places: Places,
         places=places.with_nothing(),
     )
     rows = range(len(left.slots) // ranks)
-    goals = deque(microbatch * ranks + rank[places.wanted_block] for microbatch in rows for rank in homes.T)
+    homes_of = [microbatch * ranks + rank[places.wanted_block] for microbatch in rows for rank in homes.T]
+    goals: deque[tuple[Longs, tuple[int, ...]]] = deque((goal, ()) for goal in homes_of)
     while goals:
-        goal = goals.popleft()
-        if _sweep(state, goal) >= worth:
-            goals.append(goal)
+        goal, apart = goals.popleft()
+        saved = _sweep(state, goal, apart)
+        if saved >= MUCH * worth:
+            goals.append((goal, apart))
+        elif saved >= (worth if apart else worth // MUCH):
+            goals.append((goal, APART))
     return state.row_of[:-1]
 
 
@@ -122,7 +127,7 @@ class _State:
         self.row_of[-1] = -1
 
 
-def _sweep(state: _State, goal: Longs) -> int:
+def _sweep(state: _State, goal: Longs, apart: tuple[int, ...]) -> int:
     """Every item away from home offers itself to row `goal` [N] of its home; returns the benefit of what was done."""
     places, length = state.places, state.amounts[0]
     ranks, nothing = len(places.node), len(state.by_length)
@@ -130,21 +135,19 @@ def _sweep(state: _State, goal: Longs) -> int:
     away = state.by_length[~at_home[state.by_length]]
     if not len(away):
         return 0
-    one, other = _partners(state.row_of, away, nothing)
+    one, other = _partners(state.row_of, away, nothing, apart)
     reach = 2 * int(length[away[-1]]) + 1
     key = state.row_of[one] * reach + length[one] + length[other]
     order = np.argsort(key, kind="stable")
     middle = np.searchsorted(key[order], goal[away] * reach + length[away])
     near = order[np.clip(middle[:, None] + np.arange(-NEAREST, NEAREST), 0, len(order) - 1)]
-    partner = one[near], other[near]
     a, b = state.row_of[away][:, None], goal[away][:, None]
-    fits = (state.row_of[partner[0]] == b) & (a != b)
-    for left, amount in state.resources():
-        more = state.sum_of(partner, amount) - amount[away][:, None]
-        fits &= (more <= np.maximum(left[a], 0)) & (-more <= np.maximum(left[b], 0))
-
+    more = length[one[near]] + length[other[near]] - length[away][:, None]
+    fits = (state.row_of[one[near]] == b) & (more <= state.left.slots[a]) & (-more <= state.left.slots[b]) & (a != b)
     offer, choice = np.nonzero(fits)
-    ours, one, other = away[offer], partner[0][offer, choice], partner[1][offer, choice]
+    ours, found = away[offer], near[offer, choice]
+    fits = _fits(state, ours, (one[found], other[found]))
+    ours, one, other = ours[fits], one[found[fits]], other[found[fits]]
     here, there = state.row_of[ours] % ranks, goal[ours] % ranks
     gain = places.benefit(ours, there) - places.benefit(ours, here)
     for theirs in (one, other):
@@ -157,16 +160,26 @@ def _sweep(state: _State, goal: Longs) -> int:
     return int(gain[order].sum())
 
 
-def _partners(row_of: Longs, away: Longs, nothing: int) -> tuple[Longs, Longs]:
-    """Items, each alone (with `nothing`) and together with some others of its row."""
+def _partners(row_of: Longs, away: Longs, nothing: int, apart: tuple[int, ...]) -> tuple[Longs, Longs]:
+    """Items, each alone (with `nothing`) and together with others of its row so many places apart."""
     listed = away[np.argsort(row_of[away], kind="stable")]
     ones, others = [listed], [np.full_like(listed, nothing)]
-    for apart in APART:
-        one, other = listed[:-apart], listed[apart:]
+    for places in apart:
+        one, other = listed[:-places], listed[places:]
         alike = row_of[one] == row_of[other]
         ones.append(one[alike])
         others.append(other[alike])
     return np.concatenate(ones), np.concatenate(others)
+
+
+def _fits(state: _State, ours: Longs, partner: tuple[Longs, Longs]) -> NDArray[np.bool_]:
+    """Which trades fit if no other is made."""
+    a, b = state.row_of[ours], state.row_of[partner[0]]
+    fits = np.ones(len(ours), np.bool_)
+    for left, amount in state.resources():
+        more = state.sum_of(partner, amount) - amount[ours]
+        fits &= (more <= np.maximum(left[a], 0)) & (-more <= np.maximum(left[b], 0))
+    return fits
 
 
 def _names_first(columns: tuple[Longs, ...], nothing: int) -> NDArray[np.bool_]:
