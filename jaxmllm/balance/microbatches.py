@@ -29,10 +29,10 @@ from jaxmllm.balance.plan import Ints, Longs
 
 Bools = NDArray[np.bool_]
 
-TOTAL_BITS = 24  # work is counted in units of which a batch has at most 2**24: products are exact in float64
+TOTAL_BITS = 24  # work is counted in units of which a batch has fewer than 2**24, so that squares are far from overflow
 SUBSET_BITS = 11  # ... and for the sums of deferred examples in units of which a microbatch has at most 2**11
 SWEEPS = 60  # of swaps, at most; each changes many microbatches at once
-OFFERED = 640  # examples that take part in one sweep, at most: it compares all pairs
+OFFERED = 256  # examples that take part in one sweep, at most: it compares all pairs
 
 
 @dataclass(frozen=True)
@@ -264,25 +264,25 @@ def _swap(
 ) -> Longs:
     """Exchange examples between groups, or move them, as long as the sum of their squared work, over phases, falls.
 
-    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a - b - (g - h)):
-    one matrix product for all pairs. Of the pairs that gain, best first, those in untouched groups are exchanged.
+    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a - b - (g - h)),
+    for all pairs at once. Of the pairs that gain, best first, those in untouched groups are exchanged.
 
     Args:
       group: [N].
-      work: [N, P]; every product of sums of it is below 2**53.
+      work: [N, P], in all below 2**`TOTAL_BITS`.
       slots: [N, P], within `capacity` [P] in every group; may have no phases.
       media: [N]; of those, none goes to groups `carriers` and above.
       moves: whether an example may be exchanged for nothing.
     """
     examples, phases = work.shape
     extra = groups if moves else 0  # nothing, in each group
-    amount = np.vstack([work, np.zeros((extra, phases), np.int64)]).astype(np.float64)
+    amount = np.vstack([work, np.zeros((extra, phases), np.int64)])
     own = np.append(group, np.arange(extra))
     size = np.vstack([slots, np.zeros((extra, slots.shape[1]), np.int64)])
     limited = np.flatnonzero(capacity < NEVER)
     tied = np.append(media, np.zeros(extra, np.bool_)) if carriers < groups else None
     squares = (amount**2).sum(axis=1)
-    load = np.zeros((groups, phases))
+    load = np.zeros((groups, phases), np.int64)
     np.add.at(load, own, amount)
     full = np.zeros((groups, slots.shape[1]), np.int64)
     np.add.at(full, own, size)
@@ -292,12 +292,12 @@ def _swap(
         at = np.arange(sweep % rounds, len(own), rounds)
         here, mine = own[at], amount[at]
         theirs = load[here]
-        rest, ones = squares[at] - (mine * theirs).sum(axis=1), np.ones(len(at))
-        left = np.column_stack([mine, theirs - mine, rest, ones])
-        right = np.column_stack([theirs - mine, mine, ones, rest])
-        change = left @ right.T
+        half = np.repeat((squares[at] - (mine * theirs).sum(axis=1))[:, None], len(at), axis=1)
+        for phase in range(phases):
+            half += mine[:, phase, None] * (theirs - mine)[:, phase]
+        change = half + half.T
         change[here[:, None] == here] = 0
-        for phase in limited:
+        for phase in limited.tolist():
             free = (capacity[phase] - full[:, phase])[here]
             more = size[at, phase][:, None] - size[at, phase]  # that b's group gets
             change[(more > free) | (-more > free[:, None])] = 0
