@@ -64,7 +64,7 @@ KIND_WORDS: Final[Mapping[Kind, str]] = {
 }
 NARROW = 0.012  # of the picture: too narrow for a number
 ROWS: Final = {"vision": 16_384, "audio": 16_384, "language": 8192}  # slots of generated rows
-EXAMPLES = 12  # of a generated microbatch
+EXAMPLES = 9  # of a generated microbatch
 UNIT = 10**9  # FLOPs
 SCHEDULES: Final[Mapping[str, Callable[[Graph], Schedule]]] = {
     "gpipe": gpipe,
