@@ -1,0 +1,306 @@
+"""What layouts, schedules and deferral make of a pipelined step: modelled, nothing is compiled or run.
+
+    python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...] [--json PATH]
+
+A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
+examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
+shapes: a language row 8,192 tokens, an encoder row (sub-microbatch) 8 images. They cost what all their slots cost, and
+the attention of what is in them: FLOPs by layer, everything recomputed. Every line of the table adds to the one before:
+
+    chain by parameters   encoder, then language, cut into stages of equal parameters; 1F1B
+    chain                 cut by cost, aware of what is frozen
+    parallel              encoder and language on ranks of their own; greedy schedule
+    segments              both on every rank, in chunks of like cost
+    + split               backward split into input and weight gradients
+    + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
+
+    lockstep       PFLOP of a step on the executor: a tick lasts as long as its longest operation
+    asynchronous   the same orders when ranks wait for nothing but what they need
+    efficiency     work of the busiest rank / lockstep, mean and worst of the seeds
+    gain           lockstep of the first line / that of this one
+
+Modes: `train_all` trains everything, `alignment` the projector alone. Then microbatches by themselves: by how much
+their standard deviation falls against random order, on 512 examples of log-uniform work, 4 replicas, 32 microbatches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.layers import layer_flops
+from jaxmllm.balance.microbatches import PhaseLoad, loads_of, plan_microbatches
+from jaxmllm.balance.pack import sums_by
+from jaxmllm.balance.plan import Longs
+from jaxmllm.balance.workload import MODEL as WORKLOAD_MODEL
+from jaxmllm.config import VisionConfig
+from sharding.pipeline.graph import Graph, Ring, Workload, build_graph
+from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
+from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
+
+MODEL = WORKLOAD_MODEL.model_copy(
+    update={
+        "audio": None,
+        "vision": VisionConfig(width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2),
+    }
+)
+MODES: Mapping[str, frozenset[str]] = {
+    "train_all": frozenset({"vision", "projector.vision", "language"}),
+    "alignment": frozenset({"projector.vision"}),
+}
+PATCHES, TOKENS, FRAME = 576, 144, 2  # of an image: 24 x 24 patches; and two tokens around it
+MOST_IMAGES = 48  # of a microbatch
+ROW_IMAGES = 8  # of an encoder row, one sub-microbatch
+ROW_TOKENS = 8192
+EXAMPLES = 16  # of a microbatch
+FILL = (0.85, 0.97)  # of a language row, as examples are drawn
+LEAST_TEXT = 16  # tokens of an example
+UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
+GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the table."""
+
+    name: str
+    layout: LayoutName
+    cut_by: CutBy = "cost"
+    fixed: bool = False  # 1F1B
+    split: bool = False
+    deferred: bool = False
+
+
+VARIANTS = (
+    Variant("chain by parameters", "chain", cut_by="parameters", fixed=True),
+    Variant("chain", "chain", fixed=True),
+    Variant("parallel", "parallel"),
+    Variant("segments", "segments"),
+    Variant("+ split", "segments", split=True),
+    Variant("+ deferral", "segments", split=True, deferred=True),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples in the order drawn: `microbatch`, images and text tokens of each."""
+
+    microbatch: Longs
+    images: Longs
+    text: Longs
+
+    @property
+    def tokens(self) -> Longs:
+        """Of an example's language sequence."""
+        return self.text + self.images * (TOKENS + FRAME)
+
+
+def generate(seed: int, microbatches: int) -> Batch:
+    """Microbatches of `EXAMPLES` examples; the images of a microbatch fall to them with random shares."""
+    random = np.random.default_rng(seed)
+    images, text = [], []
+    for total in random.integers(0, MOST_IMAGES + 1, microbatches):
+        images.append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
+        left = int(ROW_TOKENS * random.uniform(*FILL)) - int(total) * (TOKENS + FRAME) - LEAST_TEXT * EXAMPLES
+        text.append(LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES))))
+    return Batch(np.repeat(np.arange(microbatches), EXAMPLES), np.concatenate(images), np.concatenate(text))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is computed, row by row: images of every encoder row, squared tokens of every language row, and the encoder
+    rows that each language row reads."""
+
+    images: list[int]
+    squares: list[int]
+    inputs: list[set[int]]
+
+
+def drawn_rows(batch: Batch) -> Rows:
+    """Every microbatch as drawn, with encoder rows of its own."""
+    count = int(batch.microbatch.max()) + 1
+    images: list[int] = []
+    inputs: list[set[int]] = []
+    for total in sums_by(batch.microbatch, batch.images, count).tolist():
+        rows = [min(ROW_IMAGES, total - start) for start in range(0, total, ROW_IMAGES)]
+        inputs.append(set(range(len(images), len(images) + len(rows))))
+        images += rows
+    squares = sums_by(batch.microbatch, batch.tokens**2, count).tolist()
+    return Rows(images, squares, inputs)
+
+
+def planned_rows(batch: Batch) -> Rows:
+    """Examples placed by `plan_microbatches`; encoder rows are filled in the order in which microbatches run."""
+    image_work = sum(layer.linear for layer in layer_flops(MODEL, "vision", PATCHES, 0))
+    token_work = sum(layer.linear for layer in layer_flops(MODEL, "language", 1, 0))
+    patches, tokens = batch.images * PATCHES, batch.tokens
+    plan = plan_microbatches(
+        {"vision": PhaseLoad(batch.images * image_work, patches)},
+        PhaseLoad(tokens * token_work, tokens, ROW_TOKENS),
+        replicas=1,
+        microbatches=int(batch.microbatch.max()) + 1,
+    )
+    images: list[int] = []
+    inputs: list[set[int]] = [set() for _ in range(plan.microbatches)]
+    for example in np.lexsort((plan.language, plan.encoder)).tolist():
+        for _ in range(int(batch.images[example])):
+            if not images or images[-1] == ROW_IMAGES:
+                images.append(0)
+            images[-1] += 1
+            inputs[plan.language[example]].add(len(images) - 1)
+    squares = sums_by(plan.language, tokens**2, plan.microbatches).tolist()
+    return Rows(images, squares, inputs)
+
+
+# ---------------------------------------------------------------------------- costs
+
+
+def chains(trainable: frozenset[str], images: int, squares: int) -> dict[str, list[Layer]]:
+    """Layers of both chains for an encoder row that holds some images, and a language row of some squared lengths."""
+    slots = {"vision": ROW_IMAGES * PATCHES, "language": ROW_TOKENS}
+    lengths = {"vision": images * PATCHES**2, "language": squares}
+    return {
+        name: [
+            Layer(
+                each.component,
+                each.linear // UNIT,
+                each.attention // UNIT,
+                each.parameters,
+                each.component in trainable,
+            )
+            for each in layer_flops(MODEL, name, slots[name], lengths[name])
+        ]
+        for name in slots
+    }
+
+
+def make_ring(trainable: frozenset[str], stages: int, layout: LayoutName, cut_by: CutBy = "cost") -> Ring:
+    """Stages for the average microbatch."""
+    average = chains(trainable, ROW_IMAGES, ROW_TOKENS**2 // EXAMPLES)
+    return partition(average, stages, layout, {"vision": MOST_IMAGES / 2 / ROW_IMAGES}, cut_by)
+
+
+def make_workload(ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:
+    """What the chunks of a ring do in a batch."""
+    known: dict[tuple[int, int], dict[str, tuple[LayerCost, ...]]] = {}
+
+    def costs(images: int, squares: int) -> dict[str, tuple[LayerCost, ...]]:
+        key = (images, squares)
+        if key not in known:
+            known[key] = layer_costs(chains(trainable, *key))
+        return known[key]
+
+    vision = [costs(images, 0)["vision"] for images in rows.images]
+    language = [costs(0, squares)["language"] for squares in rows.squares]
+    return Workload(
+        tuple(chain_work(chain, each) for chain, each in zip(ring.chains, (vision, language), strict=True)),
+        tuple(tuple((0, row) for row in sorted(each)) for each in rows.inputs),
+    )
+
+
+def make_graph(variant: Variant, mode: str, batch: Batch, stages: int) -> Graph:
+    """Operations of a batch."""
+    ring = make_ring(MODES[mode], stages, variant.layout, variant.cut_by)
+    rows = planned_rows(batch) if variant.deferred else drawn_rows(batch)
+    return build_graph(ring, make_workload(ring, MODES[mode], rows), split=variant.split)
+
+
+def make_schedule(variant: Variant, graph: Graph) -> Schedule:
+    """The schedule that a variant stands for."""
+    if variant.fixed:
+        return one_f_one_b(graph)
+    return greedy(graph)
+
+
+def measure(mode: str, variant: Variant, seeds: Sequence[int], microbatches: int, stages: int) -> dict[str, Any]:
+    """One record: means over batches."""
+    found = []
+    for seed in seeds:
+        graph = make_graph(variant, mode, generate(seed, microbatches), stages)
+        began = time.perf_counter()
+        schedule = make_schedule(variant, graph)
+        seconds = time.perf_counter() - began
+        ticks, time_ = len(schedule.ticks), lockstep(schedule)
+        shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
+        found.append((*shares, efficiency(schedule, time_), ticks, seconds))
+    means = [statistics.fmean(column) for column in zip(*found, strict=True)]
+    names = ("lockstep", "asynchronous", "efficiency", "ticks", "seconds")
+    worst = min(efficiency for _, _, efficiency, _, _ in found)
+    return {"mode": mode, "variant": variant.name, **dict(zip(names, means, strict=True)), "efficiency_worst": worst}
+
+
+# ---------------------------------------------------------------------------- microbatches alone
+
+
+def measure_microbatches(
+    seeds: Sequence[int], examples: int = 512, replicas: int = 4, count: int = 32
+) -> dict[str, float]:
+    """How much more even microbatches are than in random order: ratios of standard deviations, the least of the seeds
+    and their mean."""
+    falls: dict[str, list[float]] = {"vision": [], "language": []}
+    milliseconds = []
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        vision, text = np.exp(random.uniform(0, np.log([[40.0], [20.0]]), (2, examples)))
+        work = {"vision": np.rint(1e9 * vision), "language": np.rint(5e8 * (vision + text))}
+        loads = {name: PhaseLoad(each.astype(np.int64), each.astype(np.int64)) for name, each in work.items()}
+        began = time.process_time()
+        plan = plan_microbatches({"vision": loads["vision"]}, loads["language"], replicas, count)
+        milliseconds.append(1e3 * (time.process_time() - began))
+        in_order = random.permutation(examples).reshape(replicas * count, -1)
+        for name, each in work.items():
+            after = loads_of(plan, loads[name].work, name, replicas)
+            falls[name].append(float(each[in_order].sum(axis=1).std() / after.std()))
+    return {
+        **{f"{name}_std_ratio": statistics.fmean(each) for name, each in falls.items()},
+        **{f"{name}_std_ratio_worst": min(each) for name, each in falls.items()},
+        "plan_cpu_ms": statistics.median(milliseconds),
+    }
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=10, help="batches")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
+    options = parser.parse_args(command)
+    seeds = range(options.seed, options.seed + options.seeds)
+    rows = []
+    for mode in options.modes:
+        rows += [measure(mode, variant, seeds, options.microbatches, options.stages) for variant in VARIANTS]
+        show(mode, [row for row in rows if row["mode"] == mode])
+    even = measure_microbatches(seeds)
+    print_table("Microbatches against random order", [*even], [[*even.values()]])
+    write_json(
+        options.json,
+        "pipeline",
+        options.seed,
+        GENERATOR,
+        seeds=options.seeds,
+        microbatches=options.microbatches,
+        stages=options.stages,
+        rows=rows,
+        even=even,
+    )
+    return 0
+
+
+def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of one mode."""
+    first = rows[0]["lockstep"]
+    names = ("lockstep", "asynchronous", "efficiency", "efficiency_worst", "ticks", "seconds")
+    table = [[row["variant"], *(row[name] for name in names), first / row["lockstep"]] for row in rows]
+    columns = ["variant", "lockstep", "asynchronous", "efficiency", "worst", "ticks", "seconds", "gain"]
+    print_table(f"{mode}: PFLOP of a step, mean of the seeds", columns, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
