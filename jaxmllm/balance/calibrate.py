@@ -53,6 +53,7 @@ LANGUAGE = "language"
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
 MOST_ITEMS = 64  # ... with up to so many items: the squares of more are negligible
 REPEATS = 5
+POOR = 0.15  # a fit with larger errors is not to be relied on
 DIGITS = 6  # of a coefficient in the file
 PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
 REMEDY = "make it with python -m jaxmllm.balance.calibrate --config .. --out PATH, or set balance.calibration to null"
@@ -402,6 +403,9 @@ def show(calibration: Calibration, title: str) -> None:
         shown.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
     print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
+    poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR]
+    if poor:
+        print(f"the fit of {', '.join(poor)} is poor: repeat on a machine without other work, or with more --repeats")
 
 
 def main(command: Sequence[str] | None = None) -> int:

@@ -209,6 +209,15 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
         assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
 
 
+def test_a_poor_fit_is_said(command, capsys):
+    measured = load_calibration(command[1], ("vision", "language"))
+    for residual, said in ((0.01, False), (0.5, True)):
+        phase = measured.phases["vision"]
+        phase = phase.model_copy(update={"training": phase.training.model_copy(update={"residual": residual})})
+        calibrate.show(measured.model_copy(update={"phases": {"vision": phase}}), "title")
+        assert ("fit of vision is poor" in capsys.readouterr().out) == said
+
+
 def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
     tree = json.loads(command[1].read_text())
     other = tmp_path / "other.json"
