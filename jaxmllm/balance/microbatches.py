@@ -200,11 +200,14 @@ def _carriers(work: Longs, slots: Longs, capacity: Longs, microbatches: int) -> 
 def _place(
     work: Longs, slots: Longs, capacity: Longs, microbatches: int, carriers: int, max_deferred: int | None
 ) -> _Placed | None:
-    """The better of two fillings of one replica, or None when neither fits."""
+    """The better of two fillings of one replica or, where slots are too short for both, the tightest. None when that
+    does not fit either."""
     media: Bools = (work[:, :-1] + slots[:, :-1]).sum(axis=1) > 0
+    fillings = [_fill(work, slots, capacity, microbatches, carriers, media, halves) for halves in (True, False)]
+    if all(filled is None for filled in fillings):
+        fillings = [_fill_tightly(slots, capacity, microbatches, carriers, media)]
     best: _Placed | None = None
-    for stratified in (True, False):
-        filled = _fill(work, slots, capacity, microbatches, carriers, media, stratified)
+    for filled in fillings:
         if filled is None:
             continue
         group = _swap(filled, work, slots, capacity, microbatches, media, carriers, True)
@@ -249,6 +252,25 @@ def _fill(
         room[chosen] -= slots[example] if limited else 0
         loads[0][chosen] += amounts[0][example]
         loads[1][chosen] += amounts[1][example]
+    return group
+
+
+def _fill_tightly(slots: Longs, capacity: Longs, microbatches: int, carriers: int, media: Bools) -> Longs | None:
+    """Microbatch of each example, or None: by the share of a row that it takes, descending, the fullest with room."""
+    limits = np.where(capacity < NEVER, capacity, max(1, int(slots.sum())))
+    share = (slots << 20) // limits
+    room, full = np.tile(capacity, (microbatches, 1)), np.zeros(microbatches, np.int64)
+    group = np.empty(len(slots), np.int64)
+    for example in np.lexsort((-share.max(axis=1), ~media)).tolist():
+        fits = (room >= slots[example]).all(axis=1)
+        if media[example]:
+            fits[carriers:] = False
+        if not fits.any():
+            return None
+        chosen = int(np.where(fits, full, -1).argmax())
+        group[example] = chosen
+        room[chosen] -= slots[example]
+        full[chosen] += share[example].max()
     return group
 
 

@@ -206,6 +206,14 @@ def test_more_microbatches_where_rows_are_short():
     assert plan.microbatches == 4, "24 slots would fit three rows of 10, but not in pieces of 6"
 
 
+def test_rows_that_only_tight_packing_fills():
+    """To the lightest would put 5, 4 and 5, 3, and strand the other 3."""
+    phases = {"language": load([5, 5, 4, 3, 3], 10)}
+    plan = plan_microbatches({}, phases["language"], 1, 2)
+    check(plan, phases, 1)
+    assert plan.microbatches == 2
+
+
 def test_a_batch_of_nothing():
     plan = plan_microbatches({"vision": load([])}, load([]), 2, 3)
     assert plan.microbatches == 3 and not len(plan.replica)
