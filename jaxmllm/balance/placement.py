@@ -54,7 +54,7 @@ def place_items_near(
     worth = max(1, sum(int(items.phases[phase].tokens.sum(dtype=np.int64)) for phase in grids) // WORTH)
     home = _language_ranks(items, plans["language"])
     for phase, grid in grids.items():
-        spec, length = phases[phase], items.phases[phase].length
+        spec = phases[phase]
         if placed[phase].microbatches and spec.ranks > 1:
             goal = home[items.phases[phase].example]
             places = Places(
@@ -64,14 +64,18 @@ def place_items_near(
                 wanted_block=_blocks(grid.language)[goal],
                 tokens=items.phases[phase].tokens.astype(np.int64),
             )
-            placed[phase] = _trade_items(placed[phase], length, item_costs(spec, length), spec, places, worth)
+            placed[phase] = _trade_items(placed[phase], items.phases[phase].length, spec, places, worth)
     return placed
 
 
-def _trade_items(plan: PhasePlan, length: Longs, cost: Longs, spec: PhaseSpec, places: Places, worth: int) -> PhasePlan:
-    ranks = spec.ranks
-    row_of = plan.microbatch.astype(np.int64) * ranks + plan.rank
-    rows = plan.microbatches * ranks
+def _trade_items(plan: PhasePlan, length: Longs, spec: PhaseSpec, places: Places, worth: int) -> PhasePlan:
+    """The plan after trades between the rows of one rank each; longer rows, which all ranks share, are left alone."""
+    own = np.flatnonzero(plan.capacity[plan.microbatch] <= spec.capacities[0])
+    if not len(own):
+        return plan
+    ranks, rows = spec.ranks, plan.microbatches * spec.ranks
+    row_of, length = plan.microbatch[own].astype(np.int64) * ranks + plan.rank[own], length[own]
+    cost = item_costs(spec, length)
     load = sums_by(row_of, cost, rows).reshape(-1, ranks)
     mean, total = load.sum(axis=1) // ranks, load.sum(axis=0)
     floor = max(-(-int(total.sum()) // ranks), int(cost.max()))
@@ -83,12 +87,11 @@ def _trade_items(plan: PhasePlan, length: Longs, cost: Longs, spec: PhaseSpec, p
         cost=np.minimum(most - load, (most_of_rank - total) // plan.microbatches).reshape(-1),
         segments=spec.max_segments - np.bincount(row_of, minlength=rows),
     )
-    row_of = trade(row_of, length, cost, left, places, worth)
-    microbatch, rank = np.divmod(row_of, ranks)
-    offset, segment = lay_out(row_of, length)
-    return replace(
-        plan, microbatch=microbatch.astype(np.int32), rank=rank.astype(np.int32), offset=offset, segment=segment
-    )
+    row_of = trade(row_of, length, cost, left, places.of(own), worth)
+    traded = {name: getattr(plan, name).copy() for name in ("microbatch", "rank", "offset", "segment")}
+    traded["microbatch"][own], traded["rank"][own] = np.divmod(row_of, ranks)
+    traded["offset"][own], traded["segment"][own] = lay_out(row_of, length)
+    return replace(plan, **traded)
 
 
 def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:

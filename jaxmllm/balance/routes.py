@@ -293,6 +293,7 @@ def route_statistics(
     padded = hops * places * (places - 1) * encoder_only * language_only * route.pair_slots
     slots = padded if route.backend == "padded" else moved
     statistics: dict[str, float] = {
+        "ragged": float(route.backend == "ragged"),
         "rounds": len(rounds),
         "hops": hops,
         "tokens": int(tokens.sum()),

@@ -45,11 +45,11 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     `<phase>/gap_to_floor` (the same / what no placement goes below: the mean or the costliest item),
     `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means), `<phase>/idle_share` (of
     the ranks' time, by the same sums: 1 - 1 / synchronised). `plan_ms`. For every encoder
-    phase that carries an exchange (see `carriers`), `route/<phase>/...`: `rounds`; `hops` (all-to-alls, and as many
-    back); `tokens` routed; `moved_tokens` of them that change rank; `slots_moved` from one rank to another, padding
-    included; per token that changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known
-    nodes `node_tokens`, those that change node, and `node_tokens_over_arbitrary`, the same against what change node
-    when ranks are dealt at random.
+    phase that carries an exchange (see `carriers`), `route/<phase>/...`: `ragged`, 1 with that backend and 0 with the
+    padded one; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change
+    rank; `slots_moved` from one rank to another, padding and second legs included; per token that changes rank
+    `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those that change
+    node, and `node_tokens_over_arbitrary`, the same against what change node when ranks are dealt at random.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.

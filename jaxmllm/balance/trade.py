@@ -46,6 +46,11 @@ class Places:
         near = (self.node[rank] == self.wanted_node[item]).astype(np.int64)
         return self.tokens[item] * (near + (self.block[rank] == self.wanted_block[item]))
 
+    def of(self, items: Longs) -> Places:
+        """Those of some items."""
+        wanted = self.wanted_node[items], self.wanted_block[items]
+        return Places(self.node, self.block, *wanted, self.tokens[items])
+
     def with_nothing(self) -> Places:
         """The same with one more item that is of no benefit anywhere."""
         wanted = np.append(self.wanted_node, np.int32(-1)), np.append(self.wanted_block, -1)

@@ -190,6 +190,7 @@ class Report:
                 record[f"loss/{source}"] = loss
         record |= self._rates.update(amounts, now)
         record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in SUMMED}
+        record |= run.programs.route_metrics(statistics)
         if run.peak_flops is not None:
             flops = sum(statistics[f"{phase}/flops"] for phase in run.programs.spec.phases)
             record["mfu"] = flops / (seconds * run.peak_flops * jax.device_count())

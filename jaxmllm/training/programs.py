@@ -333,6 +333,18 @@ class Programs:
         slots[LANGUAGE] = max((route.language_pool for route in self.spec.routes.values()), default=1)
         return {phase: abstract_pool(self.layouts[phase], slots[phase], width, language.dtype) for phase in slots}
 
+    def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
+        """What the exchanges of a step move one way, of its plan statistics: `route/<carrier>/bytes_moved` from rank
+        to rank, padding and second legs included, and `route/<carrier>/node_bytes` of tokens that change node."""
+        metrics: dict[str, float] = {}
+        for carrier in dict.fromkeys(self.carriers.values()):
+            leaves = jax.tree.leaves(self.pools[carrier])
+            token_bytes = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in leaves)
+            for name, amount in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
+                if (key := f"route/{carrier}/{amount}") in statistics:
+                    metrics[f"route/{carrier}/{name}"] = statistics[key] * token_bytes
+        return metrics
+
     def _abstract_state(self) -> TrainState:
         state = jax.eval_shape(self.step.init, self.params)
         trained = {name: self.params[name] for name in self.step.model.trainable}

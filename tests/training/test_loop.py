@@ -66,6 +66,10 @@ def test_metric_records_hold_what_there_is_to_know(finished):
             0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"] for phase in PHASES
         )
         assert record["mfu"] > 0
+        token_bytes = 4 * 32 + 4  # 32 float32 and one validity
+        assert record["route/vision/bytes_moved"] == token_bytes * record["route/vision/slots_moved"] > 0
+        assert record["route/vision/node_bytes"] == token_bytes * record["route/vision/node_tokens"]
+        assert record["route/vision/ragged"] == 0
     evaluations = [record for record in records if "eval/loss" in record]
     assert [record["step"] for record in evaluations] == [3, 6]
     assert all({f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations)

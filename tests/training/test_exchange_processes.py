@@ -1,0 +1,130 @@
+"""The padded exchange between two processes: every token crosses, and every gradient comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+
+from jaxmllm.balance.plan import ExchangeGrid, StepPlan
+from jaxmllm.balance.routes import route_tables
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.training.build import local_ranks
+from jaxmllm.training.distributed import initialize_distributed
+from sharding.mesh import make_mesh
+from sharding.route import Exchange
+from sharding.rules import make_layout
+from tests.balance.conftest import ENCODERS, random_batch, spec_for
+
+LAYOUTS = ((["data", "fsdp"], ["data", "fsdp"]), (["data", "fsdp"], ["data"]))  # of encoder and language
+
+
+def test_two_processes_exchange_tokens():
+    launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "2", "--"]
+    ran = subprocess.run(
+        [*launcher, sys.executable, "-m", "tests.training.test_exchange_processes"],
+        env=os.environ | {"NPROC": "8"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert ran.stdout.count("exchanged") == 2 * len(LAYOUTS)
+
+
+def main() -> None:
+    """What each of the processes runs."""
+    initialize_distributed()
+    assert jax.process_count() == 2 and jax.local_device_count() == 2
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    for encoder, language in LAYOUTS:
+        exchange = Exchange(mesh, make_layout(mesh, {"batch": encoder}), make_layout(mesh, {"batch": language}))
+        hops, crossing = check(exchange)
+        assert crossing > 0
+        print(f"exchanged in {hops} hops, {crossing} tokens between processes")
+
+
+def check(exchange: Exchange) -> tuple[int, int]:
+    """Run the rounds of a random batch both ways on numbered tokens; the number of hops, and of tokens that cross."""
+    batch = random_batch(5, 24)
+    grid = ExchangeGrid(*exchange.grid())
+    spec = spec_for(batch, dict.fromkeys(ENCODERS, grid.shape), classes=2, pool=64, pair=16, hops=6)
+    routes = {phase: dataclasses.replace(route, grid=grid) for phase, route in spec.routes.items()}
+    plan = plan_step(batch, dataclasses.replace(spec, routes=routes))
+    route, ranks = routes["vision"], int(np.prod(grid.shape))
+    made, wanted, crossing = numbered_tokens(plan, batch, route, exchange)
+    local = local_ranks(exchange.tables, ranks)
+    hop, hop_back = jax.jit(exchange.hop), jax.jit(exchange.hop_back)
+    deliver, deliver_back = jax.jit(exchange.deliver), jax.jit(exchange.deliver_back)
+
+    def whole(array, sharding):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def table(own):
+        return jax.make_array_from_process_local_data(exchange.tables, own, (ranks, *own.shape[1:]))
+
+    def run(move, finish, hops, gather, source, target, slots):
+        buffer = whole(np.zeros((ranks, slots, source.shape[2]), np.float32), exchange.tables)
+        for number, each in enumerate(hops):
+            buffer = move(source, buffer, np.int32(number), table(each.index))
+        return finish(source, buffer, target, table(gather))
+
+    there, back = exchange.language.rows, exchange.encoder.rows
+    arrived = {pool: whole(np.zeros_like(tokens), there) for pool, tokens in wanted.items()}
+    returned = {pool: whole(np.zeros_like(tokens), back) for pool, tokens in made.items()}
+    count = 0
+    for turn in plan.routes["vision"].rounds:
+        tables = route_tables(turn, route, local)
+        out, into = whole(made[turn.source], back), whole(wanted[turn.target], there)
+        slots, slots_back = route.buffers
+        arrived[turn.target] = run(hop, deliver, tables.send, tables.pick, out, arrived[turn.target], slots)
+        returned[turn.source] = run(
+            hop_back, deliver_back, tables.place, tables.back, into, returned[turn.source], slots_back
+        )
+        count += turn.hops
+    for found, expected in ((arrived, wanted), (returned, made)):
+        for pool, array in found.items():
+            for shard in array.addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[pool][shard.index])
+    return count, crossing
+
+
+def numbered_tokens(plan: StepPlan, batch, route, exchange: Exchange):
+    """Encoder pools [R, W, 2] and the language pools that they shall become, by pool number, and how many tokens
+    change their process on the way."""
+    language = plan.phases["language"]
+    process = {
+        layout: [device.process_index for device in layout.mesh.devices.flat][:: layout.mesh.size // layout.ranks]
+        for layout in (exchange.encoder, exchange.language)
+    }
+    made: dict[int, np.ndarray] = {}
+    wanted: dict[int, np.ndarray] = {}
+    crossing = label = 0
+    for phase, per_token in ENCODERS.items():
+        encoder, items = plan.phases[phase], batch.phases[phase]
+        for item, example in enumerate(items.example.tolist()):
+            m, home, tokens = encoder.microbatch[item], language.microbatch[example], int(items.tokens[item])
+            source, goal = int(encoder.rank[item]), int(language.rank[example])
+            values = np.arange(label + 1, label + 1 + tokens)[:, None] * np.array([1.0, 0.5], np.float32)
+            label += tokens
+            out = made.setdefault(
+                int(encoder.pool[m]), np.zeros((exchange.encoder.ranks, route.encoder_pool, 2), np.float32)
+            )
+            into = wanted.setdefault(
+                int(language.pool[home]), np.zeros((exchange.language.ranks, route.language_pool, 2), np.float32)
+            )
+            first, arrival = (
+                encoder.pool_offset[m] + encoder.offset[item] // per_token,
+                plan.routes[phase].arrival[item],
+            )
+            out[source, first : first + tokens] = into[goal, arrival : arrival + tokens] = values
+            crossing += tokens * (process[exchange.encoder][source] != process[exchange.language][goal])
+    return made, wanted, crossing
+
+
+if __name__ == "__main__":
+    main()
