@@ -16,7 +16,9 @@ one record for every setting and phase, and one without a phase for every settin
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
-    slots moved       slots that the padded exchange sends from rank to rank, relays included, / tokens that change rank
+    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, / tokens
+                      that the language phase needs
+    slots / moved     the same / those of them that are made on another rank
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
@@ -159,8 +161,9 @@ def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
 def padded_figures(plan: StepPlan) -> dict[str, float]:
     """What the padded exchange sends for it."""
     moved = _routed(plan, "moved_tokens")
-    figures = {"hops": _routed(plan, "hops")}
-    return figures | ({"slots_moved_over_needed": _routed(plan, "slots_moved") / moved} if moved else {})
+    slots = _routed(plan, "slots_moved")
+    figures = {"hops": _routed(plan, "hops"), "slots_moved_over_needed": slots / _routed(plan, "tokens")}
+    return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
 
 
 def _routed(plan: StepPlan, name: str) -> float:
@@ -268,7 +271,8 @@ def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
         "tokens moved": "moved_token_fraction",
         "node bytes": "node_bytes_ratio",
         "hops": "hops",
-        "slots moved": "slots_moved_over_needed",
+        "slots / needed": "slots_moved_over_needed",
+        "slots / moved": "slots_moved_over_moved",
     }
     table = [[*(row[name] for name in where), *(row.get(name) for name in costs.values())] for row in steps]
     print_table("Steps", ["ranks", "per rank", *costs], table)
