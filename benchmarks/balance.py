@@ -16,9 +16,7 @@ one record for every setting and phase, and one without a phase for every settin
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
-    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, / tokens
-                      that the language phase needs
-    slots / moved     the same / those of them that are made on another rank
+    slots moved       slots that the padded exchange sends from rank to rank, relays included, / tokens that change rank
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
@@ -63,8 +61,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
 SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes ...
 SAMPLED_BATCHES = (2, 32)  # ... in as many batches as that makes, within these bounds
+MEASURED_EXAMPLES, MEASURED_BATCHES = 1 << 13, (3, 16)
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
-GENERATOR = "jaxmllm.balance.workload.generate([seed, 2, i], ranks * per_rank), i = 0 .. batches - 1, default mix"
+GENERATOR = "jaxmllm.balance.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
 
 
 def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes: int) -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
         plans = [plan_step(batch, spec) for batch in held_out]
         proxy[mode] = _over([step_proxy(*each, spec) for each in zip(plans, held_out, strict=True)], statistics.fmean)
     # BALANCED is the last of the modes: `spec` and `plans` are its own.
-    where = {"ranks": ranks, "per_rank": per_rank}
+    where = {"ranks": ranks, "per_rank": per_rank, "batches": batches}
     by_phase = []
     for phase, rows in spec.phases.items():
         each = [
@@ -161,9 +160,8 @@ def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
 def padded_figures(plan: StepPlan) -> dict[str, float]:
     """What the padded exchange sends for it."""
     moved = _routed(plan, "moved_tokens")
-    slots = _routed(plan, "slots_moved")
-    figures = {"hops": _routed(plan, "hops"), "slots_moved_over_needed": slots / _routed(plan, "tokens")}
-    return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
+    figures = {"hops": _routed(plan, "hops")}
+    return figures | ({"slots_moved_over_needed": _routed(plan, "slots_moved") / moved} if moved else {})
 
 
 def _routed(plan: StepPlan, name: str) -> float:
@@ -198,6 +196,12 @@ def _over(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, Any]
     return {name: reduce([record[name] for record in records if name in record]) for name in names}
 
 
+def measured_batches(setting: Setting) -> int:
+    """More of small batches, which differ more."""
+    fewest, most = MEASURED_BATCHES
+    return min(max(MEASURED_EXAMPLES // (setting[0] * setting[1]), fewest), most)
+
+
 def parse_setting(text: str) -> Setting:
     ranks, separator, per_rank = text.partition("x")
     if not (separator and ranks.isdecimal() and per_rank.isdecimal() and int(ranks) and int(per_rank)):
@@ -208,34 +212,33 @@ def parse_setting(text: str) -> Setting:
 def main(command: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all")
-    parser.add_argument("--batches", type=int, help="measured batches of each setting (default: 3)")
+    parser.add_argument("--batches", type=int, help="measured batches of each setting (default: 3 to 16)")
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
     parser.add_argument("--row-classes", type=int, default=ROW_CLASSES)
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
-    batches = options.batches or (1 if options.quick else 3)
     rows: list[dict[str, Any]] = []
     for setting in settings:
         began = time.perf_counter()
+        batches = options.batches or (1 if options.quick else measured_batches(setting))
         records = measure(setting, batches, options.repeats, options.seed, options.row_classes)
         print(f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
         rows += records
-    show(rows, batches)
+    show(rows)
     write_json(
         options.json,
         "balance",
         options.seed,
         GENERATOR,
         settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
-        batches=batches,
         row_classes=options.row_classes,
         rows=rows,
     )
     return 0
 
 
-def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The tables: workload, phases, steps."""
     by_phase = [row for row in rows if "phase" in row]
     steps = [row for row in rows if "phase" not in row]
@@ -247,16 +250,26 @@ def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
     pairs = {name.removeprefix("correlation/"): r for name, r in workload.items() if name.startswith("correlation/")}
     print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
 
-    where = ("ranks", "per_rank")
+    where = ("ranks", "per_rank", "batches")
     figures = ("gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction", "rows")
-    columns = ["ranks", "per rank", "phase", "gap to floor", "max/mean", "synchronised", "real tokens", "rows a rank"]
+    columns = [
+        "ranks",
+        "per rank",
+        "batches",
+        "phase",
+        "gap to floor",
+        "max/mean",
+        "synchronised",
+        "real tokens",
+        "rows a rank",
+    ]
     shown = [
         [*(row.get(name) for name in (*where, "phase")), *(_digits(row.get(n)) for n in figures)] for row in by_phase
     ]
-    print_table(f"Phases, balance.mode: {BALANCED}, mean of {batches}", columns, shown)
+    print_table(f"Phases, balance.mode: {BALANCED}", columns, shown)
 
     ratios = [mode for mode in MODES if mode != BALANCED]
-    columns = ["ranks", "per rank", *ratios, *(f"{mode} padded" for mode in ratios)]
+    columns = ["ranks", "per rank", "batches", *ratios, *(f"{mode} padded" for mode in ratios)]
     table = [
         [*(row[name] for name in where), *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios)]
         for row in steps
@@ -271,11 +284,10 @@ def show(rows: Sequence[Mapping[str, Any]], batches: int) -> None:
         "tokens moved": "moved_token_fraction",
         "node bytes": "node_bytes_ratio",
         "hops": "hops",
-        "slots / needed": "slots_moved_over_needed",
-        "slots / moved": "slots_moved_over_moved",
+        "slots moved": "slots_moved_over_needed",
     }
     table = [[*(row[name] for name in where), *(row.get(name) for name in costs.values())] for row in steps]
-    print_table("Steps", ["ranks", "per rank", *costs], table)
+    print_table("Steps", ["ranks", "per rank", "batches", *costs], table)
 
 
 def _digits(value: float | None) -> str | None:

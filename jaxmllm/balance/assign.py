@@ -24,7 +24,8 @@ from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
 STEP = 40  # a set of rows is little larger than another if it has at most one part in so many more slots
-TRADING_ROOM = 12  # one slot in so many should be free if all cost were attention's: full rows cannot be levelled
+TRADING_ROOM = 12  # one slot in so many should be free if all cost were attention's: full rows cannot be levelled ...
+LOOSE = 3  # ... but of more than this many times the longest item, part of the rows can take the long items
 FEW = 1024  # items that are no longer many
 WINDOW, TRIES = 20, 3  # where ranks wait longer, the best is taken of so many sets with up to a twentieth more slots
 
@@ -45,7 +46,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
-    wanted = wanted_slots(items.length, cost)
+    wanted = wanted_slots(items.length, cost, spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
     for counts, more in _with_next(row_counts(spec.capacities, row_needs(spec, items.length, anyone, 1))):
@@ -61,7 +62,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         if best is None:
             most_slots = slots * (WINDOW + 1) // WINDOW
         tries += 1
-        score = slots * placing.waits**2
+        score = slots * placing.waits**4
         if best is None or score < best[0]:
             best = score, counts, placing
         if placing.waits <= even:
@@ -160,11 +161,12 @@ def row_steps(capacities: tuple[int, ...]) -> Longs:
     return counts[np.lexsort((counts.sum(axis=1), rest))]
 
 
-def wanted_slots(length: Longs, cost: Longs) -> int:
+def wanted_slots(length: Longs, cost: Longs, ranks: int) -> int:
     """Slots in which many items can be placed evenly: their own, and some room where cost does not follow length."""
     slots, total = int(length.sum()), max(int(cost.sum()), 1)
     beyond = total - slots * int((cost // length).min())
-    return slots + slots * beyond // (total * TRADING_ROOM)
+    looseness = max(LOOSE, slots // (ranks * int(length.max())))
+    return slots + slots * beyond * LOOSE // (total * TRADING_ROOM * looseness)
 
 
 def _with_next(counts: Iterator[Longs]) -> Iterator[tuple[Longs, Longs]]:

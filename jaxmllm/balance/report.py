@@ -13,6 +13,9 @@ from other batches. Nothing is decoded, compiled or run. Writes balance.png and 
     rows            of a rank, each one microbatch
     real tokens     share of row slots that hold data
     idle            predicted share of rank time spent waiting: 1 - 1 / synchronised
+
+And of the exchange of encoder outputs: MB routed, the share that changes rank and node, the latter also over that of
+ranks dealt at random, and the slots that move from rank to rank, padding included, over the tokens that have to.
 """
 
 from __future__ import annotations
@@ -40,14 +43,16 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec
+from jaxmllm.balance.plan import Backend, BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.sizes import choose_sizes
-from jaxmllm.balance.step_plan import phase_statistics, place_items
+from jaxmllm.balance.step_plan import phase_statistics, plan_step
 from jaxmllm.balance.workload import MODEL, describe, generate, longest, make_spec, mix_for
 from jaxmllm.config import ModelConfig, load_config
 
 AFTER: Mode = "phases"
 RANKS, PER_RANK = 64, 32  # of generated batches, unless the config or the caller says otherwise
+NODE = 8  # ranks of a node of generated batches
+PADDED_RANKS = 512  # more are planned for the ragged exchange
 SAMPLED_EXAMPLES = 8192  # generated to choose the sizes from ...
 SAMPLED_BATCHES = (2, 16)  # ... in as many batches as that makes, within these bounds
 BARS = 32  # more ranks are drawn without gaps between them ...
@@ -71,6 +76,10 @@ MODE_WORDS: Mapping[str, str] = {
 }
 
 
+ROUTE_COLUMNS = ("MB routed", "change rank", "change node", "node, of random", "slots moved / needed")
+ROUTE_STATISTICS = ("tokens", "moved_tokens", "slots_moved", "node_tokens", "node_tokens_over_arbitrary")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One batch planned twice. The specs differ in their mode and in the sizes that suit it."""
@@ -79,6 +88,7 @@ class Comparison:
     items: BatchItems
     before: PlanSpec
     after: PlanSpec
+    token_bytes: int = 2 * MODEL.language.width  # of an encoder output
 
 
 @dataclass(frozen=True)
@@ -100,11 +110,29 @@ class PhaseView:
 Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by phase
 
 
-def view(items: BatchItems, spec: PlanSpec) -> dict[str, PhaseView]:
-    """Plan a batch and see every phase."""
-    grids = {phase: route.grid for phase, route in spec.routes.items()}
-    plans = place_items(items, spec.phases, grids, spec.mode)
-    return {name: _view(plans[name], items.phases[name], phase) for name, phase in spec.phases.items()}
+def view(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseView]:
+    """See every phase of a plan."""
+    return {name: _view(plan.phases[name], items.phases[name], phase) for name, phase in spec.phases.items()}
+
+
+def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
+    """What the exchanges of a plan move, all encoder phases together, by column; without those that have no meaning."""
+
+    carried = {key.split("/")[1] for key in plan.statistics if key.startswith("route/")}
+    each = [
+        {name: plan.statistics.get(f"route/{phase}/{name}", 0.0) for name in ROUTE_STATISTICS}
+        for phase in sorted(carried)
+    ]
+    tokens, moved, slots, between, placed = (
+        sum(statistics[name] * (statistics["tokens"] if name == ROUTE_STATISTICS[-1] else 1) for statistics in each)
+        for name in ROUTE_STATISTICS
+    )
+    figures: dict[str, float] = {"MB routed": tokens * token_bytes / 1e6}
+    if moved:
+        figures |= {"change rank": moved / tokens, "slots moved / needed": slots / moved}
+    if placed:
+        figures |= {"change node": between / tokens, "node, of random": placed / tokens}
+    return figures
 
 
 def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
@@ -147,19 +175,28 @@ def table(views: Views) -> list[list[str]]:
     ]
 
 
+def route_table(routes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Rows of the table of the exchange, by mode."""
+    return [[mode, *(_text(name, figures.get(name)) for name in ROUTE_COLUMNS)] for mode, figures in routes.items()]
+
+
 def _text(column: str, value: float | None) -> str:
     if value is None:
         return "-"
     if column == "rows":
         return f"{value:.0f}"
-    return f"{100 * value:.1f} %" if column in ("idle", "real tokens") else f"{value:.3f}"
+    if column == "MB routed":
+        return f"{value:.1f}"
+    shares = ("idle", "real tokens", "change rank", "change node")
+    return f"{100 * value:.1f} %" if column in shares else f"{value:.3f}"
 
 
 # ---------------------------------------------------------------------------- drawing
 
 
-def draw(views: Views, title: str) -> Figure:
-    """Two modes beside each other, one line of panels a phase: on the left load, on the right rows."""
+def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
+    """Two modes beside each other, one line of panels a phase: on the left load, on the right rows. The exchanges of
+    the modes are told in the head."""
     (before, first), (after, second) = views.items()
     phases = [phase for phase in first if first[phase].figures]
     height = 2.0 + 2.6 * len(phases)
@@ -168,7 +205,9 @@ def draw(views: Views, title: str) -> Figure:
     assert engine is not None
     engine.set(rect=(0.004, 0.004, 0.992, 1 - 1.2 / height), hspace=0.06, wspace=0.02)  # type: ignore[call-arg]
     ratio = step_time(first) / step_time(second)
-    words = f"{before}: {MODE_WORDS[before]}; {after}: {MODE_WORDS[after]}"
+    words = (
+        f"{before}: {MODE_WORDS[before]}; {after}: {MODE_WORDS[after]}{_exchange_words((routes or {}).get(after, {}))}"
+    )
     _head(figure, f"{title}. A step takes {ratio:.2f} times as long before as after (predicted).\n{words}", height)
     grid = figure.add_gridspec(max(len(phases), 1), 5, width_ratios=(1, 1, 0.06, 1, 1))
     for line, phase in enumerate(phases):
@@ -191,6 +230,16 @@ def draw(views: Views, title: str) -> Figure:
         for axes, what in ((figure.axes[-4], f"load [{unit}]"), (figure.axes[-3], "slots [thousands]")):
             axes.set_ylabel(f"$\\bf{{{phase}}}$\n{what}", color=INK, fontsize=10.5)
     return figure
+
+
+def _exchange_words(figures: Mapping[str, float]) -> str:
+    if "change rank" not in figures:
+        return ""
+    moves = (
+        f"{figures['MB routed']:.0f} MB of encoder outputs routed, {100 * figures['change rank']:.0f} % to another rank"
+    )
+    node = f", {100 * figures['change node']:.0f} % to another node" if "change node" in figures else ""
+    return f" ({moves}{node})"
 
 
 def _head(figure: Figure, line: str, height: float) -> None:
@@ -303,6 +352,8 @@ dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem 1.2rem; }}
 <h2>Figures</h2>
 <div class="wide">{figures}</div>
 <dl>{glossary}</dl>
+<h2>Exchange of encoder outputs</h2>
+<div class="wide">{routes}</div>
 <h2>Lengths of this batch</h2>
 <div class="wide">{workload}</div>
 <p>{correlations}</p>
@@ -315,6 +366,8 @@ GLOSSARY = {
     "synchronised": "sum over microbatches of the costliest row / sum of means, because ranks meet at every microbatch",
     "rows": "rows of a rank; each is one microbatch",
     "real tokens": "share of row slots that hold data",
+    "MB routed": "encoder outputs that the language phase needs; then the share of them that changes rank or node, the "
+    "latter also over what it is with ranks dealt at random, and slots sent between ranks over those that had to be",
     "idle": "predicted share of rank time spent waiting: 1 - 1 / synchronised; over all phases weighted by their cost",
 }
 
@@ -325,6 +378,7 @@ class Report:
 
     title: str
     views: Views
+    routes: Mapping[str, Mapping[str, float]]  # by mode, see `route_figures`
     lengths: dict[str, float]  # see `describe`
 
     @property
@@ -339,6 +393,7 @@ class Report:
         print_table(f"{self.title}: lengths", ("phase", *LENGTHS), lengths_table(self.lengths, self.views[after]))
         print(correlations(self.lengths) + "\n")
         print_table("Balance", ("phase", "mode", *COLUMNS), table(self.views))
+        print_table("Exchange of encoder outputs", ("mode", *ROUTE_COLUMNS), route_table(self.routes))
         print(f"predicted: a step takes {self.ratio:.2f} times as long with mode {before} as with {after}")
 
     def page(self, image: bytes) -> str:
@@ -352,6 +407,7 @@ class Report:
             image=base64.b64encode(image).decode(),
             figures=html_table(("phase", "mode", *COLUMNS), table(self.views)),
             glossary="".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in GLOSSARY.items()),
+            routes=html_table(("mode", *ROUTE_COLUMNS), route_table(self.routes)),
             workload=html_table(("phase", *LENGTHS), lengths_table(self.lengths, self.views[after])),
             correlations=html.escape(correlations(self.lengths)),
         )
@@ -359,9 +415,14 @@ class Report:
 
 def write(compared: Comparison, directory: Path) -> Report:
     """Draw a comparison into `directory`: balance.png and balance.html."""
-    views: Views = {spec.mode: view(compared.items, spec) for spec in (compared.before, compared.after)}
-    report = Report(compared.title, views, describe(compared.items))
-    image = png(draw(views, compared.title))
+    views: dict[str, dict[str, PhaseView]] = {}
+    routes: dict[str, dict[str, float]] = {}
+    for spec in (compared.before, compared.after):
+        plan = plan_step(compared.items, spec)
+        views[spec.mode] = view(plan, compared.items, spec)
+        routes[spec.mode] = route_figures(plan, compared.token_bytes)
+    report = Report(compared.title, views, routes, describe(compared.items))
+    image = png(draw(views, compared.title, routes))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / PICTURE).write_bytes(image)
     (directory / PAGE_FILE).write_text(report.page(image), encoding="utf-8")
@@ -420,8 +481,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
     """A generated batch on the generator's own model."""
     samples, items = _generated(ranks * per_rank, seed)
-    specs = [make_spec(ranks, samples, mode) for mode in (before, AFTER)]
-    return Comparison(f"Generated lengths, {ranks} ranks, {per_rank} examples a rank, seed {seed}", items, *specs)
+    backend: Backend = "padded" if ranks <= PADDED_RANKS else "ragged"
+    earlier, later = [make_spec(ranks, samples, mode, ranks_per_node=NODE, backend=backend) for mode in (before, AFTER)]
+    title = f"Generated lengths, {ranks} ranks, {per_rank} examples a rank, seed {seed}"
+    return Comparison(title, items, earlier, later)
 
 
 def compare_config(
@@ -437,12 +500,21 @@ def compare_config(
     Raises one of `USER_ERRORS` of training/build.py.
     """
     import jax
+    import jax.numpy as jnp
 
     from jaxmllm.data.corpus import modalities
     from jaxmllm.data.pipeline import batch_examples
     from jaxmllm.data.text import load_tokenizer
     from jaxmllm.models.mllm import build_model
-    from jaxmllm.training.build import exchange_grids, lay_groundwork, phase_needs, plan_spec, vocabulary
+    from jaxmllm.training.build import (
+        exchange_backend,
+        exchange_grids,
+        lay_groundwork,
+        phase_needs,
+        plan_spec,
+        rank_places,
+        vocabulary,
+    )
     from sharding.mesh import abstract_mesh
 
     config = load_config(path, overrides)
@@ -455,13 +527,14 @@ def compare_config(
         config.model_copy(update={"balance": config.balance.model_copy(update={"mode": mode})})
         for mode in (before, AFTER)
     ]
+    token_bytes = config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
     what = f"{ranks} data ranks, {examples} examples a step"
     if seed is None:
         ground = lay_groundwork(config, mesh)
         items = ground.corpus.gather(batch_examples(ground.order, examples, len(ground.samples)))
         corpora = [ground.corpus, *ground.held_out]
-        specs = [plan_spec(each, ground.model, ground.samples, corpora) for each in by_mode]
-        return Comparison(f"{Path(path).name}, {what}", items, *specs)
+        earlier, later = [plan_spec(each, ground.model, ground.samples, corpora) for each in by_mode]
+        return Comparison(f"{Path(path).name}, {what}", items, earlier, later, token_bytes)
 
     model = build_model(
         config.model, vocabulary(config, load_tokenizer(config.data.tokenizer)), config.components, mesh
@@ -470,8 +543,12 @@ def compare_config(
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
     needs = phase_needs(config, model, modalities(config.model, config.data), largest)
     grids = exchange_grids(model)
-    specs = [choose_sizes(samples, needs, grids, each.balance) for each in by_mode]
-    return Comparison(f"{Path(path).name} on generated lengths, {what}, seed {seed}", items, *specs)
+    backend = exchange_backend(config, model) if ranks <= PADDED_RANKS else "ragged"
+    nodes = rank_places(config, model)
+    earlier, later = [choose_sizes(samples, needs, grids, each.balance, nodes, backend) for each in by_mode]
+    return Comparison(
+        f"{Path(path).name} on generated lengths, {what}, seed {seed}", items, earlier, later, token_bytes
+    )
 
 
 def _generated(examples: int, seed: int, model: ModelConfig = MODEL) -> tuple[list[BatchItems], BatchItems]:

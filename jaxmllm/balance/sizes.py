@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import numpy as np
 
@@ -43,11 +44,11 @@ SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first cla
 FRACTIONS = 4  # it is cut into 1 to so many rows more than it needs at least
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the median load in a row of another class
 STEPS = (16, 24, 32, 48, 64, 96)  # of the median load between classes of about one size
-PACKED = (32, 6)  # sets that are really packed: in a quarter of the batches, then in all
-PACKED_ITEMS = 400_000  # in so many batches that all sets together would pack no more items
+PACKED = (24, 4)  # sets that are really packed: in a quarter of the batches, then in all
+PACKED_BATCHES, PACKED_ITEMS = 16, 400_000  # in so many batches, and no more than make so many items in all
 JUDGED = 32  # batches that judge all sets by a bound: rows that just hold a few batches overflow in the next
 JUDGED_EXAMPLES = 1 << 19  # at most, in all of them
-EXPECTED_FILL = 0.985  # how full rows get; the bound alone would favour rows that exactly hold the mean
+EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
 USUAL_HOPS, MOST_HOPS = 16, 40  # of a round: more of fewer slots waste less, fewer cost less time
 
@@ -152,21 +153,19 @@ class _Load:
     home: Longs | None
     ranks: int
     slots: int  # of the fullest rank, when rows could be cut anywhere
+    wanted: int  # slots that its rows should have
     toll: float  # of a microbatch, in slots
-    known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by bound of the lengths
 
     def above(self, bound: int) -> tuple[int, int]:
         """Slots and number of the items longer than `bound`, on the rank that has most or, where they move freely, on
-        the mean rank: searching asks for the same few again and again."""
-        if bound not in self.known:
-            long = self.items.length > bound
-            length = self.items.length[long]
-            if self.home is None:
-                self.known[bound] = -(-int(length.sum()) // self.ranks), -(-len(length) // self.ranks)
-            else:
-                slots = sums_by(self.home[long], length, self.ranks)
-                self.known[bound] = int(slots.max()), int(np.bincount(self.home[long], minlength=1).max())
-        return self.known[bound]
+        the mean rank."""
+        long = self.items.length > bound
+        length = self.items.length[long]
+        if self.home is None:
+            return -(-int(length.sum()) // self.ranks), -(-len(length) // self.ranks)
+        return int(sums_by(self.home[long], length, self.ranks).max()), int(
+            np.bincount(self.home[long], minlength=1).max()
+        )
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         return assign(spec, self.items) if self.home is None else assign_in_place(spec, self.items, self.home)
@@ -186,12 +185,14 @@ def _loads(
         if not len(items.length):
             continue
         if example_rank is None:
+            home, slots = None, -(-int(items.length.sum()) // needs.ranks)
             cost = item_costs(_spec(needs, (needs.granule,)), items.length)
-            home, slots = None, -(-wanted_slots(items.length, cost) // needs.ranks)
+            wanted = -(-wanted_slots(items.length, cost, needs.ranks) // needs.ranks)
         else:
             home = home_ranks(batch, needs.name, example_rank, grids)
-            slots = int(sums_by(home, items.length, needs.ranks).max())
-        loads.append(_Load(items, home, needs.ranks, slots, _toll(needs, items, slots)))
+            slots = wanted = int(sums_by(home, items.length, needs.ranks).max())
+        wanted = max(wanted, math.ceil(slots / EXPECTED_FILL))
+        loads.append(_Load(items, home, needs.ranks, slots, wanted, _toll(needs, items, slots)))
     return loads
 
 
@@ -236,9 +237,10 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
             cost += int(plan.capacity.sum(dtype=np.int64)) * waits + load.toll * plan.microbatches
         return cost
 
-    few = loads[: max(1, PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads)))]
+    few = loads[:PACKED_BATCHES][: max(1, PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads)))]
     candidates = _candidates(needs, loads, least, largest)
-    hopeful = _best(candidates, lambda capacities: _least_cost(capacities, loads), PACKED[0])
+    above = cache(lambda bound: np.array([load.above(bound) for load in loads]).T)
+    hopeful = _best(candidates, lambda capacities: _least_cost(capacities, loads, above), PACKED[0])
     better = _best(hopeful, lambda capacities: packed(capacities, few[::4]), PACKED[1])
     return _best(better, lambda capacities: packed(capacities, few), 1)[0]
 
@@ -271,14 +273,18 @@ def _best(candidates: Iterable[Capacities], cost: Callable[[Capacities], float],
     return sorted(candidates, key=lambda capacities: (cost(capacities), len(capacities), capacities))[:count]
 
 
-def _least_cost(capacities: Capacities, loads: Sequence[_Load]) -> float:
-    """Slots and tolls of the fewest rows that may hold each load, filled as far as rows get; summed over the loads."""
+def _least_cost(capacities: Capacities, loads: Sequence[_Load], above: Callable[[int], Longs]) -> float:
+    """Slots and tolls of the fewest rows that may hold each load, filled as far as rows get; summed over the loads.
+
+    Args:
+      above: `_Load.above` of all loads: [2, loads].
+    """
     sizes = np.array(capacities, np.int64)
     below = (*capacities[1:], 0)
     half = capacities[0] // 2  # of the items above it, no two share a row
-    slots = np.array([[load.above(bound)[0] for bound in below] for load in loads])
-    slots[:, -1] = [math.ceil(load.slots / EXPECTED_FILL) for load in loads]
-    rows = np.array([[load.above(max(bound, half))[1] for bound in below] for load in loads])
+    slots = np.stack([above(bound)[0] for bound in below], axis=1)
+    slots[:, -1] = [load.wanted for load in loads]
+    rows = np.stack([above(max(bound, half))[1] for bound in below], axis=1)
     rows = np.maximum(rows, slots > 0)
     firsts = np.arange(slots[:, -1].min() // sizes[0], max(slots[:, -1].max() // sizes[0] + 1, rows.max()) + 1)
     counts = (row_steps(capacities) + firsts[:, None, None] * (np.arange(len(sizes)) == 0)).reshape(-1, len(sizes))

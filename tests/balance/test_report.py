@@ -76,6 +76,20 @@ def test_the_table_has_the_statistics_of_the_plans(generated):
         assert float(idle.removesuffix(" %")) == pytest.approx(100 * (1 - 1 / said["synchronised"]), abs=0.06)
 
 
+def test_the_exchange_is_told_by_mode(generated):
+    """Four ranks are one node: no token changes node, and what stays with its example changes no rank."""
+    compared, written, folder = generated
+    shown = report.route_table(written.routes)
+    assert rows_of((folder / "balance.html").read_text(encoding="utf-8"), 1) == shown
+    tokens = sum(int(compared.items.phases[phase].tokens.sum()) for phase in ("vision", "audio"))
+    assert [row[0] for row in shown] == ["none", "phases"]
+    assert all(float(row[1]) == pytest.approx(tokens * compared.token_bytes / 1e6, abs=0.06) for row in shown)
+    moved = plan_step(compared.items, compared.after).statistics["route/vision/moved_tokens"]
+    assert shown[0][2] == "-" and float(shown[1][2].removesuffix(" %")) == pytest.approx(100 * moved / tokens, abs=0.06)
+    assert [row[3:5] for row in shown] == [["-", "-"]] * 2
+    assert float(shown[1][5]) >= 1
+
+
 def test_what_is_drawn_adds_up_to_the_batch(generated):
     compared, written, _ = generated
     for views in written.views.values():
@@ -100,7 +114,11 @@ def test_a_phase_without_items_is_left_out_of_the_picture(generated):
 
 def test_many_ranks_are_drawn_costliest_first(tmp_path):
     compared = report.compare_generated(report.IN_ORDER + 2, 2, seed=1, before="tokens")
-    figure = report.draw({s.mode: report.view(compared.items, s) for s in (compared.before, compared.after)}, "many")
+    views = {
+        spec.mode: report.view(plan_step(compared.items, spec), compared.items, spec)
+        for spec in (compared.before, compared.after)
+    }
+    figure = report.draw(views, "many")
     assert "costliest first" in figure.axes[-1].get_xlabel()
 
 

@@ -120,6 +120,18 @@ def test_more_classes_waste_less(make):
     assert fill[2] > 0.85
 
 
+def test_two_samples_tell_how_far_loads_stray(make):
+    """Rows chosen from two batches are nearly as full in fresh ones as rows chosen from sixteen."""
+    needs, fresh = needs_of(8, vision=PhaseConfig(row_classes=3)), [make.batch(500 + k, 64) for k in range(16)]
+    fill = []
+    for count in (2, 16):
+        samples = [make.batch(k, 64) for k in range(count)]
+        spec = choose_sizes(samples, needs, grids_of(make, 8), BalanceConfig()).phases["vision"]
+        slots = sum(int(assign(spec, batch.phases["vision"]).capacity.sum()) for batch in fresh)
+        fill.append(sum(batch.phases["vision"].length.sum() for batch in fresh) / slots / 8)
+    assert fill[0] >= fill[1] - 0.05
+
+
 def test_nearly_every_step_needs_one_pool_and_one_round(make):
     samples = [make.batch(k, 64) for k in range(16)]
     spec = choose_sizes(samples, needs_of(8), grids_of(make, 8), BalanceConfig())
@@ -131,9 +143,9 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
 def test_time(make):
     samples = [make.batch(k, 64) for k in range(16)]
     configs = dict.fromkeys(PER_TOKEN, PhaseConfig(row_classes=3))
-    began = time.perf_counter()
+    began = time.process_time()
     choose_sizes(samples, needs_of(8, **configs), grids_of(make, 8), BalanceConfig())
-    assert time.perf_counter() - began < 10  # about 0.3 s on an idle core
+    assert time.process_time() - began < 15  # about 2 s on an idle core
 
 
 def test_explicit_sizes_are_kept(make):

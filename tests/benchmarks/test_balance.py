@@ -17,22 +17,27 @@ PHASES = ("vision", "audio", "language")
 def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("balance") / "balance.json"
     assert (
-        main(["--settings", "4x8", "2x4", "--batches", "1", "--repeats", "1", "--seed", "7", "--json", str(path)]) == 0
+        main(["--settings", "4x8", "16x2", "--batches", "1", "--repeats", "1", "--seed", "7", "--json", str(path)]) == 0
     )
     return json.loads(path.read_text())
 
 
 def test_json_has_a_record_for_every_phase_and_step(report):
-    assert (report["benchmark"], report["seed"], report["batches"]) == ("balance", 7, 1)
+    assert (report["benchmark"], report["seed"]) == ("balance", 7)
+    assert all(row["batches"] == 1 for row in report["rows"])
+    assert "workload.generate([seed, 2, i]" in report["generator"]
     found = [(row["ranks"], row["per_rank"], row.get("phase")) for row in report["rows"]]
-    assert found == [(ranks, per, phase) for ranks, per in ((4, 8), (2, 4)) for phase in (*PHASES, None)]
+    assert found == [(ranks, per, phase) for ranks, per in ((4, 8), (16, 2)) for phase in (*PHASES, None)]
     for row in report["rows"]:
         if "phase" in row:
             assert {"gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction"} <= row.keys()
             assert 1 <= row["gap_to_floor"] <= row["max_over_mean"] <= row["synchronised"] + 1e-9
             assert 0 < row["real_token_fraction"] <= 1
         else:
-            assert row["plan_ms"] > 0
+            assert row["plan_ms"] > 0 and row["plan_ms_padded"] > 0
+            assert row["slots_moved_over_needed"] >= 1
+            assert ("node_bytes_ratio" in row) == (row["ranks"] == 16)  # four ranks are one node
+            assert row.get("node_bytes_ratio", 0.5) <= 1
             assert set(row["step_proxy"]) == set(row["step_proxy_over_phases"]) == set(MODES)
             assert row["step_proxy_over_phases"]["phases"] == 1
             assert row["step_proxy_padded"]["none"] > row["step_proxy"]["none"]
