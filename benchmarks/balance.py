@@ -16,11 +16,13 @@ one record for every setting and phase, and one without a phase for every settin
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
-    slots moved       slots that the padded exchange sends from rank to rank, relays included, / tokens that change rank
+    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, / tokens
+                      that the language phase needs
+    slots / moved     the same / those of them that are made on another rank
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
-The padded exchange is planned for at most 512 ranks, and modes are compared at up to 32 examples a rank.
+Modes are compared at up to 32 examples a rank.
 Modes: `none` leaves examples where sampling put them, `tokens` balances the total tokens of examples, `language` the
 language phase alone, `phases` every phase.
 """
@@ -54,7 +56,6 @@ SETTINGS: tuple[Setting, ...] = (
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
 COMPARED = 32  # most examples a rank at which modes are compared
-PADDED_RANKS = 512  # most ranks that a padded exchange is planned for
 PROXIES = ("step_proxy", "step_proxy_padded")
 NODE = 8  # ranks
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -92,14 +93,13 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
 
     routes = [route_figures(plan, ranks) for plan in plans]
     times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
-    if ranks <= PADDED_RANKS:
-        padded = replace(spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()})
-        routes += [padded_figures(plan_step(batch, padded)) for batch in held_out]
-        times += [
-            {f"{name}_padded": value for name, value in plan_time(batch, padded).items()}
-            for batch in held_out
-            for _ in range(repeats)
-        ]
+    padded = replace(spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()})
+    routes += [padded_figures(plan_step(batch, padded)) for batch in held_out]
+    times += [
+        {f"{name}_padded": value for name, value in plan_time(batch, padded).items()}
+        for batch in held_out
+        for _ in range(repeats)
+    ]
     whole = where | _over(times, statistics.median) | _over(routes, statistics.fmean)
     for name in PROXIES:
         whole[name] = {mode: figures[name] for mode, figures in proxy.items()}
@@ -160,8 +160,9 @@ def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
 def padded_figures(plan: StepPlan) -> dict[str, float]:
     """What the padded exchange sends for it."""
     moved = _routed(plan, "moved_tokens")
-    figures = {"hops": _routed(plan, "hops")}
-    return figures | ({"slots_moved_over_needed": _routed(plan, "slots_moved") / moved} if moved else {})
+    slots = _routed(plan, "slots_moved")
+    figures = {"hops": _routed(plan, "hops"), "slots_moved_over_needed": slots / _routed(plan, "tokens")}
+    return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
 
 
 def _routed(plan: StepPlan, name: str) -> float:
@@ -284,7 +285,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "tokens moved": "moved_token_fraction",
         "node bytes": "node_bytes_ratio",
         "hops": "hops",
-        "slots moved": "slots_moved_over_needed",
+        "slots / needed": "slots_moved_over_needed",
+        "slots / moved": "slots_moved_over_moved",
     }
     table = [[*(row[name] for name in where), *(row.get(name) for name in costs.values())] for row in steps]
     print_table("Steps", ["ranks", "per rank", "batches", *costs], table)

@@ -35,7 +35,8 @@ def test_json_has_a_record_for_every_phase_and_step(report):
             assert 0 < row["real_token_fraction"] <= 1
         else:
             assert row["plan_ms"] > 0 and row["plan_ms_padded"] > 0
-            assert row["slots_moved_over_needed"] >= 1
+            assert row["slots_moved_over_moved"] >= 1
+            assert row["slots_moved_over_needed"] <= row["slots_moved_over_moved"]
             assert ("node_bytes_ratio" in row) == (row["ranks"] == 16)  # four ranks are one node
             assert row.get("node_bytes_ratio", 0.5) <= 1
             assert set(row["step_proxy"]) == set(row["step_proxy_over_phases"]) == set(MODES)
