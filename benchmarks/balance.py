@@ -15,9 +15,9 @@ one record for every setting and phase, and one without a phase for every settin
     real tokens       share of row slots that hold data
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
-    node bytes        tokens that change node (of 8 ranks), rows placed near their texts / dealt at random
-    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, / tokens
-                      that the language phase needs
+    node bytes        tokens that change node (of 8 ranks), items placed near their texts / dealt at random
+    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, /
+                      media tokens that the language phase needs
     slots / moved     the same / those of them that are made on another rank
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
