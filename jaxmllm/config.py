@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 Auto = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float64"]
+Kernel = Literal["auto", "jax", "gpu"]  # of attention; see models/attention.py
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
 
@@ -135,6 +136,7 @@ class ComponentConfig(Section):
     learning_rate_scale: float = Field(1.0, ge=0.0)
     compute_dtype: DType = "float32"
     remat: Literal["none", "dots", "full"] = "full"
+    attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = {}
 
 

@@ -14,15 +14,15 @@ Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.models import attention_jax
-
-Kernel = Literal["auto", "jax"]
+from jaxmllm.config import Kernel
+from jaxmllm.models import attention_gpu, attention_jax
 
 
 class TokenIds(NamedTuple):
@@ -71,15 +71,21 @@ def attention(
       v: values.
       mask: who sees whom. Queries and keys may be other slots of the row, as under context parallelism.
       scale: factor on the logits; K ** -0.5 if none.
-      kernel: "auto" is the platform's own where there is one.
+      kernel: "jax", "gpu" (which other platforms interpret, slowly), or "auto": the platform's own if it takes such
+        inputs, else "jax". The platform is the one that is lowered for.
 
     Returns:
       In the dtype of q; exactly zero for queries that see nothing, where the gradient of q is zero too. Sums are kept
       in float32 (float64 for float64 inputs). Gradients are deterministic.
 
-    Raises `ValueError` if the shapes do not fit each other.
+    Raises `ValueError` if the shapes do not fit each other, or not a kernel that was asked for by name.
     """
     _check_shapes(q, k, v, mask)
+    if kernel == "gpu" and (needs := _gpu_needs(q, mask)):
+        raise ValueError(
+            f"attention: the gpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
+            "that component's model or phases.<name>.block"
+        )
     return _attention(kernel, q.shape[-1] ** -0.5 if scale is None else scale, q, k, v, mask)
 
 
@@ -89,7 +95,8 @@ def _attention(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask:
 
 
 def _forward(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, tuple[Any, ...]]:
-    out, logsumexp = attention_jax.forward(scale, q, k, v, mask)
+    forward = _choose(kernel, scale, q, mask, attention_jax.forward, attention_gpu.forward)
+    out, logsumexp = forward(q, k, v, mask)
     return out, (q, k, v, mask, out, logsumexp)
 
 
@@ -97,10 +104,25 @@ def _backward(
     kernel: Kernel, scale: float, residuals: tuple[Any, ...], d_out: Array
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
-    return *attention_jax.backward(scale, q, k, v, mask, out, logsumexp, d_out), None
+    backward = _choose(kernel, scale, q, mask, attention_jax.backward, attention_gpu.backward)
+    return *backward(q, k, v, mask, out, logsumexp, d_out), None
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _choose(
+    kernel: Kernel, scale: float, q: Array, mask: Mask, plain: Callable[..., Any], gpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    if kernel == "jax" or _gpu_needs(q, mask):
+        return partial(plain, scale)
+    elsewhere = plain if kernel == "auto" else partial(gpu, interpret=True)
+    # The platform is known only when the program is lowered, perhaps on a machine of another platform.
+    return partial(jax.lax.platform_dependent, cuda=partial(gpu, scale), default=partial(elsewhere, scale))
+
+
+def _gpu_needs(q: Array, mask: Mask) -> str | None:
+    return attention_gpu.unfit(q.dtype, q.shape[-1], mask.block)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:

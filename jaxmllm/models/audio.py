@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmllm.config import AudioConfig
+from jaxmllm.config import AudioConfig, ComponentConfig
 from jaxmllm.models.layers import (
-    Remat,
     RMSNorm,
     RowContext,
     bias,
@@ -55,12 +54,14 @@ class AudioTower(nnx.Module):
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
         self.norm = RMSNorm(config.width, config.norm_epsilon)
 
-    def __call__(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, remat: Remat) -> Float[Array, "R C/4 D"]:
+    def __call__(
+        self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> Float[Array, "R C/4 D"]:
         ranks, slots, mels = rows.features.shape
         x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
         x = self.stem_width(self.stem_mels(x, layout), layout)
         x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
         sections = (self.config.head_size // 2,)
         angles = rotary_angles(rows.positions[:, ::STRIDE, :1], sections, self.config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles)
-        return self.norm(run_stack(self.layers, x, context, remat))
+        context = RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles, settings.attention)
+        return self.norm(run_stack(self.layers, x, context, settings.remat))

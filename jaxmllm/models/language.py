@@ -6,12 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config import LanguageConfig
+from jaxmllm.config import ComponentConfig, LanguageConfig
 from jaxmllm.models.attention import TokenIds
 from jaxmllm.models.layers import (
     Block,
     GatedMLP,
-    Remat,
     RMSNorm,
     RowContext,
     SelfAttention,
@@ -76,9 +75,11 @@ class Decoder(nnx.Module):
         return weight(self.head, layout, dtype)
 
     def __call__(
-        self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, remat: Remat
+        self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
         angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, x.dtype)
-        context = RowContext(layout, TokenIds(rows.segments, rows.groups, rows.order), rows.tiles, angles)
-        return self.norm(run_stack(self.layers, x, context, remat))
+        context = RowContext(
+            layout, TokenIds(rows.segments, rows.groups, rows.order), rows.tiles, angles, settings.attention
+        )
+        return self.norm(run_stack(self.layers, x, context, settings.remat))

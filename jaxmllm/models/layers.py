@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config import TowerConfig
+from jaxmllm.config import Kernel, TowerConfig
 from jaxmllm.models.attention import Mask, TileLists, TokenIds, attention
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
@@ -34,6 +34,7 @@ class RowContext:
     ids: TokenIds  # [R, C] each
     tiles: RowTiles
     angles: Float[Array, "R C K/2"]
+    kernel: Kernel = "auto"  # of attention
 
 
 def item_ids(segments: Int[Array, "R C"]) -> TokenIds:
@@ -140,7 +141,7 @@ class SelfAttention(nnx.Module):
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             few = many
         attend = layout.local(
-            partial(_attend, layout.mesh_axes("sequence")),
+            partial(_attend, layout.mesh_axes("sequence"), rows.kernel),
             in_axes=(many, few, few, ("batch", "sequence"), ("batch", "sequence")),
             out_axes=many,
         )
@@ -161,12 +162,14 @@ class SelfAttention(nnx.Module):
         return norm(y) if norm is not None else y
 
 
-def _attend(split: tuple[str, ...], q: Array, k: Array, v: Array, ids: TokenIds, tiles: RowTiles) -> Array:
+def _attend(
+    split: tuple[str, ...], kernel: Kernel, q: Array, k: Array, v: Array, ids: TokenIds, tiles: RowTiles
+) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
     keys = TokenIds(*(gather_parts(column, split) for column in ids))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
-    return gathered_attention(lambda q, k, v: attention(q, k, v, mask), q, k, v, split)
+    return gathered_attention(partial(attention, mask=mask, kernel=kernel), q, k, v, split)
 
 
 class GatedMLP(nnx.Module):

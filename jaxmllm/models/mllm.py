@@ -85,7 +85,7 @@ class MLLM:
     def features(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R C D"]:
         """Run the tower of an encoder phase."""
         component = self.components[phase]
-        return component.module(params)(rows, component.layout, component.dtype, component.settings.remat)
+        return component.module(params)(rows, component.layout, component.dtype, component.settings)
 
     def project(
         self, params: Params, phase: str, features: Float[Array, "R C D"], places: Int[Array, "R T"]
@@ -103,7 +103,7 @@ class MLLM:
         decoder: Decoder = component.module(params)
         text = decoder.embed(rows.tokens, component.layout, component.dtype)
         x = jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
-        hidden = decoder(x, rows, component.layout, component.settings.remat)
+        hidden = decoder(x, rows, component.layout, component.settings)
         return hidden, decoder.output_weight(component.layout, component.dtype)
 
 

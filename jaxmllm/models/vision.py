@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmllm.config import VisionConfig
+from jaxmllm.config import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import (
-    Remat,
     RMSNorm,
     RowContext,
     bias,
@@ -35,10 +34,12 @@ class VisionTower(nnx.Module):
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
         self.norm = RMSNorm(config.width, config.norm_epsilon)
 
-    def __call__(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, remat: Remat) -> Float[Array, "R C D"]:
+    def __call__(
+        self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> Float[Array, "R C D"]:
         pixels = rows.features.astype(dtype) / 127.5 - 1
         x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
         x = layout.constrain(x, ("batch", "sequence", None))
         angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(rows.segments), rows.tiles, angles)
-        return self.norm(run_stack(self.layers, x, context, remat))
+        context = RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention)
+        return self.norm(run_stack(self.layers, x, context, settings.remat))

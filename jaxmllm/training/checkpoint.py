@@ -34,6 +34,7 @@ FREE_KEYS = (
     "run.steps",
     "model.language.loss_chunk",
     "components.*.remat",
+    "components.*.attention",
     "components.*.layout",
     "data.root",
     "data.evaluation",

@@ -1,0 +1,218 @@
+"""The kernels run interpreted here; for CUDA they are lowered, not run."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxmllm.balance import tiles
+from jaxmllm.balance.tiles import dealt_tiles, segment_ids, visible_tiles
+from jaxmllm.models import attention_gpu
+from jaxmllm.models.attention import Mask, attention
+from tests.models.test_attention import (
+    SLOTS,
+    mask_of,
+    packed_rows,
+    random_inputs,
+    reference,
+    scattered_rows,
+    stacked,
+    visible_pairs,
+)
+
+BLOCK = 16
+PADDED = 48  # the rows of test_attention.py in whole blocks
+
+
+@partial(jax.jit, static_argnames="kernel")
+def vjp(q, k, v, mask, d_out, kernel="gpu"):
+    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, mask, kernel=kernel), q, k, v)
+    return out, *pullback(d_out)
+
+
+def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
+    """All results against the dense formula in float64, relative to its largest entry."""
+    q, k, v, d_out = (jnp.asarray(x, dtype) for x in inputs)
+    results = vjp(q, k, v, mask, d_out)
+    visible = visible_pairs(mask)
+    blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, reference(q, k, v, visible, d_out), strict=True):
+        assert got.dtype == dtype, name
+        got = np.asarray(got, np.float64)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name)
+        assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), name
+
+
+def padded(ids):
+    """Rows of `SLOTS` with padding behind, up to a whole block."""
+    return tiles.TokenIds(*(np.pad(x, (0, PADDED - SLOTS)) for x in (ids.document, ids.group, ids.position)))
+
+
+def image_rows(slots):
+    """A causal row with an image within text, another of windows, and one of padding alone."""
+    third = slots // 3
+    text = np.repeat(np.array([1, 2, 3, 0], np.int32), [third, third + 2, third - 5, slots - 3 * third + 3])
+    image = np.where((np.arange(slots) >= third + 7) & (np.arange(slots) < 2 * third), 1, 0).astype(np.int32)
+    windows = (1 + np.arange(slots, dtype=np.int32) // 24) * (np.arange(slots) < slots - 3)
+    empty = np.zeros(slots, np.int32)
+    return [segment_ids(text, True, image), segment_ids(windows, False), segment_ids(empty, True)]
+
+
+# ---------------------------------------------------------------------------- against the dense formula
+
+
+@settings(max_examples=12)
+@given(st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2), st.sampled_from([None, 1, 4]))
+def test_any_mask_equals_dense_attention(ids, bound):
+    """Lists that are too short (`bound`) change nothing."""
+    mask = mask_of([padded(row) for row in ids], BLOCK)
+    mask = mask if bound is None else shortened(mask, ids, bound)
+    check(mask, random_inputs(2, PADDED, heads=2, key_heads=1, size=16))
+
+
+def shortened(mask, ids, bound):
+    """The mask with lists of `bound` blocks, in arrays of the old length so that one program serves both."""
+    short = mask_of([padded(row) for row in ids], BLOCK, bound)
+    widen = lambda lists: lists._replace(blocks=np.pad(lists.blocks, ((0, 0), (0, 9 - bound)), constant_values=-1))  # noqa: E731
+    return short._replace(query_tiles=widen(short.query_tiles), key_tiles=widen(short.key_tiles))
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "key_heads", "block", "dtype"),
+    [
+        (64, 4, 2, 64, jnp.float32),
+        (72, 1, 1, 48, jnp.float32),  # the last piece is wider than what is left of the head
+        (80, 2, 2, 64, jnp.bfloat16),
+        (96, 2, 1, 32, jnp.float16),
+        (128, 4, 1, 128, jnp.bfloat16),
+    ],
+)
+def test_head_sizes_and_types(size, heads, key_heads, block, dtype):
+    mask = mask_of(image_rows(384 if block == 128 else 192), block)
+    tolerance = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7, jnp.float16: 2**-10}[dtype]
+    check(mask, random_inputs(3, mask.queries.document.shape[1], heads, key_heads, size), dtype, tolerance)
+
+
+def test_a_part_of_a_row_attends_to_all_of_it():
+    """Two of six blocks of queries, in another order, against the keys of all."""
+    ids = image_rows(96)[0]
+    places = np.array([4, 0, 3, 5, 1, 2], np.int32)
+    slots = (np.argsort(places)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+    moved = tiles.TokenIds(ids.document[slots], ids.group[slots], ids.position[slots])
+    part = tiles.TokenIds(moved.document[32:64], moved.group[32:64], moved.position[32:64])
+    lists = dealt_tiles(visible_tiles(ids, BLOCK), places, 3)[1]
+    mask = Mask(stacked([part]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
+    check(mask, random_inputs(1, 32, heads=2, key_heads=1, size=16, keys=96))
+
+
+def test_large_logits_and_equal_values():
+    """A softmax of one-hot rows neither overflows nor loses a key; a mean over many equal values stays that value."""
+    mask = mask_of([segment_ids(np.ones(PADDED, np.int32), True)] * 2, BLOCK)
+    q, k, v, _ = random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (1e3 * q, 1e3 * k, v))
+    out, dq, dk, dv = vjp(q, k, v, mask, jnp.ones_like(q))
+    logits = np.einsum("qhk,pk->hqp", np.asarray(q[0], np.float64), np.asarray(k[0, :, 0], np.float64))
+    nearest = np.where(visible_pairs(mask)[0], logits, -np.inf).argmax(axis=-1)
+    np.testing.assert_allclose(out[0], np.asarray(v)[0, nearest.T, 0], rtol=1e-6)
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+    ones = jnp.ones_like(v)
+    np.testing.assert_allclose(vjp(jnp.zeros_like(q), k, ones, mask, jnp.ones_like(q))[0], 1, rtol=1e-6)
+
+
+def test_gradients_are_the_same_in_every_run():
+    mask = mask_of(image_rows(PADDED)[:2], BLOCK)
+    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(2, PADDED, heads=2, key_heads=1, size=16)]
+    first, second = (vjp(*inputs[:3], mask, inputs[3]) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# ---------------------------------------------------------------------------- choice
+
+
+def layers(kernel, q, k, v, mask):
+    """As the model calls it: layers in a scan, each recomputed."""
+
+    def layer(x, _):
+        return x + attention(x, k, v, mask, kernel=kernel), None
+
+    return jax.lax.scan(jax.checkpoint(layer), q, length=2)[0]
+
+
+def sharded_gradients(kernel):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
+    run = jax.shard_map(
+        partial(layers, kernel), mesh=mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
+    )
+    return jax.jit(jax.grad(lambda *inputs: run(*inputs).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+
+
+def model_inputs(dtype, block=BLOCK, size=16):
+    mask = mask_of(image_rows(3 * block)[:2], block)
+    q, k, v, _ = random_inputs(2, 3 * block, heads=4, key_heads=2, size=size)
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jax.tree.map(jnp.asarray, mask)
+
+
+def kernels_of(function, *inputs):
+    """The kernels in the program that this machine lowers for CUDA."""
+    text = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    return {name for name in ("attention_forward", "attention_queries", "attention_keys") if f'name = "{name}"' in text}
+
+
+def test_works_in_a_rematerialised_scan_inside_shard_map():
+    inputs = model_inputs(jnp.float32)
+    for a, b in zip(*(sharded_gradients(kernel)(*inputs) for kernel in ("gpu", "jax")), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["gpu", "auto"])
+def test_lowers_for_cuda_on_any_machine(kernel):
+    inputs = model_inputs(jnp.bfloat16, block=128, size=128)
+    gradients = {"attention_forward", "attention_queries", "attention_keys"}
+    assert kernels_of(partial(attention, kernel=kernel), *inputs) == {"attention_forward"}
+    assert kernels_of(sharded_gradients(kernel), *inputs) == gradients
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+def test_lowers_for_every_head_size_and_type(dtype, size):
+    q, k, v, mask = model_inputs(dtype, block=64, size=size)
+    assert len(kernels_of(vjp, q, k, v, mask, q)) == 3
+
+
+def test_the_jax_kernel_is_the_one_elsewhere_and_by_name():
+    q, k, v, mask = model_inputs(jnp.float32)
+    assert not kernels_of(partial(vjp, kernel="jax"), q, k, v, mask, q)
+    for a, b in zip(*(vjp(q, k, v, mask, q, kernel) for kernel in ("auto", "jax")), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "dtype", "message"),
+    [
+        (BLOCK, 16, np.float64, "bfloat16, float16 or float32, not float64"),
+        (8, 16, np.float32, "blocks of a multiple of 16 slots, not 8"),
+        (BLOCK, 8, np.float32, "heads of 16 numbers to 512 bytes, not 8 of float32"),
+        (BLOCK, 136, np.float32, "heads of 16 numbers to 512 bytes, not 136 of float32"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_by_name_and_left_to_jax_otherwise(block, size, dtype, message):
+    with jax.enable_x64(True):
+        inputs = model_inputs(dtype, block, size)
+        with pytest.raises(ValueError, match=f"the gpu kernel needs .*{message}.*components.<name>.attention"):
+            attention(*inputs, kernel="gpu")
+        assert not kernels_of(attention, *inputs)
+
+
+def test_a_jax_without_triton_is_told_from_others(monkeypatch):
+    monkeypatch.setattr(attention_gpu, "triton", None)
+    inputs = model_inputs(jnp.float32)
+    with pytest.raises(ValueError, match="Triton"):
+        attention(*inputs, kernel="gpu")
+    assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)  # not one that was traced before
