@@ -207,12 +207,21 @@ class PhaseConfig(Section):
     max_capacity: PositiveInt = 32_768
     max_segments: PositiveInt | Auto = "auto"
     block: PositiveInt = 128  # attention block; capacities are multiples of it
+    # Language only: slots of a row that all ranks compute together, for one example longer than other rows hold.
+    long_capacity: PositiveInt | None = None
 
 
 class PhasesConfig(Section):
     vision: PhaseConfig = PhaseConfig()
     audio: PhaseConfig = PhaseConfig()
     language: PhaseConfig = PhaseConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> PhasesConfig:
+        for name in ("vision", "audio"):
+            if getattr(self, name).long_capacity is not None:
+                raise ValueError(f"{name}.long_capacity: only the language phase has long rows; use mesh.context there")
+        return self
 
 
 class BalanceConfig(Section):

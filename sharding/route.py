@@ -215,3 +215,23 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
     split = layout.mesh_axes("sequence")
     slots = ("batch", "sequence")
     return layout.local(on_device, (slots, slots, ("batch",)), ("batch",))(rows, index, pool)
+
+
+def share_rank(layout: Layout, x: jax.Array, rank: jax.Array) -> jax.Array:
+    """What one rank holds, for all of them: x [R, ...] -> [1, ...]."""
+    axes = layout.batch_axes
+
+    def on_device(x: jax.Array, rank: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.where(jax.lax.axis_index(axes) == rank, x, 0), axes)
+
+    return layout.local(on_device, (("batch",), ()), ())(x, rank) if axes else x
+
+
+def add_to_rank(layout: Layout, x: jax.Array, more: jax.Array, rank: jax.Array) -> jax.Array:
+    """Add what all ranks know to what one of them holds: x [R, ...], more [1, ...] -> [R, ...]."""
+    axes = layout.batch_axes
+
+    def on_device(x: jax.Array, more: jax.Array, rank: jax.Array) -> jax.Array:
+        return x + jnp.where(jax.lax.axis_index(axes) == rank, more, 0)
+
+    return layout.local(on_device, (("batch",), (), ()), ("batch",))(x, more, rank) if axes else x + more

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import MeshError
@@ -74,10 +74,21 @@ class Layout:
         return self.sharding(("batch",))
 
     @property
+    def long(self) -> Layout:
+        """The same devices with one row for all of them: [1, C], its slots in R * X parts."""
+        rules = dict(self.rules) | {"batch": (), "sequence": self.batch_axes + self.mesh_axes("sequence")}
+        return Layout(self.mesh, tuple(rules.items()))
+
+    @property
     def by_part(self) -> Layout:
         """The same devices with each part of a row counted as a row of its own: [R * X, C / X]."""
         rules = dict(self.rules) | {"batch": self.batch_axes + self.mesh_axes("sequence"), "sequence": ()}
         return Layout(self.mesh, tuple(rules.items()))
+
+    def inside(self, axis: str) -> Layout:
+        """The same for code inside a shard_map that is manual over a mesh axis alone; no rule may name it."""
+        mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
+        return Layout(mesh.update_axis_types({axis: AxisType.Manual}), self.rules)
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
@@ -94,6 +105,7 @@ class Layout:
             mesh=self.mesh,
             in_specs=tuple(self.spec(axes) for axes in in_axes),
             out_specs=jax.tree.map(self.spec, out_axes, is_leaf=is_axes),
+            axis_names={name for name, kind in self.mesh._name_to_type.items() if kind != AxisType.Manual},
             check_vma=False,
         )
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from jaxmllm.balance.level import Filling, level, relieve
+from jaxmllm.balance.long import with_long_rows
 from jaxmllm.balance.pack import best_fit, deal, first_fit, lay_out, sums_by
 from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
 
@@ -31,7 +32,8 @@ WINDOW, TRIES = 20, 3  # where ranks wait longer, the best is taken of so many s
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
-    """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under row capacities).
+    """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under row capacities), and
+    those that need long rows in these.
 
     Returns:
       The plan, with `pool` and `pool_offset` left at zero: routes.py sets them.
@@ -39,6 +41,10 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     Raises:
       ValueError: an item is longer than the largest capacity.
     """
+    return with_long_rows(spec, items, None, lambda items, _: _assign(spec, items))
+
+
+def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     _check_lengths(spec, items)
     cost = item_costs(spec, items.length)
     if not len(cost):
@@ -78,6 +84,11 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     Args:
       rank: [N] rank of each item.
     """
+    return with_long_rows(spec, items, rank, lambda items, rank: _assign_in_place(spec, items, rank))
+
+
+def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> PhasePlan:
+    assert rank is not None
     _check_lengths(spec, items)
     fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
     own = [np.flatnonzero(rank == number) for number in fullest_first]

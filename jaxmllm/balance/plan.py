@@ -68,6 +68,7 @@ class PhaseSpec:
     linear: int
     quadratic: int
     model_flops: PhaseFlops | None = None  # where the cost is measured; none: the cost is the FLOPs
+    long_capacity: int = 0  # slots of a row for one item longer than all others hold; 0: there is none (long.py)
 
     @property
     def flops(self) -> PhaseFlops:
@@ -140,7 +141,7 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Where every item of a phase is computed. A microbatch is one row on every rank.
+    """Where every item of a phase is computed. A microbatch is one row on every rank, or a long one of all ranks.
 
     Item n lies in microbatch[n], on rank[n], at slots offset[n] .. offset[n] + length, as segment[n] >= 1 (counted
     from 1 in each row; 0 marks padding). Microbatch m has rows of capacity[m] slots and writes its tokens

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxmllm.balance.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
 from jaxmllm.balance.cost import PhaseTime
+from jaxmllm.balance.long import select
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.plan import (
     Backend,
@@ -98,7 +99,8 @@ def choose_sizes(
     for needs in sorted(phases, key=lambda needs: needs.name != "language"):
         if needs.name == "language" and balance.mode in ("none", "tokens"):
             homes = [example_ranks(batch, needs.ranks, balance.mode) for batch in batches]
-        specs[needs.name] = _choose_rows(needs, _loads(batches, needs, grids, homes))
+        specs[needs.name] = _choose_rows(_ordinary(needs), _loads(batches, needs, grids, homes))
+        specs[needs.name] = replace(specs[needs.name], long_capacity=_long_capacity(needs))
         if needs.name == "language" and balance.mode == "language":
             plans = [assign(specs["language"], batch.phases["language"]) for batch in batches]
             homes = [
@@ -181,7 +183,8 @@ def _loads(
     loads = []
     home: Longs | None
     for batch, example_rank in zip(samples, homes, strict=True):
-        items = batch.phases[needs.name]
+        ordinary = batch.phases[needs.name].length <= _ordinary(needs).longest
+        items = select(batch.phases[needs.name], ordinary)
         if not len(items.length):
             continue
         if example_rank is None:
@@ -189,11 +192,40 @@ def _loads(
             cost = item_costs(_spec(needs, (needs.granule,)), items.length)
             wanted = -(-wanted_slots(items.length, cost, needs.ranks) // needs.ranks)
         else:
-            home = home_ranks(batch, needs.name, example_rank, grids)
+            home = home_ranks(batch, needs.name, example_rank, grids)[ordinary]
             slots = wanted = int(sums_by(home, items.length, needs.ranks).max())
         wanted = max(wanted, math.ceil(slots / EXPECTED_FILL))
         loads.append(_Load(items, home, needs.ranks, slots, wanted, _toll(needs, items, slots)))
     return loads
+
+
+def _ordinary(needs: PhaseNeeds) -> PhaseNeeds:
+    """The needs of the items that get no long row."""
+    config = needs.config
+    if config.long_capacity is None:
+        return needs
+    largest = config.max_capacity // needs.granule * needs.granule
+    ordinary = largest if config.capacities == "auto" else max(config.capacities)
+    return replace(needs, longest=min(needs.longest, ordinary))
+
+
+def _long_capacity(needs: PhaseNeeds) -> int:
+    """Slots of a long row; 0 without any. Raises `ConfigError` when the ranks cannot share it evenly, or when it does
+    not hold the longest item."""
+    if (capacity := needs.config.long_capacity) is None:
+        return 0
+    unit, key = needs.granule * needs.ranks, f"phases.{needs.name}.long_capacity"
+    if capacity % unit:
+        raise ConfigError(
+            f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of {needs.ranks} ranks): "
+            f"use {_up(capacity, unit)}"
+        )
+    if capacity < needs.longest:
+        raise ConfigError(
+            f"{key}: {capacity} is too small for the longest item of {needs.longest} slots: raise it to "
+            f"{_up(needs.longest, unit)} or limit the size of items"
+        )
+    return capacity
 
 
 def _toll(needs: PhaseNeeds, items: PhaseItems, slots: int) -> float:
@@ -348,7 +380,7 @@ def _choose_routes(
         media_tokens(batch, plan["language"], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    language_pool = _pool("language", arriving, language.capacities[0], balance)
+    language_pool = _pool("language", arriving, max(language.capacities[0], language.long_capacity), balance)
     whole = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
     carried_by = carriers(whole)
     routes = {}

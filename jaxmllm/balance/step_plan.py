@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmllm.balance.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.cost import real_flops
+from jaxmllm.balance.long import is_long
 from jaxmllm.balance.pack import running_sums, sums_by
 from jaxmllm.balance.partition import packed
 from jaxmllm.balance.placement import place_items_near
@@ -148,7 +149,8 @@ def home_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mappin
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
     """Rows, fill and balance of one phase; see `plan_step`."""
     rows = plan.microbatches * spec.ranks
-    slots = int(plan.capacity.sum(dtype=np.int64)) * spec.ranks
+    shared = plan.capacity > spec.capacities[0]  # long rows: one a microbatch, computed by all ranks
+    slots = int(plan.capacity[~shared].sum(dtype=np.int64)) * spec.ranks + int(plan.capacity[shared].sum())
     tokens = int(items.real.sum())
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
@@ -162,11 +164,12 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     each = item_costs(spec, items.length)
     cost = sums_by(row, each, rows).reshape(-1, spec.ranks)
+    cost[shared] = -(-cost[shared].sum(axis=1, keepdims=True) // spec.ranks)
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
     if total := int(cost.sum()):
         mean = total / spec.ranks
         statistics[f"{spec.name}/max_over_mean"] = int(cost.sum(axis=0).max()) / mean
-        floor = max(mean, int(each.max()))
+        floor = max(mean, int(each[~is_long(spec, items.length)].max(initial=0)))
         statistics[f"{spec.name}/gap_to_floor"] = int(cost.sum(axis=0).max()) / floor
         waits = int(cost.max(axis=1).sum())
         statistics[f"{spec.name}/synchronised"] = waits / mean
@@ -202,7 +205,8 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     count = len(items.length)
     for field in ("microbatch", "rank", "offset", "segment"):
         _require(getattr(plan, field).shape == (count,), spec.name, f"{field} does not have one entry an item")
-    _require(np.isin(plan.capacity, spec.capacities).all(), spec.name, "a row is of no class")
+    classes = (spec.long_capacity, *spec.capacities) if spec.long_capacity else spec.capacities
+    _require(np.isin(plan.capacity, classes).all(), spec.name, "a row is of no class")
     _require((np.diff(plan.capacity) <= 0).all(), spec.name, "microbatches are not ordered by class")
     if not count:
         _require(plan.microbatches == 0, spec.name, "rows without items")

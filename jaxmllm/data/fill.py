@@ -32,7 +32,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PlanSpec, RouteTables, StepPlan
+from jaxmllm.balance.long import is_long
+from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PhaseSpec, PlanSpec, RouteTables, StepPlan
 from jaxmllm.balance.routes import route_tables
 from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.data.modality import MediaError, Modality, Shape
@@ -95,7 +96,8 @@ class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
     `capacities`, `pools` and `pool_offsets` have one entry a microbatch, as in `PhasePlan`, and `rows` one dict a
-    microbatch; the tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
+    microbatch, long ones whole on every host; `homes` has the rank where the media of a long language row arrive, and
+    -1 for the others. The tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
     item that did not decode on this host.
     """
 
@@ -106,6 +108,7 @@ class HostStep:
     pools: dict[str, tuple[int, ...]]
     pool_offsets: dict[str, tuple[int, ...]]
     rows: dict[str, list[Row]]
+    homes: tuple[int, ...]
     rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
@@ -139,8 +142,11 @@ def fill(
         rows[phase], messages = _encoder_rows(batch, phase, plan.phases[phase], local.phases[phase], attention, threads)
         failures += messages
     rows[LANGUAGE] = _language_rows(
-        batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE].max_segments, corpus.source_of
+        batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE], corpus.source_of
     )
+    homes = np.full(plan.phases[LANGUAGE].microbatches, -1)
+    long = is_long(spec.phases[LANGUAGE], items.phases[LANGUAGE].length)
+    homes[plan.phases[LANGUAGE].microbatch[long]] = plan.phases[LANGUAGE].rank[long]
     return HostStep(
         step=step,
         examples=np.asarray(examples, np.int64),
@@ -149,6 +155,7 @@ def fill(
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
         pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
         rows=rows,
+        homes=_plain(homes),
         rounds={
             phase: [route_tables(turn, route, local.exchange[phase]) for turn in plan.routes[phase].rounds]
             for phase, route in spec.routes.items()
@@ -252,12 +259,16 @@ def _language_rows(
     plan: StepPlan,
     ranks: tuple[int, ...],
     attention: AttentionSpec,
-    max_segments: int,
+    spec: PhaseSpec,
     source_of: Callable[[int], int],
 ) -> list[Row]:
     phase, items = plan.phases[LANGUAGE], batch.items.phases[LANGUAGE]
-    rows = [_language_row(len(ranks), int(capacity), max_segments) for capacity in phase.capacity]
-    for item in np.flatnonzero(np.isin(phase.rank, ranks)).tolist():
+    shared = phase.capacity > spec.capacities[0]  # one long row for all ranks
+    rows = [
+        _language_row(1 if long else len(ranks), int(capacity), spec.max_segments)
+        for capacity, long in zip(phase.capacity, shared, strict=True)
+    ]
+    for item in np.flatnonzero(np.isin(phase.rank, ranks) | shared[phase.microbatch]).tolist():
         index, row = int(items.example[item]), rows[phase.microbatch[item]]
         number, example = int(batch.examples[index]), batch.example(index)
         if len(example.tokens) != items.length[item]:
@@ -265,7 +276,8 @@ def _language_rows(
                 f"example {number} has {len(example.tokens)} tokens, but the plan was made for {items.length[item]}: "
                 f"{_REBUILD}"
             )
-        rank, slots = _slots(LANGUAGE, item, phase, ranks, len(example.tokens))
+        here = (int(phase.rank[item]),) if shared[phase.microbatch[item]] else ranks
+        rank, slots = _slots(LANGUAGE, item, phase, here, len(example.tokens))
         row["tokens"][rank, slots] = example.tokens
         row["targets"][rank, slots] = example.targets
         row["positions"][rank, slots] = example.positions
@@ -277,8 +289,9 @@ def _language_rows(
                 row["media"][rank, first : first + span.tokens] = route.arrival[media] + np.arange(span.tokens)
                 if encoder in attention.bidirectional:
                     row["groups"][rank, first : first + span.tokens] = first + 1  # unlike any other of the row
-    for row in rows:
-        finish_language_row(row, *attention.of(LANGUAGE))
+    block, parts = attention.of(LANGUAGE)
+    for row, long in zip(rows, shared, strict=True):
+        finish_language_row(row, block, parts * spec.ranks if long else parts)
     return rows
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.balance.context import assign_blocks, block_work
 from jaxmllm.balance.plan import Ints
-from jaxmllm.balance.tiles import TokenIds, dealt_tiles, segment_ids, visible_tiles
+from jaxmllm.balance.tiles import TokenIds, dealt_tiles, list_bound, segment_ids, visible_tiles
 
 Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
 
@@ -43,45 +43,56 @@ def finish_encoder_row(row: Row, block: int, parts: int, stride: int, slots_per_
       slots_per_token: slots behind one language token; a block of attention tokens holds whole ones.
     """
     segments = row["segments"][:, ::stride]
-    slots = _add_tiles(row, [segment_ids(ids, causal=False) for ids in segments], block, parts)
-    token_places = np.argsort(slots, axis=1) if parts > 1 else slots
-    row["places"] = _expand(token_places, block * stride // slots_per_token)
-    _reorder(row, ("features", "segments", "positions"), _expand(slots, block * stride), parts)
+    ids = [segment_ids(of_rank, causal=False) for of_rank in segments]
+    blocks = _add_tiles(row, ids, segments.shape[1], block, parts)
+    if parts > 1:
+        row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // slots_per_token)
+        _reorder(row, ("features", "segments", "positions"), _expand(blocks, block * stride))
+    else:
+        row["places"] = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1))
 
 
 def finish_language_row(row: Row, block: int, parts: int) -> None:
     """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts."""
     both = zip(row["segments"], row["groups"], strict=True)
-    blocks = _add_tiles(row, [segment_ids(ids, causal=True, groups=groups) for ids, groups in both], block, parts)
-    row["order"] = _expand(blocks, block)
-    _reorder(row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"], parts)
-
-
-def _add_tiles(row: Row, ids: list[TokenIds], block: int, parts: int) -> Ints:
-    """Add the tables of `RowTiles`; returns which block of each row stands at each place: [r, N]."""
-    order, tables = [], []
-    for of_rank in ids:
-        tiles = visible_tiles(of_rank, block)
-        blocks = len(of_rank.document) // block
-        places = np.arange(blocks, dtype=np.int32)
-        if parts > 1:
-            owner = assign_blocks(block_work(of_rank.document, of_rank.group, of_rank.position, block), parts)
-            places[np.argsort(owner, kind="stable")] = np.arange(blocks)
-        dealt = dealt_tiles(tiles, places, parts)
-        tables.append([(m.queries.spans, m.queries.blocks, m.keys.spans, m.keys.blocks) for m in dealt])
-        order.append(np.argsort(places).astype(np.int32))
-    names = ("query_spans", "query_blocks", "key_spans", "key_blocks")
-    row["tiles"] = {
-        name: np.stack([np.stack([part[column] for part in of_rank]) for of_rank in tables])
-        for column, name in enumerate(names)
-    }
-    return np.stack(order)
-
-
-def _reorder(row: Row, names: tuple[str, ...], order: Ints, parts: int) -> None:
+    ids = [segment_ids(segments, causal=True, groups=groups) for segments, groups in both]
+    row["order"] = _expand(_add_tiles(row, ids, row["segments"].shape[1], block, parts), block)
     if parts > 1:
-        for name in names:
-            row[name] = np.stack([of_rank[slots] for of_rank, slots in zip(row[name], order, strict=True)])
+        _reorder(row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"])
+
+
+def _add_tiles(row: Row, ids: list[TokenIds], slots: int, block: int, parts: int) -> Ints:
+    """Add the tables of `RowTiles`; returns which block of each row stands at each place: [r, N].
+
+    Args:
+      ids: of each row.
+      slots: attention tokens of a row.
+    """
+    blocks = slots // block
+    bound = list_bound(blocks // parts, blocks)
+    row["tiles"] = {
+        "query_spans": np.zeros((len(ids), parts, blocks // parts, 3), np.int32),
+        "query_blocks": np.zeros((len(ids), parts, bound), np.int32),
+        "key_spans": np.zeros((len(ids), parts, blocks, 3), np.int32),
+        "key_blocks": np.zeros((len(ids), parts, bound), np.int32),
+    }
+    order = np.tile(np.arange(blocks, dtype=np.int32), (len(ids), 1))
+    for rank, of_rank in enumerate(ids):
+        tiles = visible_tiles(of_rank, block)
+        if parts > 1:
+            work = block_work(of_rank.document, of_rank.group, of_rank.position, block)
+            order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
+        for part, lists in enumerate(dealt_tiles(tiles, np.argsort(order[rank]).astype(np.int32), parts, bound)):
+            tables = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
+            for table, values in zip(row["tiles"].values(), tables, strict=True):
+                table[rank, part] = values
+    return order
+
+
+def _reorder(row: Row, names: tuple[str, ...], order: Ints) -> None:
+    for name in names:
+        for of_rank, slots in zip(row[name], order, strict=True):
+            of_rank[:] = of_rank[slots]
 
 
 def _expand(blocks: NDArray[Any], size: int) -> Ints:

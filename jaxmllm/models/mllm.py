@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -48,8 +48,11 @@ class Component:
         return jnp.dtype(self.settings.compute_dtype)
 
     def module(self, params: Params) -> Any:
-        """The module with the parameters of this component; for use inside traced functions."""
-        return nnx.merge(self.graph, params[self.name])
+        """The module with the parameters of this component; for use inside traced functions.
+
+        Parts whose parameters are left out are there, too, for what needs none of them.
+        """
+        return nnx.merge(self.graph, self.shapes | params[self.name])
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class MLLM:
 
     def layout(self, phase: str) -> Layout:
         return self.components[phase].layout
+
+    def with_layout(self, name: str, layout: Layout) -> MLLM:
+        """The same model with a component's activations laid out otherwise; its parameters lie as before."""
+        return replace(self, components=self.components | {name: replace(self.components[name], layout=layout)})
 
     def init(self, seed: int, dtype: str) -> Params:
         """Fresh parameters on the mesh. Each component's depend on (seed, its name) alone."""
@@ -101,10 +108,41 @@ class MLLM:
         """Normed hidden states of language rows, and the head's matrix. `media` holds the routed tokens."""
         component = self.components["language"]
         decoder: Decoder = component.module(params)
-        text = decoder.embed(rows.tokens, component.layout, component.dtype)
-        x = jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
-        hidden = decoder(x, rows, component.layout, component.settings)
+        hidden = decoder(self.embed(params, rows, media), rows, component.layout, component.settings)
         return hidden, decoder.output_weight(component.layout, component.dtype)
+
+    # ------------------------------------------------------------------ piece by piece, for pipelines
+
+    def stem(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R T D"]:
+        """What the first layer of a tower reads."""
+        component = self.components[phase]
+        x: Array = component.module(params).embed(rows, component.layout, component.dtype)
+        return x
+
+    def embed(self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
+        """What the first layer of the decoder reads: text, and the routed tokens `media` in their places."""
+        component = self.components["language"]
+        text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
+        return jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
+
+    def layer(self, phase: str, params: Any, x: Float[Array, "R T D"], rows: EncoderRows | LanguageRows) -> Array:
+        """One layer of a phase's tower or of the decoder; `params` are that layer's own."""
+        component = self.components[phase]
+        tower = component.module({phase: {}})
+        block = nnx.merge(nnx.split(tower.layers)[0], params)
+        out: Array = block(x, tower.context(rows, component.layout, component.dtype, component.settings))
+        return out
+
+    def normed(self, params: Params, phase: str, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        """What the last layer yields -> features of a tower, or hidden states of the decoder."""
+        out: Array = self.components[phase].module(params).norm(x)
+        return out
+
+    def head(self, params: Params) -> Float[Array, "D V"]:
+        """The head's matrix."""
+        component = self.components["language"]
+        matrix: Array = component.module(params).output_weight(component.layout, component.dtype)
+        return matrix
 
 
 def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:

@@ -205,6 +205,8 @@ def granule(config: Config, phase: str, modalities: Mapping[str, Modality], part
 def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
     """Slots of the largest row that a phase may have; longer items are refused."""
     settings: PhaseConfig = getattr(config.phases, phase)
+    if settings.long_capacity is not None:
+        return settings.long_capacity
     if settings.capacities == "auto":
         unit = granule(config, phase, modalities, parts)
         return settings.max_capacity // unit * unit

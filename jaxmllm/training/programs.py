@@ -125,7 +125,10 @@ class Programs:
 
     def put(self, batch: HostStep) -> DeviceStep:
         """Start the transfer of this host's rows and tables."""
-        rows = {phase: [self._put_row(phase, row) for row in rows] for phase, rows in batch.rows.items()}
+        rows = {
+            phase: [self._put_row(phase, *both) for both in zip(rows, batch.capacities[phase], strict=True)]
+            for phase, rows in batch.rows.items()
+        }
         tables = {phase: [self._put_tables(phase, turn) for turn in rounds] for phase, rounds in batch.rounds.items()}
         return DeviceStep(batch, rows, tables)
 
@@ -144,7 +147,8 @@ class Programs:
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool, decode = host.pools[LANGUAGE][m], run["decode", host.capacities[LANGUAGE][m]]
             own, language = self._grads(grads, LANGUAGE), self._components(params, LANGUAGE)
-            d_pools[pool], own, sums = decode(language, rows, pools[pool], scale, d_pools[pool], own, sums)
+            arguments = language, rows, pools[pool], scale, d_pools[pool], own, sums
+            d_pools[pool], own, sums = decode(*arguments, *self._home(host, m))
             grads |= own
         d_encoder_pools = self._returned(batch, d_pools)
         for phase in self.encoders:
@@ -162,8 +166,14 @@ class Programs:
         sums = self.compiled["zero", "sums"]() if sums is None else sums
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             capacity, pool = batch.host.capacities[LANGUAGE][m], batch.host.pools[LANGUAGE][m]
-            sums = self.compiled["evaluate", capacity](self._components(params, LANGUAGE), rows, pools[pool], sums)
+            arguments = self._components(params, LANGUAGE), rows, pools[pool], sums
+            sums = self.compiled["evaluate", capacity](*arguments, *self._home(batch.host, m))
         return sums
+
+    @staticmethod
+    def _home(host: HostStep, microbatch: int) -> tuple[np.int32, ...]:
+        """What the programs of long rows know besides."""
+        return (np.int32(host.homes[microbatch]),) if host.homes[microbatch] >= 0 else ()
 
     def totals(self, sums: Sums) -> Sums:
         """Sums over the ranks: [N], whole on every host."""
@@ -265,6 +275,15 @@ class Programs:
                 (4, 5, 6),
             )
             jobs["evaluate", capacity] = Job(self.step.evaluate, (params, rows, pool, sums), sums, (3,))
+        if capacity := spec.long_capacity:
+            rows, home = abstract_language_rows(layout.long, capacity, spec.max_segments, block), self._scalar(np.int32)
+            jobs["decode", capacity] = Job(
+                self.step.decode_and_grad_long,
+                (params, rows, pool, self._scalar(), pool.tokens, grads, sums, home),
+                (pool.tokens, grads, sums),
+                (4, 5, 6),
+            )
+            jobs["evaluate", capacity] = Job(self.step.evaluate_long, (params, rows, pool, sums, home), sums, (3,))
         return jobs
 
     def _exchange_jobs(self, phase: str) -> dict[Any, Job]:
@@ -401,8 +420,10 @@ class Programs:
 
     # ------------------------------------------------------------------ transfer
 
-    def _put_row(self, phase: str, row: Mapping[str, Any]) -> LanguageRows | EncoderRows:
+    def _put_row(self, phase: str, row: Mapping[str, Any], capacity: int) -> LanguageRows | EncoderRows:
         layout = self.layouts[phase]
+        if capacity > self.spec.phases[phase].capacities[0]:
+            layout = layout.long
         kind = LanguageRows if phase == LANGUAGE else EncoderRows
         put = lambda array, sharding: _put(array, sharding, layout.ranks)  # noqa: E731
         return jax.tree.map(put, kind.of(dict(row)), kind.shardings(layout))

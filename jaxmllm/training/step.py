@@ -14,7 +14,7 @@ some of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.loss import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
-from sharding.route import put_rows, take_rows
+from sharding.route import add_to_rank, put_rows, share_rank, take_rows
 
 
 class TrainState(NamedTuple):
@@ -165,6 +165,39 @@ class Step:
         """Add one microbatch's sums, without gradients."""
         return jax.tree.map(jnp.add, sums, self.decode(params, rows, *self._arrived(rows, pool))[1])
 
+    def decode_and_grad_long(
+        self,
+        params: Params,
+        rows: LanguageRows,
+        pool: TokenPool,
+        scale: Float[Array, ""],
+        d_pool: Float[Array, "R W D"],
+        grads: Params,
+        sums: Sums,
+        home: Int[Array, ""],
+    ) -> tuple[Float[Array, "R W D"], Params, Sums]:
+        """`decode_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on rank `home`."""
+        layout, together = self.model.layout("language"), self._together
+        shared = TokenPool(*(share_rank(layout, leaf, home) for leaf in pool))
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
+        d_shared, grads, new = together.decode_and_grad(
+            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, nothing
+        )
+        return add_to_rank(layout, d_pool, d_shared, home), grads, _add_first(sums, new)
+
+    def evaluate_long(
+        self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, home: Int[Array, ""]
+    ) -> Sums:
+        """`evaluate` of one row in parts on all ranks."""
+        layout = self.model.layout("language")
+        shared = TokenPool(*(share_rank(layout, leaf, home) for leaf in pool))
+        return _add_first(sums, self._together.decode(params, rows, *self._together._arrived(rows, shared))[1])
+
+    @property
+    def _together(self) -> Step:
+        """The step of long rows."""
+        return replace(self, model=self.model.with_layout("language", self.model.layout("language").long))
+
     def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
         layout = self.model.layout("language")
         return take_rows(layout, pool.tokens, rows.media), take_rows(layout, pool.valid, rows.media)
@@ -225,3 +258,8 @@ class Step:
         """(trainable, frozen) components of a phase."""
         trainable = {name: params[name] for name in self.trainable_of(phase)}
         return trainable, {name: params[name] for name in self.components_of(phase) if name not in trainable}
+
+
+def _add_first(sums: Sums, new: Sums) -> Sums:
+    """Add sums [1, N] of all ranks to those [R, N] of the first."""
+    return jax.tree.map(lambda total, more: total.at[:1].add(more), sums, new)

@@ -48,7 +48,7 @@ def dense(row, rank, parts):
 @given(st.lists(segments(), min_size=2, max_size=2), st.sampled_from([1, 2, 4]))
 def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
     before = language_row(ids)
-    row = dict(before)
+    row = {name: values.copy() for name, values in before.items()}
     finish_language_row(row, BLOCK, parts)
     for rank in range(2):
         order = row["order"][rank]
@@ -70,7 +70,7 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
     numbers = np.arange(len(slots))
     row = {
         "features": numbers[None, :, None].astype(np.float32),
-        "segments": slots[None],
+        "segments": slots[None].copy(),
         "positions": np.stack([numbers, numbers], axis=1)[None].astype(np.int32),
         "valid": np.ones((1, len(slots) // 4), bool),
         "failed": np.zeros(1, np.int32),
