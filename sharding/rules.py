@@ -100,12 +100,13 @@ class Layout:
     def local(self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any) -> Callable[..., Any]:
         """Run `function` on each device's own part, e.g. a kernel whose loop bounds are that rank's data."""
         is_axes = lambda node: isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node)  # noqa: E731
+        axes_of_mesh = self.mesh.axis_names, self.mesh.axis_types
         return jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=tuple(self.spec(axes) for axes in in_axes),
             out_specs=jax.tree.map(self.spec, out_axes, is_leaf=is_axes),
-            axis_names={name for name, kind in self.mesh._name_to_type.items() if kind != AxisType.Manual},
+            axis_names={name for name, kind in zip(*axes_of_mesh, strict=True) if kind != AxisType.Manual},
             check_vma=False,
         )
 

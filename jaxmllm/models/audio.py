@@ -57,11 +57,18 @@ class AudioTower(nnx.Module):
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C/4 D"]:
+        x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
+        return self.norm(run_stack(self.layers, x, context, settings.remat))
+
+    def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/4 D"]:
+        """What the first layer reads."""
         ranks, slots, mels = rows.features.shape
         x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
         x = self.stem_width(self.stem_mels(x, layout), layout)
-        x = layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
+        return layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
+
+    def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+        """What all layers know of the rows; depends on no parameters."""
         sections = (self.config.head_size // 2,)
         angles = rotary_angles(rows.positions[:, ::STRIDE, :1], sections, self.config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles, settings.attention)
-        return self.norm(run_stack(self.layers, x, context, settings.remat))
+        return RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles, settings.attention)

@@ -78,8 +78,11 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
-        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, x.dtype)
-        context = RowContext(
-            layout, TokenIds(rows.segments, rows.groups, rows.order), rows.tiles, angles, settings.attention
-        )
+        context = self.context(rows, layout, x.dtype, settings)
         return self.norm(run_stack(self.layers, x, context, settings.remat))
+
+    def context(self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+        """What all layers know of the rows; depends on no parameters."""
+        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, dtype)
+        ids = TokenIds(rows.segments, rows.groups, rows.order)
+        return RowContext(layout, ids, rows.tiles, angles, settings.attention)

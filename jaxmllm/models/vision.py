@@ -37,9 +37,16 @@ class VisionTower(nnx.Module):
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
+        x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
+        return self.norm(run_stack(self.layers, x, context, settings.remat))
+
+    def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
+        """What the first layer reads."""
         pixels = rows.features.astype(dtype) / 127.5 - 1
         x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
-        x = layout.constrain(x, ("batch", "sequence", None))
+        return layout.constrain(x, ("batch", "sequence", None))
+
+    def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+        """What all layers know of the rows; depends on no parameters."""
         angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention)
-        return self.norm(run_stack(self.layers, x, context, settings.remat))
+        return RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention)
