@@ -1,0 +1,149 @@
+"""The GPU kernel of attention against cuDNN and the pure JAX one, where there is an NVIDIA GPU.
+
+    python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--json PATH]
+
+One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length. cuDNN gets each as a
+row of its own, so that it sees the same pairs. `TFLOP/s` counts the tiles that hold a visible pair, with two matrix
+products a tile forward and five backward, whatever a kernel computes besides. `error` is the norm of the difference
+from float32 over the norm of what float32 gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so
+and exits with 2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.balance.tiles import segment_ids, tile_map
+from jaxmllm.models.attention import Mask, TileLists, TokenIds, attention
+
+HEADS, KEY_HEADS, SIZE, BLOCK = 32, 8, 128, 128
+SLOTS = (8192, 16384, 32768, 65536)
+DOCUMENTS = (1, 8)
+CALLS = 5  # one after the other for one time, so that the host's part of a call is hidden
+REPEATS = {"gpu": 7, "cudnn": 7, "jax": 1}  # times, of which the median counts; the JAX kernel takes seconds
+FLOPS = {"forward": 4, "backward": 10}  # a visible pair and number of a head
+COLUMNS = ["slots", "documents", "tiles", "kernel"]
+COLUMNS += [f"{part} {column}" for part in FLOPS for column in ("ms", "TFLOP/s", "error")]
+GENERATOR = "numpy default_rng([seed, slots]): normal q, k, v and gradient of the output"
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def equal_documents(slots: int, documents: int, block: int) -> tuple[Mask, int]:
+    """The mask of one row of causal documents, and its number of visible tiles."""
+    ids = segment_ids(np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents), causal=True)
+    tiles = tile_map(ids, block)
+    row = TokenIds(*(jnp.asarray(column[None]) for column in (ids.document, ids.group, ids.position)))
+    lists = [TileLists(jnp.asarray(x.spans[None]), jnp.asarray(x.blocks[None])) for x in (tiles.queries, tiles.keys)]
+    return Mask(row, row, *lists), int(tiles.queries.spans[:, 1:].sum())
+
+
+def attends(mask: Mask, documents: int) -> dict[str, Attend]:
+    """What is measured, by name."""
+
+    def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = (x.reshape(documents, -1, *x.shape[2:]) for x in (q, k, v))
+        return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(q.shape)
+
+    return {
+        "gpu": lambda q, k, v: attention(q, k, v, mask, kernel="gpu"),
+        "cudnn": cudnn,
+        "jax": lambda q, k, v: attention(q, k, v, mask, kernel="jax"),
+    }
+
+
+def measure(attend: Attend, inputs: tuple[jax.Array, ...], repeats: int) -> tuple[dict[str, float], list[np.ndarray]]:
+    """Median seconds of the forward and the backward pass, and out, dq, dk and dv."""
+    *qkv, d_out = inputs
+    forward = jax.jit(attend)
+    out, pullback = jax.jit(lambda *qkv: jax.vjp(attend, *qkv))(*qkv)
+    backward = jax.jit(lambda pullback, d_out: pullback(d_out))
+    seconds = {
+        "forward": _median_seconds(lambda: forward(*qkv), repeats),
+        "backward": _median_seconds(lambda: backward(pullback, d_out), repeats),
+    }
+    return seconds, [np.asarray(x, np.float32) for x in (out, *backward(pullback, d_out))]
+
+
+def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            result = call()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(times[1:])  # the first compiles
+
+
+def in_float32(mask: Mask, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """Out, dq, dk and dv of the JAX kernel; unasked, a GPU would round float32 to tf32 in matrix products."""
+    *qkv, d_out = (x.astype(jnp.float32) for x in inputs)
+    with jax.default_matmul_precision("highest"):
+        out, pullback = jax.vjp(jax.jit(lambda q, k, v: attention(q, k, v, mask, kernel="jax")), *qkv)
+        return [np.asarray(x) for x in (out, *pullback(d_out))]
+
+
+def errors(results: list[np.ndarray], wants: list[np.ndarray]) -> dict[str, float]:
+    """Relative error of the forward and of the backward pass."""
+    out, *gradients = (
+        float(np.linalg.norm(got - want) / np.linalg.norm(want)) for got, want in zip(results, wants, strict=True)
+    )
+    return {"forward": out, "backward": max(gradients)}
+
+
+def random_inputs(
+    random: np.random.Generator, slots: int, heads: int, key_heads: int, size: int
+) -> tuple[jax.Array, ...]:
+    """q, k, v and the gradient of the output, in bfloat16."""
+    return tuple(
+        jnp.asarray(random.standard_normal((1, slots, count, size), dtype=np.float32), jnp.bfloat16)
+        for count in (heads, key_heads, key_heads, heads)
+    )
+
+
+def record(
+    name: str, slots: int, documents: int, tiles: int, seconds: dict[str, float], error: dict[str, float]
+) -> dict[str, Any]:
+    """One row of the table, whose columns are `COLUMNS`."""
+    cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
+    for part, flops in FLOPS.items():
+        cells[f"{part} ms"] = 1e3 * seconds[part]
+        cells[f"{part} TFLOP/s"] = flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[part] / 1e12
+        cells[f"{part} error"] = error[part]
+    return cells
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"benchmarks.attention_gpu needs a GPU; jax finds only {jax.default_backend()}", file=sys.stderr)
+        return 2
+    rows = []
+    for slots in options.slots:
+        inputs = random_inputs(np.random.default_rng([options.seed, slots]), slots, HEADS, KEY_HEADS, SIZE)
+        for documents in DOCUMENTS:
+            mask, tiles = equal_documents(slots, documents, BLOCK)
+            wants = in_float32(mask, inputs)
+            for name, attend in attends(mask, documents).items():
+                seconds, results = measure(attend, inputs, REPEATS[name])
+                rows.append(record(name, slots, documents, tiles, seconds, errors(results, wants)))
+    title = f"bfloat16, heads {HEADS}/{KEY_HEADS} x {SIZE}, blocks of {BLOCK}, on {jax.devices()[0].device_kind}"
+    print_table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
+    write_json(options.json, "attention_gpu", options.seed, GENERATOR, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
