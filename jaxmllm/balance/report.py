@@ -43,7 +43,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from jaxmllm.balance.plan import Backend, BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.sizes import choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics, plan_step
 from jaxmllm.balance.workload import MODEL, describe, generate, longest, make_spec, mix_for
@@ -52,7 +52,6 @@ from jaxmllm.config import ModelConfig, load_config
 AFTER: Mode = "phases"
 RANKS, PER_RANK = 64, 32  # of generated batches, unless the config or the caller says otherwise
 NODE = 8  # ranks of a node of generated batches
-PADDED_RANKS = 512  # more are planned for the ragged exchange
 SAMPLED_EXAMPLES = 8192  # generated to choose the sizes from ...
 SAMPLED_BATCHES = (2, 16)  # ... in as many batches as that makes, within these bounds
 BARS = 32  # more ranks are drawn without gaps between them ...
@@ -481,8 +480,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
     """A generated batch on the generator's own model."""
     samples, items = _generated(ranks * per_rank, seed)
-    backend: Backend = "padded" if ranks <= PADDED_RANKS else "ragged"
-    earlier, later = [make_spec(ranks, samples, mode, ranks_per_node=NODE, backend=backend) for mode in (before, AFTER)]
+    earlier, later = [make_spec(ranks, samples, mode, ranks_per_node=NODE) for mode in (before, AFTER)]
     title = f"Generated lengths, {ranks} ranks, {per_rank} examples a rank, seed {seed}"
     return Comparison(title, items, earlier, later)
 
@@ -543,8 +541,7 @@ def compare_config(
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
     needs = phase_needs(config, model, modalities(config.model, config.data), largest)
     grids = exchange_grids(model)
-    backend = exchange_backend(config, model) if ranks <= PADDED_RANKS else "ragged"
-    nodes = rank_places(config, model)
+    nodes, backend = rank_places(config, model), exchange_backend(config, model)
     earlier, later = [choose_sizes(samples, needs, grids, each.balance, nodes, backend) for each in by_mode]
     return Comparison(
         f"{Path(path).name} on generated lengths, {what}, seed {seed}", items, earlier, later, token_bytes
