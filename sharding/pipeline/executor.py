@@ -1,14 +1,20 @@
 """The pipeline executor: one compiled program that runs any schedule table.
 
-    every tick, every stage rank          row of the table, an argument
-      1  lax.switch over the operations     slots -> one operation -> slots
-      2  ring ppermutes, outside of it      slot -> next or previous rank -> slot
+    every tick, every stage rank        row of the table, an argument
+      1  slots -> values                  load
+      2  one operation                    values, box -> box, gradients, loss
+      3  box -> slots                     store
+      4  ring ppermutes                   slot -> slot of the next or previous rank
 
 Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing. shard_map is manual
-over `stage` alone: data, fsdp and tensor axes stay automatic inside the operations. Two traps shape the code. Ranks run
-different branches, so nothing inside one may communicate over `stage`: edges wait for the switch to end, and gradients
-of parameters that all ranks share are summed after the loop. And vmap over stages would turn the switch into a select
-that runs every branch.
+over `stage` alone, or over replicas too: other axes stay automatic inside the operations. Traps that shape the code:
+
+* Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for the operation to
+  end, and gradients of parameters that all ranks share are summed after the loop.
+* vmap over stages would turn conditions into selects, which run every branch.
+* XLA copies what a switch passes through any branch but the first, and slots that a condition reads and a later one
+  writes: all of them, in every tick. So slots stay outside of conditions, a box holds what operations yield and work
+  on, and operations are conditions whose other side does nothing (openxla/xla#46314).
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from sharding.pipeline.gradient import LayerGradient, Params, used_leaves
+from sharding.pipeline.gradient import LayerGradient, Params, SplitGradient, used_leaves
 from sharding.pipeline.graph import Kind, PipelineError, Pool
 from sharding.pipeline.table import Table, TableSpec
 
@@ -82,23 +88,47 @@ class TableArrays(NamedTuple):
         return TableArrays(jnp.asarray(table.rows), jnp.asarray(table.moves), jnp.asarray(table.count, jnp.int32))
 
 
-class _State(NamedTuple):
-    """What the ticks change. Pools have one slot more than the table knows: results that leave the rank wait there."""
+class _Work(NamedTuple):
+    """What operations change. The box holds, by pool and component, what they yield for slots and what they work on."""
 
-    pools: dict[tuple[Pool, int], Tree]
+    box: dict[tuple[Pool, int], Tree]
     layers: tuple[Tree, ...]
     outer: tuple[Tree, ...]
     loss: Array
     sums: Tree
 
 
-Branch = Callable[[_State, Row], _State]
+class _State(NamedTuple):
+    """What ticks change. Pools have one slot more than the table knows: results that leave the rank wait there."""
+
+    pools: dict[tuple[Pool, int], Tree]
+    work: _Work
+
+
+class _Values(NamedTuple):
+    """What the operation of a tick may read of a component: slots of its row, whatever they hold if it is another's."""
+
+    x: Tree
+    dy: Tree
+    d_tokens: Tree
+    media: Tree
+
+
+Branch = Callable[[_Work, _Values], _Work]
 
 
 def make_executor(
-    spec: TableSpec, components: tuple[Component, ...], mesh: Mesh, axis: str = "stage"
+    spec: TableSpec,
+    components: tuple[Component, ...],
+    mesh: Mesh,
+    axis: str = "stage",
+    replicas: tuple[str, ...] = (),
 ) -> Callable[[TableArrays, Inputs], Outputs]:
     """The function that runs tables of `spec`; jit it once. `mesh` has the axis `axis` of as many places as stages.
+
+    replicas: axes that split axis 1 of all rows, after that of the microbatches. Components then see one replica's
+    part of a row, and gradients are summed over replicas once, after the loop; over an automatic axis that is done in
+    every operation.
 
     Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it has PENDING slots;
     without them the program holds no code for either. Raises `PipelineError` when mesh, spec and components differ.
@@ -108,43 +138,49 @@ def make_executor(
     if len(components) != len(spec.ring.chains):
         raise PipelineError(f"{len(components)} components for a ring of {len(spec.ring.chains)}")
 
-    def run(table: TableArrays, inputs: Inputs) -> Outputs:
-        local = PartitionSpec(axis)
-        whole = PartitionSpec()
-        body = jax.shard_map(
-            lambda table, inputs: _run(spec, components, axis, table, inputs),
-            mesh=mesh,
-            in_specs=(TableArrays(PartitionSpec(None, axis), whole, whole), Inputs(local, whole, whole)),
-            out_specs=Outputs(whole, whole, local, whole),
-            axis_names={axis},
-            check_vma=False,
-        )
-        return body(table, inputs)
-
-    return run
+    staged: Any = PartitionSpec(axis)
+    ranks: Any = PartitionSpec(None, axis)
+    whole: Any = PartitionSpec()
+    rows: Any = PartitionSpec(None, replicas) if replicas else whole
+    return jax.shard_map(
+        lambda table, inputs: _run(spec, components, axis, replicas, table, inputs),
+        mesh=mesh,
+        in_specs=(TableArrays(ranks, whole, whole), Inputs(staged, whole, rows)),
+        out_specs=Outputs(whole, whole, staged, whole),
+        axis_names={axis, *replicas},
+        check_vma=False,
+    )
 
 
-def _run(spec: TableSpec, components: tuple[Component, ...], axis: str, table: TableArrays, inputs: Inputs) -> Outputs:
+def _run(
+    spec: TableSpec,
+    components: tuple[Component, ...],
+    axis: str,
+    replicas: tuple[str, ...],
+    table: TableArrays,
+    inputs: Inputs,
+) -> Outputs:
     """The program of one stage rank."""
     program = _Program(spec, components, inputs)
-    branches = [_idle, *program.branches()]
 
     def tick(number: Array, state: _State) -> _State:
         row = dict(zip(spec.columns, table.rows[number, 0], strict=True))
-        state = lax.switch(row["action"], branches, state, row)
-        return state._replace(pools=_exchange(spec, axis, state.pools, row, table.moves[number]))
+        pools, work = program.load(state, row)
+        work = program.operate(pools, work, row)
+        pools = program.store(pools, work, row)
+        return _State(_exchange(spec, axis, pools, row, table.moves[number]), work)
 
-    state = lax.fori_loop(0, table.ticks, tick, program.start())
-    loss, sums, outer = lax.psum((state.loss, state.sums, state.outer), axis)
+    work = lax.fori_loop(0, table.ticks, tick, program.start()).work
     layers = tuple(
         jax.tree.map(lambda total, leaf: total.reshape(leaf.shape), found, params.trained)
-        for found, params in zip(state.layers, inputs.layers, strict=True)
+        for found, params in zip(work.layers, inputs.layers, strict=True)
     )
-    return Outputs(loss, sums, layers, outer)
+    loss, sums, outer = lax.psum((work.loss, work.sums, work.outer), (axis, *replicas))
+    return Outputs(loss, sums, lax.psum(layers, replicas) if replicas else layers, outer)
 
 
 def _exchange(
-    spec: TableSpec, axis: str, pools: dict[tuple[Pool, int], Tree], row: dict[str, Array], moves: Array
+    spec: TableSpec, axis: str, pools: dict[tuple[Pool, int], Tree], row: Row, moves: Array
 ) -> dict[tuple[Pool, int], Tree]:
     """Edges move one place. All ranks agree on `moves`, so a ppermute may be left out where nothing travels."""
     stages = spec.ring.stages
@@ -155,13 +191,13 @@ def _exchange(
         ring = [(rank, (rank + (1 if wire.up else -1)) % stages) for rank in range(stages)]
         slots = spec.slots.get(place, 0)
         send, receive = row[f"send.{wire.name}"], row[f"receive.{wire.name}"]
-        source, target = jnp.where(send >= 0, send, slots), jnp.where(receive >= 0, receive, slots)
 
-        def move(pool: Tree, source: Array = source, target: Array = target, ring: Any = ring) -> Tree:
-            value = jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, ring), _read(pool, source))
-            return _write(pool, target, value)
+        def move(value: Tree, ring: list[tuple[int, int]] = ring) -> Tree:
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, ring), value)
 
-        pools = pools | {place: lax.cond(moves[number] > 0, move, lambda pool: pool, pools[place])}
+        value = _read(pools[place], jnp.where(send >= 0, send, slots))
+        value = lax.cond(moves[number] > 0, move, _same, value)
+        pools = pools | {place: _write(pools[place], jnp.where(receive >= 0, receive, slots), value)}
     return pools
 
 
@@ -188,9 +224,7 @@ class _Program:
             LayerGradient(component.layer, jax.eval_shape(lambda of: _read(of, 0), layers), x, row)
             for component, layers, x, row in zip(components, self.layers, self.x, data, strict=True)
         ]
-        self.splits = [
-            gradient.split() if self.has(Pool.PENDING, c) else None for c, gradient in enumerate(self.gradients)
-        ]
+        self._splits: dict[int, SplitGradient] = {}
 
     def has(self, pool: Pool, c: int) -> bool:
         return self.spec.slots.get((pool, c), 0) > 0
@@ -214,143 +248,260 @@ class _Program:
     # ------------------------------------------------------------------------ buffers
 
     def start(self) -> _State:
-        """Empty slots and zero sums."""
-        used = [place for place, slots in self.spec.slots.items() if slots]
-        used += [(Pool.TOKENS, c) for c in range(self.language)]
-        used += [(Pool.INPUT, c) for c, chain in enumerate(self.chains) if chain.depth > 1]
-        pools = {(pool, c): self._pool(pool, c, self.spec.slots.get((pool, c), 0)) for pool, c in used}
+        """Empty slots and boxes, zero sums."""
+        pools = {place: self._pool(*place) for place in self._pools()}
+        box = {
+            (pool, c): jax.tree.map(_zeros_like, self._shape(pool, c))
+            for pool, c in pools
+            if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)
+        }
+        for c in range(len(self.components)):
+            if self.goes_back(c) and not self.chains[c].head_only:
+                box[Pool.RESIDUAL, c] = jax.tree.map(_zeros_like, self._shape(Pool.RESIDUAL, c))
+        for e in range(self.language):
+            if self.has(Pool.TOKEN_GRADIENT, e):
+                box[Pool.TOKEN_GRADIENT, e] = jax.tree.map(_zeros_like, self._media_shape(self.language)[e])
         layers = tuple(jax.tree.map(_zeros, params.trained) for params in self.layers)
         outer = tuple(jax.tree.map(_zeros, params.trained) for params in self.outer)
-        return _State(pools, layers, outer, jnp.zeros((), jnp.float32), jax.tree.map(_zeros, self.sums))
+        sums = jax.tree.map(_zeros, self.sums)
+        return _State(pools, _Work(box, layers, outer, jnp.zeros((), jnp.float32), sums))
 
-    def _pool(self, pool: Pool, c: int, slots: int) -> Tree:
-        component, layers = self.components[c], self.per_chunk[c]
+    def _pools(self) -> list[tuple[Pool, int]]:
+        """Those of the spec, and those that operations write whatever the table."""
+        found = [place for place, slots in self.spec.slots.items() if slots]
+        found += [(Pool.TOKENS, c) for c in range(self.language)]
+        for c, chain in enumerate(self.chains):
+            found += [(Pool.INPUT, c)] if chain.depth > 1 else []
+            found += [(Pool.GRADIENT, c)] if chain.depth > 1 and self.goes_back(c) else []
+        return list(dict.fromkeys(found))
+
+    def _pool(self, pool: Pool, c: int) -> Tree:
+        slots = self.spec.slots.get((pool, c), 0)
         spec = None
         if pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
-            shape, spec = self.tokens[c], component.tokens
+            spec = self.components[c].tokens
         elif pool in (Pool.INPUT, Pool.GRADIENT):
-            shape, spec = self.x[c], component.activation
-        elif pool == Pool.RESIDUAL:
-            shape = (_stacked(self.gradients[c].residuals, layers), self.x[c])
-        else:
-            shape = _stacked(self.splits[c].pending, layers)
-        return jax.tree.map(lambda leaf: _lie(jnp.zeros((slots + 1, *leaf.shape), leaf.dtype), spec), shape)
-
-    def _place(self, pool: Pool, c: int, slot: Array) -> Array:
-        """A slot, or where there is none the one that the table does not know."""
-        return jnp.where(slot >= 0, slot, self.spec.slots.get((pool, c), 0))
-
-    # ------------------------------------------------------------------------ branches
-
-    def branches(self) -> list[Branch]:
-        """In the order of the table's actions."""
-        return [self._branch(c, kind) for c in range(len(self.components)) for kind in Kind]
-
-    def _branch(self, c: int, kind: Kind) -> Branch:
-        if kind == Kind.FORWARD:
-            return lambda state, row: self._forward(c, state, row)
-        if kind == Kind.BACKWARD and self.goes_back(c):
-            return lambda state, row: self._backward(c, state, row, split=False)
-        if kind == Kind.INPUT_GRADIENT and self.goes_back(c) and self.has(Pool.PENDING, c):
-            return lambda state, row: self._backward(c, state, row, split=True)
-        if kind == Kind.WEIGHT_GRADIENT and self.has(Pool.PENDING, c):
-            return lambda state, row: self._weight_gradient(c, state, row)
-        return _idle
-
-    def _forward(self, c: int, state: _State, row: Row) -> _State:
-        data, pools = _read(self.rows[c], row["microbatch"]), dict(state.pools)
-        x = self._input(c, state, row, data)
-        if self.has(Pool.RESIDUAL, c):
-
-            def keep(pool: Tree) -> tuple[Tree, Tree]:
-                stack, y = self._keep(c, row, data, x)
-                return y, _write(pool, row["keep"], (stack, y))
-
-            plain = lambda pool: (self._up(c, row, data, x), pool)  # noqa: E731
-            y, pools[Pool.RESIDUAL, c] = lax.cond(row["keep"] >= 0, keep, plain, pools[Pool.RESIDUAL, c])
-        else:
-            y = self._up(c, row, data, x)
-        if self.chains[c].head_only and self.has(Pool.INPUT, c):
-            pools[Pool.INPUT, c] = _write(pools[Pool.INPUT, c], self._place(Pool.INPUT, c, row["features"]), y)
-        if c == self.language:
-            count = lambda loss, sums: self._tally(c, row, loss, sums, *self.components[c].last(self.outer[c], y, data))  # noqa: E731
-            loss, sums = self._if_last(c, row, count, lambda *totals: totals, state.loss, state.sums)
-            state = state._replace(loss=loss, sums=sums)
-        else:
-            tokens = lambda pool: _write(  # noqa: E731
-                pool, self._place(Pool.TOKENS, c, row["output"]), self.components[c].last(self.outer[c], y, data)
-            )
-            pools[Pool.TOKENS, c] = self._if_last(c, row, tokens, lambda pool: pool, pools[Pool.TOKENS, c])
-        if self.chains[c].depth > 1:
-            # The last chunk's output lands in the slot that nobody reads.
-            slot = jnp.where(row["last"] > 0, -1, row["output"])
-            pools[Pool.INPUT, c] = _write(pools[Pool.INPUT, c], self._place(Pool.INPUT, c, slot), y)
-        return state._replace(pools=pools)
-
-    def _backward(self, c: int, state: _State, row: Row, split: bool) -> _State:
-        data = _read(self.rows[c], row["microbatch"])
-        if self.chains[c].head_only:
-            return self._back_through_last(c, state, row, data, self._features(c, state, row, data))[1]
-
-        def again() -> tuple[Tree, Tree]:
-            return self._keep(c, row, data, self._input(c, state, row, data))
-
-        if self.has(Pool.RESIDUAL, c):
-            kept = lambda: _read(state.pools[Pool.RESIDUAL, c], row["kept"])  # noqa: E731
-            stack, y = lax.cond(row["kept"] >= 0, kept, again)
-        else:
-            stack, y = again()
-        dy, state = self._if_last(
-            c,
-            row,
-            lambda state: self._back_through_last(c, state, row, data, y),
-            lambda state: (_read(state.pools[Pool.GRADIENT, c], row["gradient"]), state),
-            state,
+            spec = self.components[c].activation
+        return jax.tree.map(
+            lambda leaf: _lie(jnp.zeros((slots + 1, *leaf.shape), leaf.dtype), spec), self._shape(pool, c)
         )
-        dx, state = self._down(c, state, row, data, stack, dy, split)
-        if self.chains[c].depth > 1:
-            slot = self._place(Pool.GRADIENT, c, row["output"])
-            pool = _write(state.pools[Pool.GRADIENT, c], slot, dx)
-            state = state._replace(pools=state.pools | {(Pool.GRADIENT, c): pool})
-        through = lambda state: self._back_through_first(c, state, row, data, dx)  # noqa: E731
-        return through(state) if self.chains[c].depth == 1 else lax.cond(row["first"] > 0, through, _same, state)
 
-    # ------------------------------------------------------------------------ parts of operations
+    def _shape(self, pool: Pool, c: int) -> Tree:
+        """Shapes of what one slot of a pool holds."""
+        if pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
+            return self.tokens[c]
+        if pool in (Pool.INPUT, Pool.GRADIENT):
+            return self.x[c]
+        if pool == Pool.RESIDUAL:
+            return _stacked(self.gradients[c].residuals, self.per_chunk[c]), self.x[c]
+        return _stacked(self.split(c).pending, self.per_chunk[c])
 
-    def _if_last(self, c: int, row: Row, yes: Any, no: Any, *operands: Any) -> Any:
-        return yes(*operands) if self.chains[c].depth == 1 else lax.cond(row["last"] > 0, yes, no, *operands)
+    def _place(self, pool: Pool, c: int, slot: Array, meant: Array | bool = True) -> Array:
+        """A slot, or where there is none the one that the table does not know."""
+        return jnp.where((slot >= 0) & meant, slot, self.spec.slots.get((pool, c), 0))
 
-    def _input(self, c: int, state: _State, row: Row, data: Tree) -> Tree:
-        first = lambda: self.components[c].first(self.outer[c], data, self._media(c, state, row))  # noqa: E731
-        if self.chains[c].depth == 1:
-            return first()
-        return lax.cond(row["first"] > 0, first, lambda: _read(state.pools[Pool.INPUT, c], row["input"]))
+    def _doing(self, row: Row, c: int, *kinds: Kind) -> Array:
+        """Whether the operation of a row is one of these."""
+        found = jnp.zeros((), bool)
+        for kind in kinds:
+            found |= row["action"] == 1 + len(Kind) * c + kind
+        return found
 
-    def _features(self, c: int, state: _State, row: Row, data: Tree) -> Tree:
-        """What the last layer of a chunk yielded, where only what follows it is trained."""
-        computed = lambda: self._up(c, row, data, self._input(c, state, row, data))  # noqa: E731
-        if not self.has(Pool.INPUT, c):
-            return computed()
-        kept = lambda: _read(state.pools[Pool.INPUT, c], row["input"])  # noqa: E731
-        return kept() if c < self.language else lax.cond(row["tally"] > 0, computed, kept)
+    def load(self, state: _State, row: Row) -> tuple[dict[tuple[Pool, int], Tree], _Work]:
+        """Stacks of residuals are copied into the box, by loops of one turn or none."""
+        pools, box = dict(state.pools), dict(state.work.box)
+        for c in range(len(self.components)):
+            back = self._doing(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+            weight = self._doing(row, c, Kind.WEIGHT_GRADIENT)
+            for pool, slot, meant in ((Pool.RESIDUAL, "kept", back), (Pool.PENDING, "pending", weight)):
+                if self.has(pool, c):
+                    there = meant & (row[slot] >= 0)
+                    box[pool, c], pools[pool, c] = _once(there, _load, (box[pool, c], pools[pool, c]), row[slot])
+        return pools, state.work._replace(box=box)
 
-    def _media(self, c: int, state: _State, row: Row) -> Tree:
+    def store(self, pools: dict[tuple[Pool, int], Tree], work: _Work, row: Row) -> dict[tuple[Pool, int], Tree]:
+        """Put what the operation yielded into its slots."""
+        pools, box = dict(pools), work.box
+        last, first = row["last"] > 0, row["first"] > 0
+        for c in range(len(self.components)):
+            forward = self._doing(row, c, Kind.FORWARD)
+            back = self._doing(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+            targets = [
+                (Pool.INPUT, jnp.where(last, row["features"], row["output"]), forward),
+                (Pool.TOKENS, row["output"], forward & last),
+                (Pool.GRADIENT, row["output"], back & ~first),
+            ]
+            for pool, slot, meant in targets:
+                if (pool, c) in pools:
+                    pools[pool, c] = _write(pools[pool, c], self._place(pool, c, slot, meant), box[pool, c])
+            split = self._doing(row, c, Kind.INPUT_GRADIENT)
+            for pool, column, meant in ((Pool.RESIDUAL, "keep", forward), (Pool.PENDING, "pending", split)):
+                if self.has(pool, c):
+                    there = meant & (row[column] >= 0)
+                    pools[pool, c], _ = _once(there, _store, (pools[pool, c], box[pool, c]), row[column])
+        shared = self._doing(row, self.language, Kind.BACKWARD, Kind.INPUT_GRADIENT) & first
+        for e in range(self.language):
+            if self.has(Pool.TOKEN_GRADIENT, e):
+                place = (Pool.TOKEN_GRADIENT, e)
+                for number in range(self.spec.fan[e]):
+                    slot = self._place(*place, row[f"share.{e}.{number}"], shared)
+                    old, new = _read(pools[place], slot), _read(box[place], number)
+                    fresh = row[f"fresh.{e}.{number}"] > 0
+                    total = jax.tree.map(lambda old, new, fresh=fresh: jnp.where(fresh, new, old + new), old, new)
+                    pools[place] = _write(pools[place], slot, total)
+        return pools
+
+    # ------------------------------------------------------------------------ operations
+
+    def operate(self, pools: dict[tuple[Pool, int], Tree], work: _Work, row: Row) -> _Work:
+        """Do the operation of a row: a switch as conditions that have nothing on their other side."""
+        for c in range(len(self.components)):
+            branches = [(kind, branch) for kind in Kind if (branch := self._branch(c, kind, row))]
+            values = self._values(pools, c, row)
+
+            def component(work: _Work, c: int = c, branches: Any = branches, values: _Values = values) -> _Work:
+                for kind, branch in branches:
+                    chosen = self._doing(row, c, kind)
+                    work = lax.cond(chosen, lambda work, branch=branch: branch(work, values), _same, work)
+                return work
+
+            work = lax.cond(self._doing(row, c, *Kind), component, _same, work)
+        return work
+
+    def _branch(self, c: int, kind: Kind, row: Row) -> Branch | None:
+        split = self.has(Pool.PENDING, c)
+        if kind == Kind.FORWARD:
+            return lambda work, values: self._forward(c, work, row, values)
+        if kind == Kind.BACKWARD and self.goes_back(c):
+            return lambda work, values: self._backward(c, work, row, values, split=False)
+        if kind == Kind.INPUT_GRADIENT and self.goes_back(c) and split:
+            return lambda work, values: self._backward(c, work, row, values, split=True)
+        if kind == Kind.WEIGHT_GRADIENT and split:
+            return lambda work, values: self._weight_gradient(c, work, row)
+        return None
+
+    def _values(self, pools: dict[tuple[Pool, int], Tree], c: int, row: Row) -> _Values:
+        def slot(pool: Pool, column: str) -> Tree:
+            return _read(pools[pool, c], jnp.maximum(row[column], 0)) if (pool, c) in pools else None
+
+        media = self._media(pools, row) if c == self.language else ()
+        return _Values(
+            slot(Pool.INPUT, "input"), slot(Pool.GRADIENT, "gradient"), slot(Pool.TOKEN_GRADIENT, "gradient"), media
+        )
+
+    def _media(self, pools: dict[tuple[Pool, int], Tree], row: Row) -> Tree:
         """Tokens of all consumed sub-microbatches, by encoder."""
-        if c < self.language:
-            return ()
         found = []
-        for encoder, (fan, shape) in enumerate(zip(self.spec.fan, self._media_shape(c), strict=True)):
-            if not fan or not self.has(Pool.TOKENS, encoder):
+        for e, (fan, shape) in enumerate(zip(self.spec.fan, self._media_shape(self.language), strict=True)):
+            if not fan or not self.has(Pool.TOKENS, e):
                 found.append(jax.tree.map(_zeros_like, shape))
                 continue
-            slots = jnp.stack([row[f"tokens.{encoder}.{place}"] for place in range(fan)])
+            slots = jnp.stack([row[f"tokens.{e}.{number}"] for number in range(fan)])
 
             def gather(pool: Array, slots: Array = slots) -> Array:
                 there = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
                 return jnp.where(there, pool[jnp.maximum(slots, 0)], 0)
 
-            found.append(jax.tree.map(gather, state.pools[Pool.TOKENS, encoder]))
+            found.append(jax.tree.map(gather, pools[Pool.TOKENS, e]))
         return tuple(found)
+
+    def _forward(self, c: int, work: _Work, row: Row, values: _Values) -> _Work:
+        data, box = _read(self.rows[c], row["microbatch"]), dict(work.box)
+        x = self._input(c, row, data, values)
+        if self.has(Pool.RESIDUAL, c) and not self.chains[c].head_only:
+
+            def keep(carry: Tree) -> Tree:
+                box = self._keep(c, row, data, x, carry[0])
+                return box, box[1]
+
+            def plain(carry: Tree) -> Tree:
+                return carry[0], self._up(c, row, data, x)
+
+            box[Pool.RESIDUAL, c], y = lax.cond(row["keep"] >= 0, keep, plain, (box[Pool.RESIDUAL, c], x))
+        else:
+            y = self._up(c, row, data, x)
+        if (Pool.INPUT, c) in box:
+            box[Pool.INPUT, c] = y
+        last = self.components[c].last
+        if c == self.language:
+
+            def count(totals: tuple[Array, Tree]) -> tuple[Array, Tree]:
+                return _tally(row, totals, last(self.outer[c], y, data))
+
+            loss, sums = self._if_last(c, row, count, _same, (work.loss, work.sums))
+            return work._replace(box=box, loss=loss, sums=sums)
+        box[Pool.TOKENS, c] = self._if_last(c, row, lambda _: last(self.outer[c], y, data), _same, box[Pool.TOKENS, c])
+        return work._replace(box=box)
+
+    def _backward(self, c: int, work: _Work, row: Row, values: _Values, split: bool) -> _Work:
+        data = _read(self.rows[c], row["microbatch"])
+        if self.chains[c].head_only:
+            y = self._features(c, row, data, values)
+            return self._back_through_last(c, row, data, y, values, (values.dy, work))[1]
+        place = (Pool.RESIDUAL, c)
+
+        def recompute(box: Tree) -> Tree:
+            return self._keep(c, row, data, self._input(c, row, data, values), box)
+
+        if self.has(*place):
+            kept = lax.cond(row["kept"] < 0, recompute, _same, work.box[place])
+        else:
+            kept = recompute(work.box[place])
+        work = work._replace(box=work.box | {place: kept})
+        stack, y = kept
+        # At the last chunk dy is not read, but it has the right shape.
+        dy = y if values.dy is None else values.dy
+        dy, work = self._if_last(
+            c, row, lambda carry: self._back_through_last(c, row, data, y, values, carry), _same, (dy, work)
+        )
+        dx, work = self._down(c, work, row, data, stack, dy, split)
+        if (Pool.GRADIENT, c) in work.box:
+            work = work._replace(box=work.box | {(Pool.GRADIENT, c): dx})
+
+        def through(work: _Work) -> _Work:
+            return self._back_through_first(c, work, data, dx, values)
+
+        return through(work) if self.chains[c].depth == 1 else lax.cond(row["first"] > 0, through, _same, work)
+
+    def _weight_gradient(self, c: int, work: _Work, row: Row) -> _Work:
+        data = _read(self.rows[c], row["microbatch"])
+        stack = work.box[Pool.PENDING, c]
+
+        def step(number: Array, found: Tree) -> Tree:
+            layer = self._layer(c, row, number)
+            params = _read(self.layers[c], layer)
+            return _add(found, layer, self.split(c).weight_gradient(params, data, _read(stack, number)))
+
+        layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
+        return work._replace(layers=_replaced(work.layers, c, layers))
+
+    # ------------------------------------------------------------------------ parts of operations
+
+    def split(self, c: int) -> SplitGradient:
+        """The two halves of the backward pass of a component's layer."""
+        if c not in self._splits:
+            self._splits[c] = self.gradients[c].split()
+        return self._splits[c]
+
+    def _if_last(self, c: int, row: Row, yes: Any, no: Any, operand: Any) -> Any:
+        return yes(operand) if self.chains[c].depth == 1 else lax.cond(row["last"] > 0, yes, no, operand)
+
+    def _input(self, c: int, row: Row, data: Tree, values: _Values) -> Tree:
+        def first(x: Tree) -> Tree:
+            return self.components[c].first(self.outer[c], data, values.media)
+
+        return first(None) if self.chains[c].depth == 1 else lax.cond(row["first"] > 0, first, _same, values.x)
+
+    def _features(self, c: int, row: Row, data: Tree, values: _Values) -> Tree:
+        """What the last layer of a chunk yielded, where only what follows it is trained."""
+
+        def computed(x: Tree) -> Tree:
+            return self._up(c, row, data, self._input(c, row, data, values))
+
+        if values.x is None:
+            return computed(None)
+        # A language backward that counts the loss stands for its forward as well.
+        return values.x if c < self.language else lax.cond(row["tally"] > 0, computed, _same, values.x)
 
     def _layer(self, c: int, row: Row, number: Array) -> Array:
         return row["chunk"] * self.per_chunk[c] + number
@@ -363,8 +514,8 @@ class _Program:
 
         return lax.fori_loop(0, row["layers"], step, x)
 
-    def _keep(self, c: int, row: Row, data: Tree, x: Tree) -> tuple[Tree, Tree]:
-        """The same with the residuals of all layers: residuals, y."""
+    def _keep(self, c: int, row: Row, data: Tree, x: Tree, box: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """The same into a box of the residuals of all layers, and y."""
 
         def step(number: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             stack, x = carry
@@ -372,14 +523,13 @@ class _Program:
             y, residuals = self.gradients[c].forward(params, x, data)
             return _write(stack, number, residuals), y
 
-        empty = jax.tree.map(_zeros_like, _stacked(self.gradients[c].residuals, self.per_chunk[c]))
-        return lax.fori_loop(0, row["layers"], step, (empty, x))
+        return lax.fori_loop(0, row["layers"], step, (box[0], x))
 
     def _down(
-        self, c: int, state: _State, row: Row, data: Tree, stack: Tree, dy: Tree, split: bool
-    ) -> tuple[Tree, _State]:
+        self, c: int, work: _Work, row: Row, data: Tree, stack: Tree, dy: Tree, split: bool
+    ) -> tuple[Tree, _Work]:
         """Back through the layers of a chunk: dx, and gradients added up or, split, left pending."""
-        parted = self.splits[c] if split else None
+        parted = self.split(c) if split else None
 
         def step(number: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             dx, found = carry
@@ -392,68 +542,44 @@ class _Program:
             dw, dx = self.gradients[c].backward(params, data, residuals, dx)
             return dx, _add(found, layer, dw)
 
-        if not parted:
-            dx, layers = lax.fori_loop(0, row["layers"], step, (dy, state.layers[c]))
-            return dx, state._replace(layers=_replaced(state.layers, c, layers))
-        empty = jax.tree.map(_zeros_like, _stacked(parted.pending, self.per_chunk[c]))
-        dx, pending = lax.fori_loop(0, row["layers"], step, (dy, empty))
-        pool = _write(state.pools[Pool.PENDING, c], row["pending"], pending)
-        return dx, state._replace(pools=state.pools | {(Pool.PENDING, c): pool})
+        place = (Pool.PENDING, c)
+        start = work.box[place] if split else work.layers[c]
+        dx, found = lax.fori_loop(0, row["layers"], step, (dy, start))
+        if split:
+            return dx, work._replace(box=work.box | {place: found})
+        return dx, work._replace(layers=_replaced(work.layers, c, found))
 
-    def _weight_gradient(self, c: int, state: _State, row: Row) -> _State:
-        data = _read(self.rows[c], row["microbatch"])
-        stack = _read(state.pools[Pool.PENDING, c], row["pending"])
-
-        def step(number: Array, found: Tree) -> Tree:
-            layer = self._layer(c, row, number)
-            params = _read(self.layers[c], layer)
-            return _add(found, layer, self.splits[c].weight_gradient(params, data, _read(stack, number)))
-
-        layers = lax.fori_loop(0, row["layers"], step, state.layers[c])
-        return state._replace(layers=_replaced(state.layers, c, layers))
-
-    def _tally(self, c: int, row: Row, loss: Array, sums: Tree, more: Array, parts: Tree) -> tuple[Array, Tree]:
-        counts = row["tally"] > 0
-        return jax.tree.map(lambda total, part: total + jnp.where(counts, part, 0), (loss, sums), (more, parts))
-
-    def _back_through_last(self, c: int, state: _State, row: Row, data: Tree, y: Tree) -> tuple[Tree, _State]:
+    def _back_through_last(
+        self, c: int, row: Row, data: Tree, y: Tree, values: _Values, carry: tuple[Tree, _Work]
+    ) -> tuple[Tree, _Work]:
         """dy, and the gradients of what follows the layers added up; loss and sums where no forward counted them."""
-        last = lambda outer, y: self.components[c].last(outer, y, data)  # noqa: E731
+        work = carry[1]
+
+        def last(outer: Params, y: Tree) -> Any:
+            return self.components[c].last(outer, y, data)
+
         if c == self.language:
-            vjp, add, (loss, sums) = self._outer_vjp(c, last, y, has_aux=True)
-            found = self._tally(c, row, state.loss, state.sums, loss, sums)
-            state = state._replace(loss=found[0], sums=found[1])
-            dy, weights = vjp(jnp.ones_like(loss))
+            vjp, add, results = self._outer_vjp(c, last, y, has_aux=True)
+            loss, sums = _tally(row, (work.loss, work.sums), results)
+            work = work._replace(loss=loss, sums=sums)
+            dy, weights = vjp(jnp.ones_like(results[0]))
         else:
             vjp, add, _ = self._outer_vjp(c, last, y, has_aux=False)
-            dy, weights = vjp(_read(state.pools[Pool.TOKEN_GRADIENT, c], row["gradient"]))
-        return dy, state._replace(outer=_replaced(state.outer, c, add(state.outer[c], weights)))
+            dy, weights = vjp(values.d_tokens)
+        return dy, work._replace(outer=_replaced(work.outer, c, add(work.outer[c], weights)))
 
-    def _back_through_first(self, c: int, state: _State, row: Row, data: Tree, dx: Tree) -> _State:
+    def _back_through_first(self, c: int, work: _Work, data: Tree, dx: Tree, values: _Values) -> _Work:
         """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
         wanted = [e for e in range(self.language) if c == self.language and self.has(Pool.TOKEN_GRADIENT, e)]
-        media = self._media(c, state, row)
 
         def first(outer: Params, parts: list[Tree]) -> Tree:
             chosen = dict(zip(wanted, parts, strict=True))
-            return self.components[c].first(outer, data, tuple(chosen.get(e, of) for e, of in enumerate(media)))
+            return self.components[c].first(outer, data, tuple(chosen.get(e, of) for e, of in enumerate(values.media)))
 
-        vjp, add, _ = self._outer_vjp(c, first, [media[e] for e in wanted], has_aux=False)
+        vjp, add, _ = self._outer_vjp(c, first, [values.media[e] for e in wanted], has_aux=False)
         shares, weights = vjp(dx)
-        pools = dict(state.pools)
-        for e, share in zip(wanted, shares, strict=True):
-            for place in range(self.spec.fan[e]):
-                slot = self._place(Pool.TOKEN_GRADIENT, e, row[f"share.{e}.{place}"])
-                fresh = row[f"fresh.{e}.{place}"] > 0
-                pool = pools[Pool.TOKEN_GRADIENT, e]
-                total = jax.tree.map(
-                    lambda old, new: jnp.where(fresh, new, old + new),  # noqa: B023
-                    _read(pool, slot),
-                    _read(share, place),
-                )
-                pools[Pool.TOKEN_GRADIENT, e] = _write(pool, slot, total)
-        outer = _replaced(state.outer, c, add(state.outer[c], weights))
-        return state._replace(pools=pools, outer=outer)
+        box = work.box | {(Pool.TOKEN_GRADIENT, e): share for e, share in zip(wanted, shares, strict=True)}
+        return work._replace(box=box, outer=_replaced(work.outer, c, add(work.outer[c], weights)))
 
     def _outer_vjp(
         self, c: int, function: Callable[[Params, Tree], Any], argument: Tree, has_aux: bool
@@ -498,12 +624,26 @@ class _Program:
 # ---------------------------------------------------------------------------- trees with a leading axis
 
 
-def _same(state: _State) -> _State:
-    return state
+def _same(operand: Tree) -> Tree:
+    return operand
 
 
-def _idle(state: _State, row: Row) -> _State:
-    return state
+def _once(there: Array, step: Callable[[Tree, Array], Tree], carry: Tree, slot: Array) -> Tree:
+    """One step or none, as a loop: a condition would copy what it passes through."""
+    return lax.fori_loop(0, there.astype(jnp.int32), lambda _, carry: step(carry, slot), carry)
+
+
+def _load(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+    return _read(carry[1], slot), carry[1]
+
+
+def _store(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+    return _write(carry[0], slot, carry[1]), carry[1]
+
+
+def _tally(row: Row, totals: tuple[Array, Tree], more: tuple[Array, Tree]) -> tuple[Array, Tree]:
+    """Loss and sums, if this operation is the one that counts."""
+    return jax.tree.map(lambda total, part: total + jnp.where(row["tally"] > 0, part, 0), totals, more)
 
 
 def _read(tree: Tree, index: Array | int) -> Tree:
