@@ -247,6 +247,23 @@ class MeshConfig(Section):
     tensor: PositiveInt = 1
 
 
+class PipelineConfig(Section):
+    """Stages that layers are cut into; `stages` becomes the outermost mesh axis, and 1 is no pipeline (docs/pipelines.md).
+
+    Numbers are of one replica. What a batch needs beyond `auto` bounds is computed in further runs within the step.
+    """
+
+    stages: PositiveInt = 1
+    layout: Literal["chain", "segments", "parallel"] = "segments"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "greedy"] = "greedy"
+    split_backward: bool = False  # input and weight gradients as operations of their own
+    deferral: bool = True  # examples may run their language part one microbatch after their media
+    microbatches: PositiveInt | Auto = "auto"  # of the language model in a step; auto: 4 * stages
+    live: PositiveInt | Auto = "auto"  # of those, how many may be under way on a rank at a time; auto: 2 * stages
+    fan: PositiveInt | Auto = "auto"  # encoder rows that one microbatch reads, of each encoder
+    kept_residuals: int = Field(0, ge=0)  # forwards of each component whose residuals a rank keeps for the backward
+
+
 # ---------------------------------------------------------------------------- training
 
 
@@ -306,10 +323,17 @@ class Config(Section):
     phases: PhasesConfig = PhasesConfig()
     balance: BalanceConfig = BalanceConfig()
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; with a pipeline, stages first: neighbours on the other axes share a node."""
+        stages = {"stage": self.pipeline.stages} if self.pipeline.stages > 1 else {}
+        return stages | self.mesh.model_dump()
 
 
 # ---------------------------------------------------------------------------- reading

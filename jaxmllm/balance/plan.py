@@ -166,20 +166,23 @@ class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
     A run is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
-    `arrival` .. of `receiver`. If the two differ, `number` is that of its first token among all that leave the sender
-    in this round; it decides the way of each (padded: see relay.py), `early` hops to relays and `late` ones from
-    there. Ragged: `number` counts the tokens of the pair, and the one hop, of any size, is an early one.
+    `arrival` .. of `receiver`. If the two differ, runs go `straight` there, up to `direct` tokens of each pair, or their
+    tokens are dealt to relays by `early` hops and passed on by `late` ones (relay.py). `number` is that of the first
+    token among those of the pair or, if dealt, among all that the sender deals. Ragged: all runs go straight, by one
+    early hop of any size.
     """
 
     source: int
     target: int
     early: int
     late: int
+    direct: int
     tokens: Ints  # [K]
     start: Ints  # [K]
     arrival: Ints  # [K]
     sender: Ints  # [K]
     receiver: Ints  # [K]
+    straight: NDArray[np.bool_]  # [K]
     number: Ints  # [K]
 
     @property
@@ -228,12 +231,26 @@ class RoutePlan:
 
 
 @dataclass(frozen=True)
+class PipelineRun:
+    """One run of the pipeline executor: microbatches first .. first + count of every phase, and the schedule table."""
+
+    microbatches: dict[str, tuple[int, int]]  # by phase: first, count
+    table: Ints  # [T, S, columns]; see sharding/pipeline/table.py
+    moves: Ints  # [T, wires]
+
+
+@dataclass(frozen=True)
 class StepPlan:
-    """Placement of every item of a step and the routes between phases."""
+    """Placement of every item of a step and the routes between phases.
+
+    With a pipeline there are `runs`, and of the routes arrivals alone: slots of the tokens that a language microbatch
+    consumes, end to end.
+    """
 
     phases: dict[str, PhasePlan]
     routes: dict[str, RoutePlan]
     statistics: dict[str, float] = field(default_factory=dict)  # e.g. "vision/max_over_mean", "plan_ms"
+    runs: tuple[PipelineRun, ...] = ()
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits of all placements and arrivals: equal on hosts that planned alike."""
@@ -244,4 +261,6 @@ class StepPlan:
                 digest.update(np.ascontiguousarray(getattr(phase, column.name)).tobytes())
         for route in self.routes.values():
             digest.update(np.ascontiguousarray(route.arrival).tobytes())
+        for run in self.runs:
+            digest.update(np.ascontiguousarray(run.table).tobytes())
         return digest.hexdigest()

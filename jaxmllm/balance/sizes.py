@@ -189,7 +189,7 @@ def _loads(
             continue
         if example_rank is None:
             home, slots = None, -(-int(items.length.sum()) // needs.ranks)
-            cost = item_costs(_spec(needs, (needs.granule,)), items.length)
+            cost = item_costs(phase_spec(needs, (needs.granule,)), items.length)
             wanted = -(-wanted_slots(items.length, cost, needs.ranks) // needs.ranks)
         else:
             home = home_ranks(batch, needs.name, example_rank, grids)[ordinary]
@@ -218,12 +218,12 @@ def _long_capacity(needs: PhaseNeeds) -> int:
     if capacity % unit:
         raise ConfigError(
             f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of {needs.ranks} ranks): "
-            f"use {_up(capacity, unit)}"
+            f"use {round_up(capacity, unit)}"
         )
     if capacity < needs.longest:
         raise ConfigError(
             f"{key}: {capacity} is too small for the longest item of {needs.longest} slots: raise it to "
-            f"{_up(needs.longest, unit)} or limit the size of items"
+            f"{round_up(needs.longest, unit)} or limit the size of items"
         )
     return capacity
 
@@ -240,17 +240,17 @@ def _toll(needs: PhaseNeeds, items: PhaseItems, slots: int) -> float:
 def _choose_rows(needs: PhaseNeeds, loads: Sequence[_Load]) -> PhaseSpec:
     config = needs.config
     explicit = config.capacities
-    capacities = _choose_capacities(needs, loads) if explicit == "auto" else _checked(explicit, needs)
+    capacities = _choose_capacities(needs, loads) if explicit == "auto" else checked_capacities(explicit, needs)
     if config.max_segments != "auto":
-        return _spec(needs, capacities, config.max_segments)
-    free = _spec(needs, capacities)
+        return phase_spec(needs, capacities, config.max_segments)
+    free = phase_spec(needs, capacities)
     most = max((int(load.plan(free).segment.max()) for load in loads), default=0)
-    return replace(free, max_segments=_with_head_room(most, 4))
+    return replace(free, max_segments=with_head_room(most, 4))
 
 
 def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     largest = needs.config.max_capacity // needs.granule * needs.granule
-    least = _up(max(needs.longest, 1), needs.granule)
+    least = round_up(max(needs.longest, 1), needs.granule)
     if largest < least:
         raise ConfigError(
             f"phases.{needs.name}.max_capacity = {needs.config.max_capacity} is too small: the largest item has "
@@ -261,7 +261,7 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
         return (least,)
 
     def packed(capacities: Capacities, loads: Sequence[_Load]) -> float:
-        spec, cost = _spec(needs, capacities), 0.0
+        spec, cost = phase_spec(needs, capacities), 0.0
         for load in loads:
             plan = load.plan(spec)
             statistics = phase_statistics(plan, load.items, spec)
@@ -284,12 +284,12 @@ def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: 
     slots = np.array([load.slots for load in loads])
     median = float(np.median(slots))
     first, parts, steps = (
-        {_up(math.ceil(median / part), needs.granule) for part in among} for among in ((), PARTS, STEPS)
+        {round_up(math.ceil(median / part), needs.granule) for part in among} for among in ((), PARTS, STEPS)
     )
     for load in (float(slots.min()), median, float(slots.max())):
         fewest = math.ceil(load / largest)
         for rows in range(fewest, fewest + FRACTIONS):
-            first |= {_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
+            first |= {round_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
     first.add(least)
     chosen: set[Capacities] = {(size,) for size in first if least <= size <= largest}
     for number in range(1, needs.config.row_classes):
@@ -327,11 +327,11 @@ def _least_cost(capacities: Capacities, loads: Sequence[_Load], above: Callable[
     return float((chosen @ sizes).sum() + (chosen.sum(axis=1) * tolls).sum())
 
 
-def _checked(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
+def checked_capacities(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
     key = f"phases.{needs.name}.capacities"
     for capacity in capacities:
         if capacity % needs.granule:
-            near = _up(capacity, needs.granule)
+            near = round_up(capacity, needs.granule)
             raise ConfigError(
                 f"{key}: {capacity} is not a multiple of {needs.granule} (whole attention blocks and whole language "
                 f"tokens); use {near}, or change phases.{needs.name}.block"
@@ -341,12 +341,12 @@ def _checked(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
     if max(capacities) < needs.longest:
         raise ConfigError(
             f"{key}: the largest, {max(capacities)}, is too small for the largest item ({needs.longest} slots); raise "
-            f"it to {_up(needs.longest, needs.granule)} or limit the size of items"
+            f"it to {round_up(needs.longest, needs.granule)} or limit the size of items"
         )
     return tuple(sorted(capacities, reverse=True))
 
 
-def _spec(needs: PhaseNeeds, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
+def phase_spec(needs: PhaseNeeds, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
     cost = needs.time or needs.flops
     return PhaseSpec(
@@ -417,7 +417,7 @@ def _pair_slots(busiest: Sequence[tuple[int, int]], longest: int, grid: Exchange
 def _pool(phase: str, used: Sequence[int], least: int, balance: BalanceConfig) -> int:
     """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
     if balance.pool_slots == "auto":
-        return max(_with_head_room(int(max(used, default=0)), 8), least)
+        return max(with_head_room(int(max(used, default=0)), 8), least)
     if balance.pool_slots < least:
         raise ConfigError(
             f"balance.pool_slots = {balance.pool_slots} is too small: a row of phase {phase!r} can hold {least} media "
@@ -426,9 +426,9 @@ def _pool(phase: str, used: Sequence[int], least: int, balance: BalanceConfig) -
     return balance.pool_slots
 
 
-def _with_head_room(amount: int, multiple: int) -> int:
-    return _up(max(amount, 1) + -(-amount // HEAD_ROOM), multiple)
+def with_head_room(amount: int, multiple: int) -> int:
+    return round_up(max(amount, 1) + -(-amount // HEAD_ROOM), multiple)
 
 
-def _up(amount: int, multiple: int) -> int:
+def round_up(amount: int, multiple: int) -> int:
     return -(-amount // multiple) * multiple

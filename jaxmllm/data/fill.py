@@ -33,7 +33,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.balance.long import is_long
-from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhasePlan, PhaseSpec, PlanSpec, RouteTables, StepPlan
+from jaxmllm.balance.plan import (
+    BatchItems,
+    Ints,
+    Longs,
+    PhasePlan,
+    PhaseSpec,
+    PipelineRun,
+    PlanSpec,
+    RouteTables,
+    StepPlan,
+)
 from jaxmllm.balance.routes import route_tables
 from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.data.modality import MediaError, Modality, Shape
@@ -113,6 +123,7 @@ class HostStep:
     failures: tuple[str, ...]
     statistics: dict[str, float]
     digest: str  # of the plan
+    runs: tuple[PipelineRun, ...] = ()  # of a pipeline, whose microbatches are parts of `rows`
 
 
 def fill(
@@ -163,6 +174,7 @@ def fill(
         failures=tuple(failures),
         statistics=dict(plan.statistics),
         digest=plan.digest(),
+        runs=plan.runs,
     )
 
 

@@ -112,7 +112,7 @@ def build_run(config: Config) -> Run:
     Raises one of `USER_ERRORS` for a config that cannot be run.
     """
     compilations = CompilationCounter()
-    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
+    ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
     model, corpus, held_out = ground.model, ground.corpus, ground.held_out
     spec = plan_spec(config, model, ground.samples, [corpus, *held_out])
     attention = attention_spec(config, model)

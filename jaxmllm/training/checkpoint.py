@@ -47,6 +47,7 @@ FREE_KEYS = (
     "phases",
     "balance",
     "mesh",
+    "pipeline",
     "evaluation",
     "checkpoint",
     "logging",
