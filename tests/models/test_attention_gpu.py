@@ -12,8 +12,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmllm.balance import tiles
 from jaxmllm.balance.tiles import dealt_tiles, segment_ids, visible_tiles
+from jaxmllm.config import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.models import attention_gpu
 from jaxmllm.models.attention import Mask, attention
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import abstract_language_rows
+from sharding.mesh import make_mesh
 from tests.models.test_attention import (
     SLOTS,
     mask_of,
@@ -216,3 +220,17 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     with pytest.raises(ValueError, match="Triton"):
         attention(*inputs, kernel="gpu")
     assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)  # not one that was traced before
+
+
+@pytest.mark.parametrize(("kernel", "calls"), [("auto", 3), ("gpu", 3), ("jax", 0)])
+def test_a_component_names_its_kernel(kernel, calls):
+    """`components.language.attention`, with rows split over context and heads over tensor."""
+    sizes = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "mlp_width": 64, "vocab_size": 32}
+    settings = ComponentsConfig(language=ComponentConfig(attention=kernel))
+    mesh = make_mesh({"data": 2, "context": 2, "tensor": 2})
+    model = build_model(ModelConfig(language=LanguageConfig(**sizes)), 32, settings, mesh)
+    layout = model.layout("language")
+    rows = abstract_language_rows(layout, 4 * BLOCK, 4, BLOCK)
+    media = jax.ShapeDtypeStruct((layout.ranks, 4 * BLOCK, 64), jnp.float32)
+    loss = lambda params, rows, media: model.hidden(params, rows, media)[0].sum()  # noqa: E731
+    assert len(kernels_of(jax.grad(loss), model.abstract("float32"), rows, media)) == calls
