@@ -75,7 +75,7 @@ MODE_WORDS: Mapping[str, str] = {
 }
 
 
-ROUTE_COLUMNS = ("MB routed", "change rank", "change node", "node, of random", "slots moved / needed")
+ROUTE_COLUMNS = ("MB routed", "change rank", "change node", "node, of random", "slots / moved")
 ROUTE_STATISTICS = ("tokens", "moved_tokens", "slots_moved", "node_tokens", "node_tokens_over_arbitrary")
 
 
@@ -128,7 +128,7 @@ def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
     )
     figures: dict[str, float] = {"MB routed": tokens * token_bytes / 1e6}
     if moved:
-        figures |= {"change rank": moved / tokens, "slots moved / needed": slots / moved}
+        figures |= {"change rank": moved / tokens, "slots / moved": slots / moved}
     if placed:
         figures |= {"change node": between / tokens, "node, of random": placed / tokens}
     return figures
