@@ -166,10 +166,10 @@ class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
     A run is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
-    `arrival` .. of `receiver`. If the two differ, runs go `straight` there, up to `direct` tokens of each pair, or their
-    tokens are dealt to relays by `early` hops and passed on by `late` ones (relay.py). `number` is that of the first
-    token among those of the pair or, if dealt, among all that the sender deals. Ragged: all runs go straight, by one
-    early hop of any size.
+    `arrival` .. of `receiver`. If the two differ, a run goes `straight` there, as up to `direct` tokens of a pair do,
+    or its tokens are dealt to relays by `early` hops and passed on by `late` ones (relay.py). `number` is that of its
+    first token among those of the pair or, if dealt, among all that the sender deals. Ragged: all runs go straight, by
+    one early hop of any size.
     """
 
     source: int
@@ -182,8 +182,8 @@ class RouteRound:
     arrival: Ints  # [K]
     sender: Ints  # [K]
     receiver: Ints  # [K]
-    straight: NDArray[np.bool_]  # [K]
     number: Ints  # [K]
+    straight: NDArray[np.bool_]  # [K]
 
     @property
     def hops(self) -> int:

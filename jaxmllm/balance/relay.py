@@ -6,14 +6,13 @@ cards, and those pass them on:
 
     sender --early hops--> relay --late hops--> receiver        a relay may be the sender or the receiver itself
 
-Token p of those that leave a sender goes by relay (p + place of the sender) % A: every chunk of the early hops is
+Token p of those that a sender deals goes by relay (p + place of the sender) % A: every chunk of the early hops is
 filled alike, and those of the late hops nearly so, since the tokens of an item, dealt in turn, too come from all relays
 alike. A rank's chunks are as full as it sends or receives much, so hops are as many as the busiest ranks need:
 about (most sent + most received) / (A * pair_slots). The plan holds one record an item, nothing a pair of ranks, and
 takes linear time; that is what lets it be made for thousands of ranks.
 
-(Sending as much as fits straight to its receiver and searching relays for the rest was up to a tenth fewer slots at
-64 ranks, and took as long as all the rest of the plan.)
+Where most pairs have traffic, as among few ranks, the first `direct` tokens of each go straight to their receiver.
 
 Letters: A places along which the exchange runs; N items that leave their rank; K runs; T tokens; X exchange ranks, of
 which the A of one plane exchange with each other: exchange rank x has place x // planes and plane x % planes.
@@ -29,6 +28,9 @@ from numpy.typing import NDArray
 from jaxmllm.balance.pack import running_sums
 from jaxmllm.balance.plan import Longs, RouteRound
 
+DENSE = 4  # tokens may go straight where at least one in so many pairs of ranks has traffic
+SHARES = (0.5, 1.0, 1.5, 2.0)  # of a pair's mean tokens, tried for those that go straight
+
 
 @dataclass(frozen=True)
 class Dealt:
@@ -38,8 +40,10 @@ class Dealt:
     item: Longs
     first: Longs  # token of the item
     tokens: Longs
-    number: Longs  # of the first token, among those that leave the sender in the round
+    straight: NDArray[np.bool_]
+    number: Longs  # of the first token in its round, among those of the pair or, if dealt, among those dealt
     hops: list[tuple[int, int]]  # early and late, of each round
+    direct: int  # tokens of each pair and round that may go straight
 
 
 def deal(
@@ -48,33 +52,76 @@ def deal(
     """Deal all tokens in as few rounds as halving finds.
 
     Args:
-      sender, receiver: [N] different exchange ranks of one plane, ordered by sender.
+      sender, receiver: [N] different exchange ranks of one plane, ordered by sender and receiver.
       tokens: [N], above 0.
       pair_slots: tokens from one rank to another in one hop.
       most_hops: of one round; at least 2.
     """
     if not len(tokens):
-        return Dealt(tokens, tokens, tokens, tokens, tokens, [(0, 0)])
-    rounds, one = 1, np.arange(len(tokens))
+        return Dealt(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
+    rounds, ranks = 1, places * planes
+    direct = _direct(sender, receiver, tokens, places, planes)
     while True:
-        item = np.tile(one, rounds)
-        turn = np.repeat(np.arange(rounds), len(one))
-        # Which round takes which part differs from item to item, so that single tokens spread, too.
-        part = (turn + item) % rounds
-        first, end = (tokens[item] * edge // rounds for edge in (part, part + 1))
-        kept = np.flatnonzero(end > first)
-        turn, item, first, amount = turn[kept], item[kept], first[kept], (end - first)[kept]
-        group = turn * (places * planes) + sender[item]
-        number = running_sums(group, amount)
-        early = _most(turn, -(-(number + amount) // places), rounds)
-        color = (number + sender[item] // planes) % places
-        goal = turn * (places * planes) + receiver[item]
-        group, most = _most_dealt(goal, color, amount, places)
-        late = _most(group // (places * planes), most, rounds)
+        turn, item, first, amount = _parts(tokens, rounds)
+        before = running_sums((turn * ranks + sender[item]) * ranks + receiver[item], amount)  # of the pair
+        straight = np.clip(direct - before, 0, amount)
+        dealt = np.flatnonzero(amount > straight)
+        by_turn, by_sender, rest = turn[dealt], sender[item[dealt]], (amount - straight)[dealt]
+        number = running_sums(by_turn * ranks + by_sender, rest)
+        early = direct + _most(by_turn, -(-(number + rest) // places), rounds)
+        color = (number + by_sender // planes) % places
+        goal, most = _most_dealt(by_turn * ranks + receiver[item[dealt]], color, rest, places)
+        late = _most(goal // ranks, most, rounds)
         hops = [(-(-int(a) // pair_slots), -(-int(b) // pair_slots)) for a, b in zip(early, late, strict=True)]
         if max(a + b for a, b in hops) <= most_hops:
-            return Dealt(turn, item, first, amount, number, hops)
-        rounds *= 2
+            break
+        rounds, direct = 2 * rounds, direct // 2
+    whole = np.flatnonzero(straight)
+    return Dealt(
+        round=np.concatenate([turn[whole], by_turn]),
+        item=np.concatenate([item[whole], item[dealt]]),
+        first=np.concatenate([first[whole], (first + straight)[dealt]]),
+        tokens=np.concatenate([straight[whole], rest]),
+        straight=np.arange(len(whole) + len(dealt)) < len(whole),
+        number=np.concatenate([before[whole], number]),
+        hops=hops,
+        direct=direct,
+    )
+
+
+def whole_items(sender: Longs, receiver: Longs, tokens: Longs, ranks: int) -> Dealt:
+    """All tokens straight to their receivers in one round and one hop of any size; arguments as for `deal`."""
+    nothing = np.zeros_like(tokens)
+    number = running_sums(sender * ranks + receiver, tokens)
+    hops = [(int(len(tokens) > 0), 0)]
+    return Dealt(nothing, np.arange(len(tokens)), nothing, tokens, tokens > 0, number, hops, 0)
+
+
+def _direct(sender: Longs, receiver: Longs, tokens: Longs, places: int, planes: int) -> int:
+    """How many tokens of each pair best go straight, judged by the busiest ranks."""
+    ranks = places * planes
+    begins = np.flatnonzero(np.diff(sender * ranks + receiver, prepend=-1))
+    if len(begins) * DENSE < ranks * (places - 1):
+        return 0
+    volume, sender, receiver = np.add.reduceat(tokens, begins), sender[begins], receiver[begins]
+    mean = int(volume.sum()) / (ranks * (places - 1))
+
+    def lanes(direct: int) -> int:
+        rest = np.maximum(volume - direct, 0)
+        busiest = (np.bincount(rank, weights=rest).max() for rank in (sender, receiver))
+        return direct * places + int(sum(busiest))
+
+    return min((0, *(int(share * mean) for share in SHARES), int(volume.max())), key=lanes)
+
+
+def _parts(tokens: Longs, rounds: int) -> tuple[Longs, Longs, Longs, Longs]:
+    """(round, item, first token, tokens) of items cut into equal parts; which round takes which part differs from item
+    to item, so that single tokens spread, too."""
+    item, turn = np.tile(np.arange(len(tokens)), rounds), np.repeat(np.arange(rounds), len(tokens))
+    part = (turn + item) % rounds
+    first, end = (tokens[item] * edge // rounds for edge in (part, part + 1))
+    kept = np.flatnonzero(end > first)
+    return turn[kept], item[kept], first[kept], (end - first)[kept]
 
 
 def _most(group: Longs, amount: Longs, groups: int) -> Longs:
@@ -92,6 +139,8 @@ def _most_dealt(group: Longs, color: Longs, tokens: Longs, colors: int) -> tuple
     Returns:
       (groups that occur, ascending; most tokens of one color in each).
     """
+    if not len(tokens):
+        return tokens, tokens
     turns, rest = np.divmod(tokens, colors)
     end = color + rest
     wraps = end > colors
@@ -140,18 +189,19 @@ def ways(turn: RouteRound, places: int, planes: int, pair_slots: int, local: Lon
     """
     run, step = _passing(turn, places, planes, local)
     sender, receiver = turn.sender[run].astype(np.int64), turn.receiver[run].astype(np.int64)
-    number = turn.number[run] + step
-    moves = sender != receiver
-    relay = np.where(moves, (number + sender // planes) % places * planes + sender % planes, receiver)
+    number, straight = turn.number[run] + step, turn.straight[run]
+    dealt = (sender != receiver) & ~straight
+    relay = np.where(dealt, (number + sender // planes) % places * planes + sender % planes, receiver)
     # A late lane counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
     line = (np.cumsum(turn.tokens, dtype=np.int64) - turn.tokens)[run] + step
-    pair = np.where(moves, relay * places + receiver // planes, -1)
+    pair = np.where(dealt, relay * places + receiver // planes, -1)
     order = np.argsort(pair * (int(turn.tokens.sum(dtype=np.int64)) + 1) + line)
     onward = np.empty_like(line)
     onward[order] = running_sums(pair[order], np.ones_like(line))
     onward += turn.early * pair_slots
-    lane = np.where(relay == sender, onward, number // places)
-    relay = np.where(relay == sender, receiver, relay)
+    lane = np.where(straight, number, turn.direct + number // places)
+    own = dealt & (relay == sender)
+    lane, relay = np.where(own, onward, lane), np.where(own, receiver, relay)
     return Tokens(turn.start[run] + step, turn.arrival[run] + step, sender, receiver, relay, lane, onward)
 
 
@@ -159,7 +209,7 @@ def _passing(turn: RouteRound, places: int, planes: int, local: Longs) -> tuple[
     """(run, number in the run) of every token that begins, passes or ends at a local rank."""
     near = (local[turn.sender] >= 0) | (local[turn.receiver] >= 0)
     whole = np.repeat(np.flatnonzero(near), turn.tokens[near])
-    far, ranks = np.flatnonzero(~near), np.flatnonzero(local >= 0)
+    far, ranks = np.flatnonzero(~near & ~turn.straight), np.flatnonzero(local >= 0)
     far, rank = np.repeat(far, len(ranks)), np.tile(ranks, len(far))
     alike = turn.sender[far] % planes == rank % planes
     far, rank = far[alike], rank[alike]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.pack import running_sums, sums_by
+from jaxmllm.balance.pack import NEVER, running_sums, sums_by
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
@@ -36,7 +36,7 @@ from jaxmllm.balance.plan import (
     RouteTables,
     carriers,
 )
-from jaxmllm.balance.relay import Dealt, deal, ways, whole_runs
+from jaxmllm.balance.relay import deal, ways, whole_items, whole_runs
 
 
 def plan_routes(
@@ -100,19 +100,19 @@ def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ..
     return taken
 
 
-def busiest_ranks(
-    encoders: Mapping[str, PhasePlan], language: PhasePlan, items: BatchItems, grid: ExchangeGrid
-) -> tuple[int, int]:
-    """Most tokens that leave an exchange rank in a step, and most that arrive at one, of phases that share an exchange;
-    those that stay where they are count for neither."""
+def lanes_needed(encoders: Mapping[str, PhasePlan], language: PhasePlan, items: BatchItems, grid: ExchangeGrid) -> int:
+    """Slots from each exchange rank to each other that a padded exchange of some phases takes in a step, all hops
+    together."""
     sequence = sequence_of_example(items)
-    out, into = np.zeros((2, math.prod(grid.shape)), np.int64)
+    columns = []
     for phase, plan in encoders.items():
         source, target = _exchange_ranks(grid, plan.rank, language.rank[sequence[items.phases[phase].example]])
-        moves = np.flatnonzero(source != target)
-        np.add.at(out, source[moves], items.phases[phase].tokens[moves])
-        np.add.at(into, target[moves], items.phases[phase].tokens[moves])
-    return int(out.max()), int(into.max())
+        columns.append((source, target, items.phases[phase].tokens.astype(np.int64)))
+    sender, receiver, tokens = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    moves = np.flatnonzero((sender != receiver) & (tokens > 0))
+    moves = moves[np.lexsort((receiver[moves], sender[moves]))]
+    places, planes = grid.shape[0], math.prod(grid.shape[1:])
+    return sum(deal(sender[moves], receiver[moves], tokens[moves], places, planes, 1, NEVER).hops[0])
 
 
 def sequence_of_example(items: BatchItems) -> Longs:
@@ -252,15 +252,14 @@ def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpe
     changes = traffic.sender != traffic.receiver
     stays, moves = np.flatnonzero(~changes), np.flatnonzero(changes)
     moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
-    sender, receiver, tokens = traffic.sender[moves], traffic.receiver[moves], traffic.tokens[moves]
+    columns = traffic.sender[moves], traffic.receiver[moves], traffic.tokens[moves]
     if route.backend == "ragged":
-        number = running_sums(sender * route.grid.shape[0] + receiver // planes, tokens)
-        dealt = Dealt(moves * 0, np.arange(len(moves)), moves * 0, tokens, number, [(int(len(moves) > 0), 0)])
+        dealt = whole_items(*columns, math.prod(route.grid.shape))
     else:
-        dealt = deal(sender, receiver, tokens, route.grid.shape[0], planes, route.pair_slots, route.hops)
+        dealt = deal(*columns, route.grid.shape[0], planes, route.pair_slots, route.hops)
     moves = moves[dealt.item]
     nothing = np.zeros_like(stays)
-    columns = [
+    tokens, start, arrival, sender, receiver, number, turn = (
         np.concatenate(halves).astype(np.int32)
         for halves in (
             (traffic.tokens[stays], dealt.tokens),
@@ -269,14 +268,27 @@ def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpe
             (traffic.sender[stays], traffic.sender[moves]),
             (traffic.receiver[stays], traffic.receiver[moves]),
             (nothing, dealt.number),
+            (nothing, dealt.round),
         )
-    ]
-    number = np.concatenate([nothing, dealt.round])
-    runs = [np.flatnonzero(number == n) for n in range(len(dealt.hops))]
+    )
+    straight = np.concatenate([nothing > 0, dealt.straight])
     return [
-        RouteRound(source, target, early, late, *(column[own] for column in columns))
-        for own, (early, late) in zip(runs, dealt.hops, strict=True)
-        if len(own)
+        RouteRound(
+            source=source,
+            target=target,
+            early=early,
+            late=late,
+            direct=dealt.direct,
+            tokens=tokens[own],
+            start=start[own],
+            arrival=arrival[own],
+            sender=sender[own],
+            receiver=receiver[own],
+            number=number[own],
+            straight=straight[own],
+        )
+        for n, (early, late) in enumerate(dealt.hops)
+        if len(own := np.flatnonzero(turn == n))
     ]
 
 

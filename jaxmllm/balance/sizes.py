@@ -36,7 +36,7 @@ from jaxmllm.balance.plan import (
     RouteSpec,
     carriers,
 )
-from jaxmllm.balance.routes import busiest_ranks, media_tokens
+from jaxmllm.balance.routes import lanes_needed, media_tokens
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
 
@@ -392,11 +392,11 @@ def _choose_routes(
         pool = _pool(largest, leaving, row[largest], balance)
         pair = balance.pair_slots
         if pair == "auto":
-            busiest = [
-                busiest_ranks({other: plan[other] for other in sharing}, plan["language"], batch, grid)
+            lanes = [
+                lanes_needed({other: plan[other] for other in sharing}, plan["language"], batch, grid)
                 for batch, plan in zip(samples, plans, strict=True)
             ]
-            pair = _pair_slots(busiest, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)
+            pair = _pair_slots(lanes, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)
         routes[phase] = replace(whole[phase], encoder_pool=pool, pair_slots=pair)
     return routes
 
@@ -405,12 +405,10 @@ def _pool_tokens(plan: PhasePlan, spec: PhaseSpec) -> int:
     return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
 
 
-def _pair_slots(busiest: Sequence[tuple[int, int]], longest: int, grid: ExchangeGrid) -> int:
-    """Slots with which `USUAL_HOPS` move what the samples moved: the busiest ranks of each deal evenly. Where nothing
-    moved, they move the longest item."""
-    places = grid.shape[0]
-    lanes = [sum(-(-tokens // places) for tokens in both) for both in busiest if any(both)]
-    usual = float(np.mean(lanes)) if lanes else 2 * longest / places
+def _pair_slots(lanes: Sequence[int], longest: int, grid: ExchangeGrid) -> int:
+    """Slots with which `USUAL_HOPS` move what the samples moved, by the lanes each needed. Where nothing moved, they
+    move the longest item."""
+    usual = float(np.mean(lanes)) if any(lanes) else 2 * longest / grid.shape[0]
     return max(1, math.ceil(usual / USUAL_HOPS))
 
 

@@ -13,8 +13,10 @@ from jaxmllm.balance.relay import _most_dealt, deal, ways
 def random_traffic(seed: int, places: int, planes: int, items: int, largest: int):
     """Items that leave their exchange rank, ordered by sender."""
     random = np.random.default_rng(seed)
-    sender = np.sort(random.integers(0, places * planes, items))
+    sender = random.integers(0, places * planes, items)
     receiver = (sender // planes + random.integers(1, places, items)) % places * planes + sender % planes
+    order = np.lexsort((receiver, sender))
+    sender, receiver = sender[order], receiver[order]
     return sender, receiver, random.integers(1, largest + 1, items)
 
 
@@ -25,9 +27,9 @@ def rounds_of(sender, receiver, tokens, dealt):
         own = dealt.round == number
         item = dealt.item[own]
         start = line[item] + dealt.first[own]
-        yield RouteRound(
-            0, 0, early, late, dealt.tokens[own], start, start, sender[item], receiver[item], dealt.number[own]
-        )
+        ends = sender[item], receiver[item]
+        columns = dealt.tokens[own], start, start, *ends, dealt.number[own], dealt.straight[own]
+        yield RouteRound(0, 0, early, late, dealt.direct, *columns)
 
 
 @settings(max_examples=80, deadline=None)
@@ -87,7 +89,8 @@ def test_ways_of_some_ranks_are_those_of_all():
     def through(rank, local):
         way = ways(turn, 5, 2, 4, local)
         ours = (way.relay == rank) | (way.receiver == rank)
-        columns = (way.start, way.sender, way.relay, way.receiver, way.lane, way.onward)
+        onward = np.where(way.relay == way.receiver, -1, way.onward)
+        columns = (way.start, way.sender, way.relay, way.receiver, way.lane, onward)
         return sorted(zip(*(column[ours].tolist() for column in columns), strict=True))
 
     for rank in range(10):
@@ -96,13 +99,20 @@ def test_ways_of_some_ranks_are_those_of_all():
 
 
 def test_hops_are_what_the_busiest_ranks_need():
-    """Items of one size to random receivers, hence a few busy pairs: dealing fills nearly all slots of the busiest."""
-    sender, receiver, tokens = random_traffic(0, 32, 1, 512, 1)
+    """Items of one size to random receivers, so few pairs have traffic: dealing fills nearly all of the busiest."""
+    sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
     dealt = deal(sender, receiver, tokens * 64, 32, 1, 1, 1000)
     (hops,) = dealt.hops
     out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
+    assert dealt.direct == 0 and not dealt.straight.any()
     assert hops[0] == -(-out.max() // 32)
     assert -(-into.max() // 32) <= hops[1] <= 1.15 * into.max() / 32
+
+
+def test_even_traffic_goes_straight():
+    sender, receiver = np.nonzero(~np.eye(6, dtype=bool))
+    dealt = deal(sender, receiver, np.full(30, 12), 6, 1, 4, 99)
+    assert dealt.straight.all() and dealt.hops == [(3, 0)]
 
 
 def test_one_item_of_a_great_many_tokens_is_cut_into_rounds():

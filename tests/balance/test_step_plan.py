@@ -57,7 +57,7 @@ def test_plans_repeat_exactly_and_are_integers(make):
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
     one, other = arrays(plan_step(batch, spec)), arrays(plan_step(batch, spec))
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-    assert {a.dtype for a in one} == {np.dtype(np.int32)}
+    assert {a.dtype for a in one} == {np.dtype(np.int32), np.dtype(np.bool_)}
 
 
 def test_statistics_against_plain_loops(make):

@@ -146,7 +146,7 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
         one = np.ones(4, np.int32)
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
         near, far = (there, there + 4) if encoder == "vision" else (there, there)
-        turn = RouteRound(0, 1, 1, 0, one, near, far, there, (there + 1) % 4, one)
+        turn = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
         routes[encoder] = RoutePlan(np.array(arrival, np.int32), (turn,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
