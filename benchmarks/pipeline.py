@@ -17,7 +17,11 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
     lockstep       PFLOP of a step on the executor: a tick lasts as long as its longest operation
     asynchronous   the same orders when ranks wait for nothing but what they need
     efficiency     work of the busiest rank / lockstep, mean and worst of the seeds
+    GB             what waits on a rank, at most: inputs of chunks, tokens, gradients, and what split backwards leave to
+                   their second half; bfloat16, one replica, nothing sharded
     gain           lockstep of the first line / that of this one
+
+Of what split backwards leave, a rank has room for 2 chunks of each component; everything else may wait as it likes.
 
 Modes: `train_all` trains everything, `alignment` the projector alone. Then microbatches by themselves: by how much
 their standard deviation falls against random order, on 512 examples of log-uniform work, 4 replicas, 32 microbatches.
@@ -41,9 +45,10 @@ from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import Longs
 from jaxmllm.balance.workload import MODEL as WORKLOAD_MODEL
 from jaxmllm.config import VisionConfig
-from sharding.pipeline.graph import Graph, Ring, Workload, build_graph
+from sharding.pipeline.graph import Graph, Pool, Ring, Workload, build_graph
 from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
+from sharding.pipeline.table import slots_needed
 
 MODEL = WORKLOAD_MODEL.model_copy(
     update={
@@ -62,6 +67,7 @@ ROW_TOKENS = 8192
 EXAMPLES = 16  # of a microbatch
 FILL = (0.85, 0.97)  # of a language row, as examples are drawn
 LEAST_TEXT = 16  # tokens of an example
+PENDING = 2  # slots of a rank for what split backwards of a component leave
 UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
 GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
 
@@ -216,7 +222,34 @@ def make_schedule(variant: Variant, graph: Graph) -> Schedule:
     """The schedule that a variant stands for."""
     if variant.fixed:
         return one_f_one_b(graph)
-    return greedy(graph)
+    slots = {(pool, chain): graph.size for pool in Pool for chain in range(len(graph.ring.chains))}
+    slots |= {(Pool.PENDING, chain): PENDING for chain in range(len(graph.ring.chains))}
+    return greedy(graph, slots)
+
+
+def waiting_bytes(schedule: Schedule) -> float:
+    """Bytes of the slots that a schedule needs on every rank."""
+    vision, language = MODEL.vision, MODEL.language
+    assert vision is not None
+    rows = (ROW_IMAGES * PATCHES, ROW_TOKENS)
+    widths = (vision.width, language.width)
+    # What goes into the matrix products of a block, and the gradients of what comes out of them.
+    heads = language.heads * language.head_size
+    keys = 2 * language.kv_heads * language.head_size
+    products = (
+        9 * vision.width + 2 * vision.mlp_width,
+        3 * language.width + 2 * heads + keys + 3 * language.mlp_width + language.width,
+    )
+    total = 0
+    for (pool, chain), count in slots_needed([schedule]).items():
+        blocks = max(schedule.graph.ring.chains[chain].layers)
+        numbers = {
+            Pool.TOKENS: ROW_IMAGES * TOKENS * language.width,
+            Pool.TOKEN_GRADIENT: ROW_IMAGES * TOKENS * language.width,
+            Pool.PENDING: rows[chain] * products[chain] * blocks,
+        }
+        total += 2 * count * numbers.get(pool, rows[chain] * widths[chain])
+    return float(total)
 
 
 def measure(mode: str, variant: Variant, seeds: Sequence[int], microbatches: int, stages: int) -> dict[str, Any]:
@@ -229,10 +262,10 @@ def measure(mode: str, variant: Variant, seeds: Sequence[int], microbatches: int
         seconds = time.perf_counter() - began
         ticks, time_ = len(schedule.ticks), lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
-        found.append((*shares, efficiency(schedule, time_), ticks, seconds))
+        found.append((*shares, efficiency(schedule, time_), ticks, waiting_bytes(schedule) / 1e9, seconds))
     means = [statistics.fmean(column) for column in zip(*found, strict=True)]
-    names = ("lockstep", "asynchronous", "efficiency", "ticks", "seconds")
-    worst = min(efficiency for _, _, efficiency, _, _ in found)
+    names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
+    worst = min(each[2] for each in found)
     return {"mode": mode, "variant": variant.name, **dict(zip(names, means, strict=True)), "efficiency_worst": worst}
 
 
@@ -296,9 +329,9 @@ def main(command: Sequence[str] | None = None) -> int:
 def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """The table of one mode."""
     first = rows[0]["lockstep"]
-    names = ("lockstep", "asynchronous", "efficiency", "efficiency_worst", "ticks", "seconds")
+    names = ("lockstep", "asynchronous", "efficiency", "efficiency_worst", "ticks", "waiting_gb", "seconds")
     table = [[row["variant"], *(row[name] for name in names), first / row["lockstep"]] for row in rows]
-    columns = ["variant", "lockstep", "asynchronous", "efficiency", "worst", "ticks", "seconds", "gain"]
+    columns = ["variant", "lockstep", "asynchronous", "efficiency", "worst", "ticks", "GB", "seconds", "gain"]
     print_table(f"{mode}: PFLOP of a step, mean of the seeds", columns, table)
 
 

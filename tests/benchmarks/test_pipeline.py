@@ -25,6 +25,7 @@ def test_json_has_a_record_for_every_mode_and_variant(report):
     for row in report["rows"]:
         assert 0 < row["asynchronous"] <= row["lockstep"]
         assert 0 < row["efficiency_worst"] <= row["efficiency"] <= 1
+        assert 0.1 < row["waiting_gb"] < 80
     assert report["even"]["vision_std_ratio_worst"] > 10.6 and report["even"]["language_std_ratio_worst"] > 4.1
 
 
