@@ -183,9 +183,11 @@ def test_lowers_for_cuda_on_any_machine(kernel):
     assert kernels_of(sharded_gradients(kernel), *inputs) == gradients
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("size", [64, 80, 96, 128])
-def test_lowers_for_every_head_size_and_type(dtype, size):
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(64, jnp.float16), (72, jnp.float32), (80, jnp.bfloat16), (96, jnp.bfloat16), (128, jnp.float32)],
+)
+def test_lowers_for_every_head_size_and_type(size, dtype):
     q, k, v, mask = model_inputs(dtype, block=64, size=size)
     assert len(kernels_of(vjp, q, k, v, mask, q)) == 3
 
