@@ -21,7 +21,8 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
                    their second half; bfloat16, one replica, nothing sharded
     gain           lockstep of the first line / that of this one
 
-Of what split backwards leave, a rank has room for 2 chunks of each component; everything else may wait as it likes.
+Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
+(`--live`) there is room for so many language microbatches and 4 encoder rows of each.
 
 Modes: `train_all` trains everything, `alignment` the projector alone. Then microbatches by themselves: by how much
 their standard deviation falls against random order, on 512 examples of log-uniform work, 4 replicas, 32 microbatches.
@@ -45,7 +46,7 @@ from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import Longs
 from jaxmllm.balance.workload import MODEL as WORKLOAD_MODEL
 from jaxmllm.config import VisionConfig
-from sharding.pipeline.graph import Graph, Pool, Ring, Workload, build_graph
+from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
 from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
 from sharding.pipeline.table import slots_needed
@@ -67,6 +68,7 @@ ROW_TOKENS = 8192
 EXAMPLES = 16  # of a microbatch
 FILL = (0.85, 0.97)  # of a language row, as examples are drawn
 LEAST_TEXT = 16  # tokens of an example
+LIVE_ROWS = 4  # encoder rows that have room for every language microbatch that has
 PENDING = 2  # slots of a rank for what split backwards of a component leave
 UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
 GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
@@ -218,12 +220,16 @@ def make_graph(variant: Variant, mode: str, batch: Batch, stages: int) -> Graph:
     return build_graph(ring, make_workload(ring, MODES[mode], rows), split=variant.split)
 
 
-def make_schedule(variant: Variant, graph: Graph) -> Schedule:
-    """The schedule that a variant stands for."""
+def make_schedule(variant: Variant, graph: Graph, live: int | None = None) -> Schedule:
+    """The schedule that a variant stands for; `live` language microbatches have room at a time."""
     if variant.fixed:
         return one_f_one_b(graph)
-    slots = {(pool, chain): graph.size for pool in Pool for chain in range(len(graph.ring.chains))}
-    slots |= {(Pool.PENDING, chain): PENDING for chain in range(len(graph.ring.chains))}
+    slots: Slots = {}
+    for number, chain in enumerate(graph.ring.chains):
+        rows = LIVE_ROWS if chain.name == "vision" else 1
+        room = graph.size if live is None else live * rows * chain.chunks_per_rank
+        slots |= {(pool, number): room for pool in Pool}
+        slots[Pool.PENDING, number] = PENDING
     return greedy(graph, slots)
 
 
@@ -252,13 +258,15 @@ def waiting_bytes(schedule: Schedule) -> float:
     return float(total)
 
 
-def measure(mode: str, variant: Variant, seeds: Sequence[int], microbatches: int, stages: int) -> dict[str, Any]:
+def measure(
+    mode: str, variant: Variant, seeds: Sequence[int], microbatches: int, stages: int, live: int | None = None
+) -> dict[str, Any]:
     """One record: means over batches."""
     found = []
     for seed in seeds:
         graph = make_graph(variant, mode, generate(seed, microbatches), stages)
         began = time.perf_counter()
-        schedule = make_schedule(variant, graph)
+        schedule = make_schedule(variant, graph, live)
         seconds = time.perf_counter() - began
         ticks, time_ = len(schedule.ticks), lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
@@ -303,12 +311,15 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10, help="batches")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--live", type=int, help="language microbatches that have room on a rank (default: all)")
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     options = parser.parse_args(command)
     seeds = range(options.seed, options.seed + options.seeds)
     rows = []
     for mode in options.modes:
-        rows += [measure(mode, variant, seeds, options.microbatches, options.stages) for variant in VARIANTS]
+        rows += [
+            measure(mode, variant, seeds, options.microbatches, options.stages, options.live) for variant in VARIANTS
+        ]
         show(mode, [row for row in rows if row["mode"] == mode])
     even = measure_microbatches(seeds)
     print_table("Microbatches against random order", [*even], [[*even.values()]])
@@ -320,6 +331,7 @@ def main(command: Sequence[str] | None = None) -> int:
         seeds=options.seeds,
         microbatches=options.microbatches,
         stages=options.stages,
+        live=options.live,
         rows=rows,
         even=even,
     )
