@@ -94,9 +94,20 @@ class TowerConfig(Section):
 
 
 class VisionConfig(TowerConfig):
-    """Native-resolution vision transformer; `merge` x `merge` patches become one language token."""
+    """Native-resolution vision transformer; `merge` x `merge` patches become one language token. With `window`, layers
+    attend inside windows of `window` x `window` patches, but for `full_layers`, which see the whole image."""
 
     patch_size: PositiveInt = 14
+    window: PositiveInt | None = None
+    full_layers: tuple[int, ...] = ()  # counted from 0
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> VisionConfig:
+        if self.window is None and self.full_layers:
+            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
+        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
+            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
+        return self
 
 
 class AudioConfig(TowerConfig):
@@ -123,6 +134,11 @@ class ModelConfig(Section):
     def encoders(self) -> tuple[str, ...]:
         """Names of the encoder phases present, in the order used everywhere."""
         return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Side of the attention windows of the towers that have them, by phase."""
+        return {"vision": self.vision.window} if self.vision is not None and self.vision.window is not None else {}
 
 
 # ---------------------------------------------------------------------------- components
@@ -248,7 +264,7 @@ class MeshConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Stages that layers are cut into; `stages` becomes the outermost mesh axis, and 1 is no pipeline (docs/pipelines.md).
+    """Stages that layers are cut into (docs/pipelines.md); `stages` is the outermost mesh axis, 1 means no pipeline.
 
     Numbers are of one replica. What a batch needs beyond `auto` bounds is computed in further runs within the step.
     """
@@ -328,6 +344,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.pipeline.stages > 1 and self.model.windows:
+            raise ValueError(
+                "model.vision.window: towers that attend in windows cannot be cut into stages; "
+                "set pipeline.stages: 1, or leave the window out"
+            )
+        return self
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

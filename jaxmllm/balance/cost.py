@@ -90,6 +90,10 @@ def _language(config: LanguageConfig, upstream: bool, trained: bool) -> PhaseFlo
 def _vision(config: VisionConfig, language_width: int, trained: bool, projector_trained: bool) -> PhaseFlops:
     embedding = _passes(False, trained) * _matrix(3 * config.patch_size**2, config.width)
     blocks, attention = _tower(config, trained)
+    if config.window is not None:  # a patch of a windowed layer sees no more than its window
+        full, windowed = len(config.full_layers), config.layers - len(config.full_layers)
+        blocks += attention // config.layers * windowed * config.window**2
+        attention = attention // config.layers * full
     projector = _projector(config.merge**2 * config.width, language_width, trained, projector_trained)
     return PhaseFlops(embedding + blocks + round(Fraction(projector, config.merge**2)), attention)
 

@@ -7,7 +7,7 @@ language    embedding | blocks ... | head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from jaxmllm.balance.cost import STEM_KERNEL, STEM_STRIDE
@@ -63,7 +63,11 @@ def _vision(config: VisionConfig, language_width: int, slots: int, squares: int)
     embedding = LayerFlops("vision", 2 * patch * slots, 0, patch)
     tokens = Fraction(slots, config.merge**2)
     projector = _projector("vision", config.merge**2 * config.width, language_width, tokens)
-    return (embedding, *_blocks("vision", config, Fraction(slots), Fraction(squares)), projector)
+    blocks = _blocks("vision", config, Fraction(slots), Fraction(squares))
+    if config.window is not None:  # a patch of a windowed layer sees no more than its window
+        windowed = replace(blocks[0], attention=4 * config.width * config.window**2 * slots)
+        blocks = [block if layer in config.full_layers else windowed for layer, block in enumerate(blocks)]
+    return (embedding, *blocks, projector)
 
 
 def _audio(config: AudioConfig, language_width: int, slots: int, squares: int) -> tuple[LayerFlops, ...]:

@@ -11,7 +11,8 @@ T language tokens of an encoder row.
 Encoder rows hold
     features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, 2],
     valid bool [r, C / slots_per_token] (language token really computed), failed int32 [r] (items not decoded),
-    places int32 [r, C / slots_per_token] (where its tokens are), tiles (see masks.py).
+    places int32 [r, C / slots_per_token] (where its tokens are), tiles, and for towers that attend in windows
+    windows int32 [r, C] and window_tiles (see masks.py).
 Language rows hold
     tokens, targets int32 [r, C] (target -1: none), segments int32 [r, C], positions int32 [r, C, 3],
     media int32 [r, C] (slot of the language pool where this token's embedding arrives; -1: text),
@@ -252,7 +253,8 @@ def _encoder_rows(
     for item, _ in failed:
         rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
     for row in rows:
-        finish_encoder_row(row, *attention.of(phase), modality.attention_stride, modality.slots_per_token)
+        strides = modality.attention_stride, modality.slots_per_token
+        finish_encoder_row(row, *attention.of(phase), *strides, attention.windows.get(phase))
     return rows, [message for _, message in failed]
 
 

@@ -8,7 +8,7 @@ With one part nothing moves. Letters: r ranks, C slots of a row, A attention tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,25 +29,37 @@ class AttentionSpec:
     blocks: Mapping[str, int]  # attention tokens of a block
     parts: Mapping[str, int] = field(default_factory=dict)  # X of each phase whose rows are split
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
+    windows: Mapping[str, int] = field(default_factory=dict)  # side of the windows of towers that attend in them
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""
         return self.blocks[phase], self.parts.get(phase, 1)
 
 
-def finish_encoder_row(row: Row, block: int, parts: int, stride: int, slots_per_token: int) -> None:
-    """Add `tiles` and `places` to a row of both directions, and deal its slots to the parts.
+def finish_encoder_row(
+    row: Row, block: int, parts: int, stride: int, slots_per_token: int, window: int | None = None
+) -> None:
+    """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to a row of both
+    directions, and deal its slots to the parts.
 
     Args:
       stride: slots behind one attention token.
       slots_per_token: slots behind one language token; a block of attention tokens holds whole ones.
+      window: side of the windows that the tower attends in, in positions.
     """
     segments = row["segments"][:, ::stride]
     ids = [segment_ids(of_rank, causal=False) for of_rank in segments]
-    blocks = _add_tiles(row, ids, segments.shape[1], block, parts)
+    blocks = deal_blocks(ids, segments.shape[1], block, parts)
+    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    moved = ["features", "segments", "positions"]
+    if window is not None:
+        moved.append("windows")
+        row["windows"] = window_numbers(row["segments"], row["positions"], window)
+        ids = [segment_ids(of_rank, causal=False) for of_rank in row["windows"][:, ::stride]]
+        row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
         row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // slots_per_token)
-        _reorder(row, ("features", "segments", "positions"), _expand(blocks, block * stride))
+        _reorder(row, moved, _expand(blocks, block * stride))
     else:
         row["places"] = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1))
 
@@ -56,40 +68,64 @@ def finish_language_row(row: Row, block: int, parts: int) -> None:
     """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts."""
     both = zip(row["segments"], row["groups"], strict=True)
     ids = [segment_ids(segments, causal=True, groups=groups) for segments, groups in both]
-    row["order"] = _expand(_add_tiles(row, ids, row["segments"].shape[1], block, parts), block)
+    blocks = deal_blocks(ids, row["segments"].shape[1], block, parts)
+    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    row["order"] = _expand(blocks, block)
     if parts > 1:
         _reorder(row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"])
 
 
-def _add_tiles(row: Row, ids: list[TokenIds], slots: int, block: int, parts: int) -> Ints:
-    """Add the tables of `RowTiles`; returns which block of each row stands at each place: [r, N].
+def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
+    """Number of each slot's window in its row, from 1, as runs of a segment count on; 0 at padding: [r, C].
+
+    Args:
+      segments: [r, C] item of each slot.
+      positions: [r, C, 2] (row, column) inside the item.
+    """
+    keys = np.concatenate([segments[:, :, None], positions // side], axis=2).astype(np.int64)
+    numbers = np.zeros_like(segments)
+    for rank, of_rank in enumerate(keys):
+        real = segments[rank] > 0
+        if real.any():
+            numbers[rank, real] = np.unique(of_rank[real], axis=0, return_inverse=True)[1].reshape(-1) + 1
+    return numbers
+
+
+def deal_blocks(ids: list[TokenIds], tokens: int, block: int, parts: int) -> Ints:
+    """Which block of each row stands at each place, those of a part together: [r, N].
 
     Args:
       ids: of each row.
-      slots: attention tokens of a row.
+      tokens: attention tokens of a row.
     """
-    blocks = slots // block
+    order = np.tile(np.arange(tokens // block, dtype=np.int32), (len(ids), 1))
+    if parts > 1:
+        for rank, of_rank in enumerate(ids):
+            work = block_work(of_rank.document, of_rank.group, of_rank.position, block)
+            order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
+    return order
+
+
+def tile_tables(ids: list[TokenIds], order: Ints, block: int, parts: int) -> dict[str, Ints]:
+    """The tables of `RowTiles` for rows whose blocks stand in this order."""
+    blocks = order.shape[1]
     bound = list_bound(blocks // parts, blocks)
-    row["tiles"] = {
+    tables = {
         "query_spans": np.zeros((len(ids), parts, blocks // parts, 3), np.int32),
         "query_blocks": np.zeros((len(ids), parts, bound), np.int32),
         "key_spans": np.zeros((len(ids), parts, blocks, 3), np.int32),
         "key_blocks": np.zeros((len(ids), parts, bound), np.int32),
     }
-    order = np.tile(np.arange(blocks, dtype=np.int32), (len(ids), 1))
     for rank, of_rank in enumerate(ids):
-        tiles = visible_tiles(of_rank, block)
-        if parts > 1:
-            work = block_work(of_rank.document, of_rank.group, of_rank.position, block)
-            order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
-        for part, lists in enumerate(dealt_tiles(tiles, np.argsort(order[rank]).astype(np.int32), parts, bound)):
-            tables = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
-            for table, values in zip(row["tiles"].values(), tables, strict=True):
-                table[rank, part] = values
-    return order
+        places = np.argsort(order[rank]).astype(np.int32)
+        for part, lists in enumerate(dealt_tiles(visible_tiles(of_rank, block), places, parts, bound)):
+            values = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
+            for table, value in zip(tables.values(), values, strict=True):
+                table[rank, part] = value
+    return tables
 
 
-def _reorder(row: Row, names: tuple[str, ...], order: Ints) -> None:
+def _reorder(row: Row, names: Iterable[str], order: Ints) -> None:
     for name in names:
         for of_rank, slots in zip(row[name], order, strict=True):
             of_rank[:] = of_rank[slots]

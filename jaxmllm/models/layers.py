@@ -7,7 +7,7 @@ Every parameter carries the names of its logical axes; `RowContext` carries what
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -35,6 +35,15 @@ class RowContext:
     tiles: RowTiles
     angles: Float[Array, "R C K/2"]
     kernel: Kernel = "auto"  # of attention
+    windows: tuple[TokenIds, RowTiles] | None = None  # what layers that attend in windows go by, instead
+
+    def seen_by(self, windowed: Array) -> RowContext:
+        """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs."""
+        if self.windows is None:
+            return self
+        choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
+        ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
+        return replace(self, ids=ids, tiles=tiles, windows=None)
 
 
 def item_ids(segments: Int[Array, "R C"]) -> TokenIds:
@@ -237,16 +246,22 @@ def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs
     return nnx.split_rngs(splits=layers)(create)(rngs)
 
 
-def run_stack(blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat) -> Float[Array, "R C D"]:
-    """Scan over the layers. `remat`: none keeps all, dots keeps matrix products, full keeps layer inputs alone."""
+def run_stack(
+    blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat, full_layers: tuple[int, ...] = ()
+) -> Float[Array, "R C D"]:
+    """Scan over the layers. `remat`: none keeps all, dots keeps matrix products, full keeps layer inputs alone. Where
+    rows have windows, all layers but the full ones attend in them."""
     graph, parameters = nnx.split(blocks)
+    layers = jax.tree.leaves(parameters)[0].shape[0]
+    windowed = ~np.isin(np.arange(layers), full_layers)
 
-    def layer(x: Array, parameters: Any) -> tuple[Array, None]:
-        return nnx.merge(graph, parameters)(x, rows), None
+    def layer(x: Array, layer: Any) -> tuple[Array, None]:
+        parameters, windowed = layer
+        return nnx.merge(graph, parameters)(x, rows.seen_by(windowed)), None
 
     if remat == "full":
         layer = jax.checkpoint(layer)
     elif remat == "dots":
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    x, _ = jax.lax.scan(layer, x, parameters)
+    x, _ = jax.lax.scan(layer, x, (parameters, windowed))
     return x

@@ -74,9 +74,15 @@ class MLLM:
         """The same model with a component's activations laid out otherwise; its parameters lie as before."""
         return replace(self, components=self.components | {name: replace(self.components[name], layout=layout)})
 
-    def init(self, seed: int, dtype: str) -> Params:
-        """Fresh parameters on the mesh. Each component's depend on (seed, its name) alone."""
-        return {name: _init(component, seed, dtype) for name, component in self.components.items()}
+    def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
+        """Fresh parameters on the mesh, by default as `abstract` says, else in shardings `places`.
+
+        Each component's depend on (seed, its name) alone.
+        """
+        return {
+            name: _init(component, seed, dtype, shardings(component) if places is None else places[name])
+            for name, component in self.components.items()
+        }
 
     def abstract(self, dtype: str) -> Params:
         """Shapes, types and shardings of the parameters."""
@@ -205,7 +211,7 @@ def _axis_names(variable: nnx.Variable[Any]) -> _AxisNames:
     return _AxisNames(("layers",) * stacked + names)
 
 
-def _init(component: Component, seed: int, dtype: str) -> Any:
+def _init(component: Component, seed: int, dtype: str, places: Any) -> Any:
     def create() -> Any:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))
         parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
@@ -213,4 +219,4 @@ def _init(component: Component, seed: int, dtype: str) -> Any:
 
     # It runs once, and optimizing it takes far longer than running it.
     options = {"xla_backend_optimization_level": 0}
-    return jax.jit(create, out_shardings=shardings(component), compiler_options=options)()
+    return jax.jit(create, out_shardings=places, compiler_options=options)()

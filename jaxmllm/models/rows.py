@@ -37,19 +37,22 @@ class EncoderRows(NamedTuple):
     failed: Int[Array, " R"]  # items that could not
     places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
     tiles: RowTiles
+    windows: Int[Array, "R C"] | None = None  # window number in the row, for towers that attend in windows
+    window_tiles: RowTiles | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
         """From the host's dictionary."""
-        return cls(**{**row, "tiles": RowTiles(**row["tiles"])})
+        tables: dict[str, Any] = {name: RowTiles(**row[name]) for name in ("tiles", "window_tiles") if name in row}
+        return cls(**row | tables)
 
-    @classmethod
-    def shardings(cls, layout: Layout) -> EncoderRows:
+    def shardings(self, layout: Layout) -> EncoderRows:
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
         slots: Any = layout.sharding(("batch", "sequence"))
         tiles = RowTiles(*(slots for _ in RowTiles._fields))
-        return cls(slots, slots, slots, valid=rows, failed=rows, places=rows, tiles=tiles)
+        found = EncoderRows(slots, slots, slots, valid=rows, failed=rows, places=rows, tiles=tiles)
+        return found if self.windows is None else found._replace(windows=slots, window_tiles=tiles)
 
 
 class LanguageRows(NamedTuple):
@@ -70,13 +73,12 @@ class LanguageRows(NamedTuple):
         """From the host's dictionary."""
         return cls(**{**row, "tiles": RowTiles(**row["tiles"])})
 
-    @classmethod
-    def shardings(cls, layout: Layout) -> LanguageRows:
+    def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
         slots: Any = layout.sharding(("batch", "sequence"))
         tiles = RowTiles(*(slots for _ in RowTiles._fields))
-        return cls(slots, slots, slots, slots, slots, sources=rows, groups=slots, order=slots, tiles=tiles)
+        return LanguageRows(slots, slots, slots, slots, slots, sources=rows, groups=slots, order=slots, tiles=tiles)
 
 
 class TokenPool(NamedTuple):
@@ -86,8 +88,10 @@ class TokenPool(NamedTuple):
     valid: Int[Array, "R W"]  # 1 where the token comes from data that could be decoded
 
 
-def abstract_encoder_rows(layout: Layout, capacity: int, modality: Modality, block: int) -> EncoderRows:
-    """Shapes, types and shardings of the rows of one capacity C."""
+def abstract_encoder_rows(
+    layout: Layout, capacity: int, modality: Modality, block: int, windows: bool = False
+) -> EncoderRows:
+    """Shapes, types and shardings of the rows of one capacity C; `windows`: whether the tower attends in windows."""
     tokens = capacity // modality.slots_per_token
     shapes = EncoderRows(
         features=_shape((capacity, modality.features), modality.dtype),
@@ -98,6 +102,8 @@ def abstract_encoder_rows(layout: Layout, capacity: int, modality: Modality, blo
         places=_shape((tokens,)),
         tiles=_tiles(layout, capacity // modality.attention_stride // block),
     )
+    if windows:
+        shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)
     return _on_ranks(layout, shapes)
 
 
@@ -136,7 +142,7 @@ def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
 
 
 def _on_ranks(layout: Layout, rows: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, type(rows).shardings(layout))
+    return jax.tree.map(lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, rows.shardings(layout))
 
 
 def _on_rank(layout: Layout, leaf: Any, sharding: NamedSharding) -> Any:

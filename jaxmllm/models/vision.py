@@ -24,7 +24,7 @@ from sharding.rules import Layout
 
 
 class VisionTower(nnx.Module):
-    """Patches -> features, bidirectional inside each image, rotary positions by (row, column)."""
+    """Patches -> features, bidirectional inside each image or its windows, rotary positions by (row, column)."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -38,7 +38,7 @@ class VisionTower(nnx.Module):
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat))
+        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.full_layers))
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
@@ -49,4 +49,7 @@ class VisionTower(nnx.Module):
     def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
         angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
-        return RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention)
+        windows = None
+        if rows.windows is not None and rows.window_tiles is not None:
+            windows = item_ids(rows.windows), rows.window_tiles
+        return RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention, windows)

@@ -20,9 +20,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.calibrate import load_calibration
 from jaxmllm.balance.cost import PhaseTime, phase_flops
+from jaxmllm.balance.pipeline_sizes import PipelineSizes, choose_pipeline
 from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
-from jaxmllm.config import Config, ConfigError, PhaseConfig, SourceConfig
+from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError
 from jaxmllm.data.index import DataError
@@ -33,13 +34,15 @@ from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.training.hardware import peak_flops
 from jaxmllm.training.metrics import CompilationCounter
+from jaxmllm.training.pipeline import PipelinePrograms
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
 from jaxmllm.training.step import Step
 from sharding.mesh import MeshError, make_mesh
+from sharding.pipeline.graph import PipelineError
 from sharding.route import Exchange, rank_nodes
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, TokenizerError)
+USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)
 SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
 SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
@@ -114,16 +117,14 @@ def build_run(config: Config) -> Run:
     compilations = CompilationCounter()
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
     model, corpus, held_out = ground.model, ground.corpus, ground.held_out
-    spec = plan_spec(config, model, ground.samples, [corpus, *held_out])
     attention = attention_spec(config, model)
-    step = Step(model, config.optimizer, config.run.steps, len(corpus.sources))
-    programs = Programs(step, spec, corpus.modalities, attention.blocks, config.run.param_dtype)
-
-    ranks = local_share(programs)
-    batches = steps(StepFiller(corpus, spec, ranks, attention), config.data.batch_size, config.run.seed)
+    programs, pipeline = make_programs(config, ground)
+    spec, ranks = programs.spec, local_share(programs)
+    training, evaluating = (pipeline.training, pipeline.evaluation) if pipeline else (None, None)
+    batches = steps(StepFiller(corpus, spec, ranks, attention, training), config.data.batch_size, config.run.seed)
     evaluation = None
     if held_out:
-        filler = StepFiller(held_out[0], spec, ranks, attention)
+        filler = StepFiller(held_out[0], spec, ranks, attention, evaluating)
         evaluation = evaluation_steps(filler, config.data.batch_size, config.evaluation.examples)
     peak: float | None
     if config.logging.peak_flops == "auto":
@@ -131,6 +132,17 @@ def build_run(config: Config) -> Run:
     else:
         peak = config.logging.peak_flops
     return Run(config, programs, corpus, batches, evaluation, corpus.sources, peak, compilations)
+
+
+def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, PipelineSizes | None]:
+    """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
+    model, corpora = ground.model, [ground.corpus, *ground.held_out]
+    step = Step(model, config.optimizer, config.run.steps, len(ground.corpus.sources))
+    rest = ground.corpus.modalities, attention_spec(config, model).blocks, config.run.param_dtype
+    if config.pipeline.stages == 1:
+        return Programs(step, plan_spec(config, model, ground.samples, corpora), *rest), None
+    sizes = pipeline_sizes(config, model, ground.samples, corpora)
+    return PipelinePrograms(step, sizes, *rest), sizes
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
@@ -183,6 +195,7 @@ def attention_spec(config: Config, model: MLLM) -> AttentionSpec:
         blocks={phase: getattr(config.phases, phase).block for phase in phases},
         parts={phase: model.layout(phase).parts for phase in phases},
         bidirectional=config.model.language.bidirectional,
+        windows=config.model.windows,
     )
 
 
@@ -213,12 +226,25 @@ def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality], 
     return max(settings.capacities)
 
 
+def pipeline_sizes(
+    config: Config, model: MLLM, samples: Sequence[BatchItems], corpora: Sequence[Corpus]
+) -> PipelineSizes:
+    """Rows, stages and slots of a pipeline."""
+    needs = _needs(config, model, corpora)
+    shapes = resolved_shapes(config, model)
+    return choose_pipeline(samples, needs, config.pipeline, shapes, model.trainable, config.data.batch_size)
+
+
 def plan_spec(config: Config, model: MLLM, samples: Sequence[BatchItems], corpora: Sequence[Corpus]) -> PlanSpec:
     """Ranks, row classes, pools and costs of every phase."""
-    longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
-    needs = phase_needs(config, model, corpora[0].modalities, longest)
+    needs = _needs(config, model, corpora)
     nodes, backend = rank_places(config, model), exchange_backend(config, model)
     return choose_sizes(samples, needs, exchange_grids(model), config.balance, nodes, backend)
+
+
+def _needs(config: Config, model: MLLM, corpora: Sequence[Corpus]) -> list[PhaseNeeds]:
+    longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
+    return phase_needs(config, model, corpora[0].modalities, longest)
 
 
 def rank_places(config: Config, model: MLLM) -> dict[str, Ints]:
@@ -260,10 +286,15 @@ def phase_needs(
     ]
 
 
+def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
+    """The model's shapes with the size of its vocabulary."""
+    language = config.model.language.model_copy(update={"vocab_size": model.vocab_size})
+    return config.model.model_copy(update={"language": language})
+
+
 def model_flops(config: Config, model: MLLM) -> dict[str, PhaseFlops]:
     """FLOPs of an item, by phase."""
-    language = config.model.language.model_copy(update={"vocab_size": model.vocab_size})
-    shapes = config.model.model_copy(update={"language": language})
+    shapes = resolved_shapes(config, model)
     return {phase: phase_flops(shapes, phase, model.trainable) for phase in (*config.model.encoders, LANGUAGE)}
 
 

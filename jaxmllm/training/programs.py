@@ -102,15 +102,11 @@ class Programs:
             phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
             for phase, route in spec.routes.items()
         }
-        self.params = step.model.abstract(param_dtype)
         self.param_dtype = param_dtype
+        self.params = self._abstract_params()
         self.pools = self._abstract_pools()
-        self.state = self._abstract_state()
-        jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
-        for carrier in dict.fromkeys(self.carriers.values()):
-            jobs |= self._exchange_jobs(carrier)
-        for phase in self.encoders:
-            jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
+        self.state = self._abstract_state(self.params)
+        jobs = self._jobs(modalities, blocks)
         lowered = [job.lower() for job in jobs.values()]  # tracing is Python; compiling is not
         with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             compiled = threads.map(jax.stages.Lowered.compile, lowered)
@@ -237,7 +233,30 @@ class Programs:
             grads = encode_grad(self._components(params, phase), start, d_pools[pool], at, grads)
         return grads
 
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saved_state(self) -> TrainState:
+        """Shapes, types and shardings of the state as checkpoints hold it, on any mesh."""
+        return self.state
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """The state as checkpoints hold it."""
+        return state
+
+    def from_saved(self, saved: TrainState) -> TrainState:
+        """The state that `to_saved` was made of; may overwrite `saved`."""
+        return saved
+
     # ------------------------------------------------------------------ compiling
+
+    def _jobs(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[Any, Job]:
+        jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
+        for carrier in dict.fromkeys(self.carriers.values()):
+            jobs |= self._exchange_jobs(carrier)
+        for phase in self.encoders:
+            jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
+        return jobs
 
     def _common_jobs(self) -> dict[Any, Job]:
         grads = {name: self.params[name] for phase in self.spec.phases for name in self.step.trainable_of(phase)}
@@ -313,7 +332,7 @@ class Programs:
         at, failed = self._scalar(np.int32), self._scalar(np.int32)
         jobs: dict[Any, Job] = {}
         for capacity in self.spec.phases[phase].capacities:
-            rows = abstract_encoder_rows(layout, capacity, modality, block)
+            rows = abstract_encoder_rows(layout, capacity, modality, block, phase in step.model.config.windows)
 
             def encode(*arguments: Any) -> Any:
                 return step.encode(phase, *arguments)
@@ -364,9 +383,12 @@ class Programs:
                     metrics[f"route/{carrier}/{name}"] = statistics[key] * token_bytes
         return metrics
 
-    def _abstract_state(self) -> TrainState:
-        state = jax.eval_shape(self.step.init, self.params)
-        trained = {name: self.params[name] for name in self.step.model.trainable}
+    def _abstract_params(self) -> Any:
+        return self.step.model.abstract(self.param_dtype)
+
+    def _abstract_state(self, params: Any) -> TrainState:
+        state = jax.eval_shape(self.step.init, params)
+        trained = {name: params[name] for name in self.step.model.trainable}
         optimizer = optax.tree_utils.tree_map_params(
             make_optimizer(self.step.optimizer),
             lambda _, parameter: parameter,
@@ -375,7 +397,7 @@ class Programs:
             transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
         )
         counts = jax.tree.map(lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None))
-        return counts._replace(params=self.params, optimizer=optimizer)
+        return counts._replace(params=params, optimizer=optimizer)
 
     def _abstract_sums(self) -> Sums:
         layout = self.layouts[LANGUAGE]
@@ -425,14 +447,15 @@ class Programs:
         if capacity > self.spec.phases[phase].capacities[0]:
             layout = layout.long
         kind = LanguageRows if phase == LANGUAGE else EncoderRows
-        put = lambda array, sharding: _put(array, sharding, layout.ranks)  # noqa: E731
-        return jax.tree.map(put, kind.of(dict(row)), kind.shardings(layout))
+        put = lambda array, sharding: put_ranks(array, sharding, layout.ranks)  # noqa: E731
+        local = kind.of(dict(row))
+        return jax.tree.map(put, local, local.shardings(layout))
 
     def _put_tables(self, phase: str, turn: RouteTables) -> DeviceTables:
         sharding, ranks = self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape)
 
         def put(table: np.ndarray) -> jax.Array:
-            return _put(table, sharding, ranks)
+            return put_ranks(table, sharding, ranks)
 
         def put_hops(hops: tuple[Hop, ...]) -> list[tuple[jax.Array, ...]]:
             return [tuple(put(table) for table in (hop.index, hop.sizes) if table is not None) for hop in hops]
@@ -446,21 +469,28 @@ def local_ranks(sharding: NamedSharding, *shape: int) -> tuple[int, ...]:
     return tuple(sorted({_start(index) for index in indices}))
 
 
-def _put(local: np.ndarray, sharding: NamedSharding, ranks: int) -> jax.Array:
-    """A global array [R, ...] of which this host holds the whole rows of the ranks that `local_ranks` names."""
-    shape = (ranks, *local.shape[1:])
-    place = {rank: row for row, rank in enumerate(local_ranks(sharding, *shape))}
+def put_ranks(local: np.ndarray, sharding: NamedSharding, ranks: int, axis: int = 0) -> jax.Array:
+    """A global array with R ranks on an axis (one a device), of which this host holds those that `local_ranks` names.
+
+    Args:
+      local: this host's ranks, whole in all other axes.
+      sharding: of the global array.
+    """
+    shape = (*local.shape[:axis], ranks, *local.shape[axis + 1 :])
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    place = {rank: row for row, rank in enumerate(sorted({_start(index, axis) for index in indices}))}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        row = place[_start(index)]
-        return local[(slice(row, row + 1), *(index or ())[1:])]
+        row = place[_start(index, axis)]
+        before, after = (index or ())[:axis], (index or ())[axis + 1 :]
+        return local[(*before, slice(row, row + 1), *after)]
 
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _start(index: tuple[slice, ...] | None) -> int:
+def _start(index: tuple[slice, ...] | None, axis: int = 0) -> int:
     assert index is not None, "asked for a device of another host"
-    return index[0].start or 0
+    return index[axis].start or 0
 
 
 def _zeros(tree: Any) -> Job:

@@ -62,6 +62,16 @@ def test_vision_by_freezing(n):
     assert measured(*ALL) == 2 * patches + 3 * (blocks + attention + first + second)
 
 
+def test_a_windowed_layer_pays_for_its_window():
+    """Attention of 2 layers is 8 * 32 FLOPs a pair; one of them is full, the other sees 4 x 4 patches."""
+    windowed = MODEL.model_copy(update={"vision": MODEL.vision.model_copy(update={"window": 4, "full_layers": (1,)})})
+    whole, narrow = (phase_flops(model, "vision", NOTHING) for model in (MODEL, windowed))
+    attention = tower_forward(100, 32, 4, 128, 2)[1]
+    assert whole.quadratic * 100**2 == attention
+    assert narrow.quadratic == whole.quadratic // 2
+    assert narrow.linear - whole.linear == whole.quadratic // 2 * 4 * 4
+
+
 @pytest.mark.parametrize("n", [64, 320])
 def test_audio_attends_over_a_quarter_of_the_frames(n):
     mels, halves = product(n // 2, 3 * 40, 48), product(n // 4, 3 * 48, 48)

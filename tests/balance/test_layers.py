@@ -8,13 +8,17 @@ from jaxmllm.balance.cost import phase_flops
 from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.workload import MODEL
 
+WINDOWED = MODEL.model_copy(update={"vision": MODEL.vision.model_copy(update={"window": 8, "full_layers": (7, 31)})})
 
-@pytest.mark.parametrize("phase", ["vision", "audio", "language"])
-def test_layers_add_up_to_their_phase(phase):
+
+@pytest.mark.parametrize(
+    "model, phase", [(MODEL, "vision"), (MODEL, "audio"), (MODEL, "language"), (WINDOWED, "vision")]
+)
+def test_layers_add_up_to_their_phase(model, phase):
     items = [640, 256, 1280]
     slots, squares = sum(items), sum(length**2 for length in items)
-    layers = layer_flops(MODEL, phase, slots, squares)
-    whole = phase_flops(MODEL, phase, frozenset())
+    layers = layer_flops(model, phase, slots, squares)
+    whole = phase_flops(model, phase, frozenset())
     forward = sum(layer.linear + layer.attention for layer in layers)
     assert forward == pytest.approx(whole.linear * slots + whole.quadratic * squares, rel=1e-9)
 

@@ -159,7 +159,7 @@ def test_initial_weights_keep_the_scale_of_their_input():
 @pytest.fixture(scope="module")
 def attend():
     sizes = WIDTH, HEADS, KV_HEADS, HEAD_SIZE
-    graph, parameters = filled(lambda rngs: SelfAttention(rngs, *sizes, causal=True, qkv_bias=True, qk_norm=True))
+    graph, parameters = filled(lambda rngs: SelfAttention(rngs, *sizes, qkv_bias=True, qk_norm=True))
 
     def run(overrides):
         layout = make_layout(MESH, overrides)
@@ -192,7 +192,7 @@ def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
 
 
 def make_block(rngs):
-    attention = SelfAttention(rngs, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, causal=True)
+    attention = SelfAttention(rngs, WIDTH, HEADS, KV_HEADS, HEAD_SIZE)
     return Block(WIDTH, 1e-6, attention, GatedMLP(rngs, WIDTH, 24))
 
 

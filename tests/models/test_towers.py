@@ -88,8 +88,10 @@ def mlp(x, p):
 
 
 def transformer(x, p, angles, visible):
-    for i in range(len(p["layers"]["mlp"]["up"])):
-        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, visible)
+    """`visible` [n, n], or one for each layer."""
+    layers = len(p["layers"]["mlp"]["up"])
+    for i, seen in enumerate(np.broadcast_to(visible, (layers, *visible.shape[-2:]))):
+        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, seen)
     return rms_norm(x, p["norm"]["scale"])
 
 
@@ -108,7 +110,12 @@ def vision_tower(p, config, pixels, positions):
     half = config.head_size // 4
     frequency = config.rope_theta ** (-np.arange(half) / half)
     angles = np.concatenate([positions[:, :1] * frequency, positions[:, 1:] * frequency], axis=1)
-    return transformer(x, p, angles, np.ones((len(x), len(x)), bool))
+    visible = np.ones((config.layers, len(x), len(x)), bool)
+    if config.window is not None:
+        windows = positions // config.window
+        inside = (windows[:, None] == windows).all(axis=2)
+        visible[[i for i in range(config.layers) if i not in config.full_layers]] = inside
+    return transformer(x, p, angles, visible)
 
 
 def halving_convolution(p, frames):
@@ -179,7 +186,7 @@ def encode(encoders, phase, rows):
         return [np.asarray(x) for x in run(params, rows)]
 
 
-def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK):
+def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK, window=None):
     ranks, slots = segments.shape
     row = {
         "features": features,
@@ -188,7 +195,7 @@ def encoder_rows(features, positions, segments, slots_per_token, stride=1, block
         "valid": np.ones((ranks, slots // slots_per_token), bool),
         "failed": np.zeros(ranks, np.int32),
     }
-    finish_encoder_row(row, block, 1, stride, slots_per_token)
+    finish_encoder_row(row, block, 1, stride, slots_per_token, window)
     return EncoderRows.of(row)
 
 
@@ -252,6 +259,28 @@ def test_vision_tower_and_projector(encoders):
         close(features[row, start:stop], want)
         want = mlp(want.reshape(-1, 4 * VISION.width), params["projector.vision"]["mlp"])
         close(tokens[row, start // 4 : stop // 4], want)
+
+
+@pytest.mark.parametrize("full_layers", [(), (1,)])
+def test_vision_tower_in_windows(full_layers):
+    """Images of several sizes, whose windows at the edges are cut."""
+    config = VISION.model_copy(update={"window": 3, "full_layers": full_layers})
+    shapes = [(0, 0, 6, 4), (0, 24, 4, 8), (1, 0, 8, 8), (3, 4, 2, 2)]  # row, start, height, width
+    rng = np.random.default_rng(4)
+    segments = packed([(row, start, start + height * width) for row, start, height, width in shapes])
+    pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
+    positions = np.zeros((4, SLOTS, 2), np.int32)
+    for row, start, height, width in shapes:
+        cells = np.indices((height // 2, width // 2, 2, 2)).reshape(4, -1)  # merged cells, then patches in them
+        positions[row, start : start + height * width] = np.stack([2 * cells[0] + cells[2], 2 * cells[1] + cells[3]], 1)
+    with jax.enable_x64(True):
+        model = build(language=TIED, vision=config)
+        params = randomized(model)
+        rows = encoder_rows(pixels, positions, segments, 4, block=16, window=3)
+        features = np.asarray(jax.jit(lambda params, rows: model.features(params, "vision", rows))(params, rows))
+    for row, start, height, width in shapes:
+        here = row, slice(start, start + height * width)
+        close(features[here], vision_tower(params["vision"], config, pixels[here], positions[here]))
 
 
 def test_audio_tower_and_projector(encoders):
