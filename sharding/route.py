@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -191,10 +192,26 @@ def _like(mask: jax.Array, values: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
-    """Each rank's rows from its own pool: pool [R, W, D], index int32 [R, C] (-1: zero) -> [R, C, D]."""
+    """Each rank's rows from its own pool: pool [R, W, D], index int32 [R, C] (-1: zero) -> [R, C, D].
+
+    No slot may occur twice in one row's index, if it is differentiated.
+    """
     slots = ("batch", "sequence")
     return layout.local(lambda pool, index: _gather(pool[0], index[0])[None], (("batch",), slots), slots)(pool, index)
+
+
+def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return take_rows(layout, pool, index), (pool, index)
+
+
+def _take_backward(layout: Layout, residuals: tuple[jax.Array, jax.Array], d_rows: jax.Array) -> tuple[jax.Array, None]:
+    pool, index = residuals
+    return put_rows(layout, d_rows, index, jnp.zeros_like(pool)), None
+
+
+take_rows.defvjp(_take_forward, _take_backward)
 
 
 def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:

@@ -85,10 +85,11 @@ class Layout:
         rules = dict(self.rules) | {"batch": self.batch_axes + self.mesh_axes("sequence"), "sequence": ()}
         return Layout(self.mesh, tuple(rules.items()))
 
-    def inside(self, axis: str) -> Layout:
-        """The same for code inside a shard_map that is manual over a mesh axis alone; no rule may name it."""
+    def inside(self, *axes: str) -> Layout:
+        """The same for code inside a shard_map that is manual over mesh axes: what they split is one part there."""
         mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
-        return Layout(mesh.update_axis_types({axis: AxisType.Manual}), self.rules)
+        rules = tuple((name, tuple(axis for axis in of if axis not in axes)) for name, of in self.rules)
+        return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), rules)
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))

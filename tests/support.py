@@ -17,15 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmllm.balance.pipeline_sizes import PipelineSizes
 from jaxmllm.balance.plan import PlanSpec
 from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.fill import HostStep, LocalRanks
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.pipeline import StepFiller
-from jaxmllm.training.build import attention_spec, lay_groundwork, plan_spec
+from jaxmllm.training.build import attention_spec, lay_groundwork, make_programs
 from jaxmllm.training.programs import LANGUAGE, Programs
-from jaxmllm.training.step import Step
 from sharding.mesh import make_mesh
 
 ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-parallel over tensor, too
@@ -99,6 +99,7 @@ class Setup:
     corpus: Corpus
     held_out: Corpus
     programs: Programs
+    pipeline: PipelineSizes | None = None
 
     @property
     def spec(self) -> PlanSpec:
@@ -117,7 +118,8 @@ class Setup:
         ranks = {phase: tuple(range(each.ranks)) for phase, each in self.spec.phases.items()}
         exchange = {phase: tuple(range(int(np.prod(r.grid.shape)))) for phase, r in self.spec.routes.items()}
         plan = dataclasses.replace(self.spec, **spec)
-        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.attention)
+        pipeline = self.pipeline and self.pipeline.training
+        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.attention, pipeline)
         return filler(0, np.asarray(examples, np.int64))
 
     def gradients(self, step: HostStep, params: Any = None) -> Result:
@@ -137,14 +139,8 @@ class Setup:
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
     """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
     config = parse_config(tree)
-    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:devices]))
-    corpus, held_out = ground.corpus, ground.held_out
-    spec = plan_spec(config, ground.model, ground.samples, [corpus, *held_out])
-    step = Step(ground.model, config.optimizer, config.run.steps, len(corpus.sources))
-    programs = Programs(
-        step, spec, corpus.modalities, attention_spec(config, ground.model).blocks, config.run.param_dtype
-    )
-    return Setup(config, corpus, held_out[0], programs)
+    ground = lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
+    return Setup(config, ground.corpus, ground.held_out[0], *make_programs(config, ground))
 
 
 def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) -> HostStep:

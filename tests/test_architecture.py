@@ -19,6 +19,8 @@ ARROWS = {
         "jaxmllm.training",
         "sharding",
     },
+    "jaxmllm/balance/pipeline_plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
+    "jaxmllm/balance/pipeline_sizes.py": {"jaxmllm.config", "sharding"},
     "jaxmllm/balance/calibrate.py": {"jaxmllm.config", "jaxmllm.data", "jaxmllm.training"},  # a command, too
     "jaxmllm/balance/timeline.py": {"jaxmllm.config", "sharding"},  # the same
     "jaxmllm/config.py": set(),

@@ -20,6 +20,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from jaxmllm.balance.pipeline_plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.plan import BatchItems, Longs, PlanSpec
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.fill import DECODE_THREADS, Examples, HostStep, LocalRanks, fill
@@ -46,17 +47,18 @@ class Corpus(Examples, Lengths, Protocol):
 
 @dataclass(frozen=True)
 class StepFiller:
-    """(step, examples) -> HostStep: plan the whole batch, fill the rows of the local ranks."""
+    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill the local rows."""
 
     corpus: Corpus
     spec: PlanSpec
     local: LocalRanks
     attention: AttentionSpec
+    pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # that decode the media of one step
 
     def __call__(self, step: int, examples: Longs) -> HostStep:
         items = self.corpus.gather(examples)
-        plan = plan_step(items, self.spec)
+        plan = plan_pipeline(items, self.spec, self.pipeline) if self.pipeline else plan_step(items, self.spec)
         where = (self.corpus, self.corpus.modalities, self.local, self.attention)
         return fill(step, examples, items, plan, self.spec, *where, threads=self.threads)
 

@@ -98,7 +98,7 @@ def train(run: Run) -> dict[str, Any]:
                 if last or _due(step, config.checkpoint.every):
                     report.write(pending, writer, progress)  # never keep a state that the limits forbid
                     pending = None
-                    checkpoints.save(step, state)
+                    checkpoints.save(step, run.programs.to_saved(state))
                 if not stopped and (last or _due(step, config.evaluation.every)):
                     report.evaluate(step, state, writer, progress)
         finally:
@@ -224,7 +224,7 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[T
     step = checkpoints.latest_step
     if step is not None:
         writer.resume_from(step)
-        return checkpoints.restore(run.programs.state), step
+        return run.programs.from_saved(checkpoints.restore(run.programs.saved_state)), step
     writer.resume_from(0)
     return run.programs.init(run.config.run.seed), 0
 

@@ -153,7 +153,7 @@ class Programs:
                 grads |= self._encoder_grads(phase, params, batch, starts[phase], carried, own)
         return grads, sums, failed
 
-    def _targets(self, batch: DeviceStep) -> np.ndarray:
+    def _targets(self, batch: Any) -> np.ndarray:
         return np.asarray(batch.host.targets, self._real_dtype)
 
     def evaluate(self, params: Any, batch: DeviceStep, sums: Sums | None = None) -> Sums:
@@ -245,7 +245,7 @@ class Programs:
         return state
 
     def from_saved(self, saved: TrainState) -> TrainState:
-        """The state that `to_saved` was made of; may overwrite `saved`."""
+        """The state that `to_saved` was made of."""
         return saved
 
     # ------------------------------------------------------------------ compiling

@@ -126,8 +126,13 @@ class Step:
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"], valid: Array
     ) -> tuple[Float[Array, ""], Sums]:
         """Sum of the losses of the rows' target tokens, and the sums by source."""
+        return self.losses(*self.model.hidden(params, rows, media), rows, valid)
+
+    def losses(
+        self, hidden: Float[Array, "R C D"], head: Float[Array, "D V"], rows: LanguageRows, valid: Array
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout("language")
-        hidden, head = self.model.hidden(params, rows, media)
         losses, hits = token_losses(hidden, head, rows.targets, self.model.config.language.loss_chunk, layout)
         missing = (rows.media >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])

@@ -1,0 +1,405 @@
+"""The programs of a run whose layers are cut into pipeline stages; the loop uses them like any others.
+
+    HostStep --put--> rows [M, R, ...] and schedule table of every run
+    state    --gradients: the executor, once a run--> gradients, sums --update--> state
+
+Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage; other parameters are alike on all stages. A
+schedule is data (docs/pipelines.md), so the executor is compiled once for training and once for evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
+from jaxtyping import Array, Float
+
+from jaxmllm.balance.pipeline_plan import PipelineSpec
+from jaxmllm.balance.pipeline_sizes import PipelineSizes
+from jaxmllm.balance.plan import Ints, PipelineRun
+from jaxmllm.data.fill import HostStep
+from jaxmllm.data.modality import Modality
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
+from jaxmllm.training.loss import Sums
+from jaxmllm.training.programs import LANGUAGE, Job, Programs, local_ranks, put_ranks
+from jaxmllm.training.step import Step, TrainState
+from sharding.pipeline.executor import Component, Inputs, TableArrays, make_executor
+from sharding.pipeline.gradient import Params
+from sharding.pipeline.graph import Chain
+from sharding.route import take_rows
+
+STAGE = "stage"
+LAYERS = "layers"  # name of the stacked layers among a tower's parameters
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """A `HostStep` on the devices: rows by phase and table of every run of the executor."""
+
+    host: HostStep
+    runs: list[tuple[dict[str, Any], TableArrays]]
+
+
+class PipelinePrograms(Programs):
+    """`Programs` of a model in stages."""
+
+    def __init__(
+        self,
+        step: Step,
+        sizes: PipelineSizes,
+        modalities: Mapping[str, Modality],
+        blocks: Mapping[str, int],
+        param_dtype: str,
+    ):
+        self.sizes = sizes
+        self.stages = {
+            chain.name: ChainStages.of(sizes.training.tables.ring.stages, chain)
+            for chain in sizes.training.tables.ring.chains
+        }
+        super().__init__(step, sizes.spec, modalities, blocks, param_dtype)
+
+    # ------------------------------------------------------------------ running
+
+    def init(self, seed: int) -> TrainState:
+        """A fresh state on the mesh."""
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.saved_state.params)
+        params = self.compiled["stage params"](self.step.model.init(seed, self.param_dtype, places))
+        return self.compiled["init"](params)
+
+    def put(self, batch: HostStep) -> PipelineStep:  # type: ignore[override]
+        """Start the transfer of this host's rows and of the tables."""
+        return PipelineStep(batch, [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs])
+
+    def gradients(self, params: Any, batch: PipelineStep) -> tuple[Any, Sums, jax.Array]:  # type: ignore[override]
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
+        source; and the number of media items that could not be decoded."""
+        results = None
+        for rows, table in batch.runs:
+            found = self.compiled["gradients"](params, rows, table, 1 / self._targets(batch))
+            results = found if results is None else self.compiled["add"](results, found)
+        assert results is not None, "a batch has at least one run"
+        return results
+
+    def evaluate(self, params: Any, batch: PipelineStep, sums: Sums | None = None) -> Sums:  # type: ignore[override]
+        """Add a batch's sums by rank and source to `sums` (none: zero)."""
+        sums = self.compiled["zero", "sums"]() if sums is None else sums
+        for rows, table in batch.runs:
+            sums = self.compiled["evaluate"](params, rows, table, sums)
+        return sums
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saved_state(self) -> TrainState:
+        """As without stages, each array split over them where it can be."""
+        return self._abstract_state(self._over_stages(self.step.model.abstract(self.param_dtype)))
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """The state with the layers of a component one behind another."""
+        return self.compiled["to saved"](state)
+
+    def from_saved(self, saved: TrainState) -> TrainState:
+        """The state with the layers on their stages."""
+        return self.compiled["from saved"](saved)
+
+    def _on_layers(self, tree: Any, change: Callable[[ChainStages, Any], Any]) -> Any:
+        """Change the leaves of all stacked layers, wherever in the tree these are."""
+
+        def visit(path: tuple[Any, ...], leaf: Any) -> Any:
+            for above, key in itertools.pairwise(path):
+                if key == DictKey(LAYERS) and isinstance(above, DictKey) and above.key in self.stages:
+                    return change(self.stages[above.key], leaf)
+            return leaf
+
+        return jax.tree.map_with_path(visit, tree)
+
+    def _staged(self, tree: Any) -> Any:
+        return self._on_layers(tree, lambda stages, leaf: stages.staged(leaf))
+
+    def _whole(self, tree: Any) -> Any:
+        return self._on_layers(tree, lambda stages, leaf: stages.whole(leaf))
+
+    def _over_stages(self, params: Any) -> Any:
+        """Shapes of layers one behind another, split over the stages along the first axis that allows it."""
+
+        def split(stages: ChainStages, leaf: Any) -> Any:
+            spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
+            free = [
+                axis for axis, size in enumerate(leaf.shape) if spec[axis] is None and size % stages.index.shape[0] == 0
+            ]
+            if free:
+                spec[free[0]] = STAGE
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, P(*spec)))
+
+        return self._on_layers(params, split)
+
+    # ------------------------------------------------------------------ compiling
+
+    def _jobs(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[Any, Job]:
+        saved = self.saved_state
+        jobs = {key: job for key, job in self._common_jobs().items() if key in (("zero", "sums"), "totals", "update")}
+        trained = {name: self.params[name] for name in sorted(self.step.model.trainable)}
+        found = (trained, self._abstract_sums(), self._scalar(np.int32))
+        rows = self.rows = self._abstract_rows(modalities, blocks)
+        table = self._abstract_table(self.sizes.training)
+        return jobs | {
+            "gradients": Job(self._gradients, (self.params, rows, table, self._scalar()), found),
+            "add": Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
+            "evaluate": Job(self._evaluate, (self.params, rows, table, found[1]), found[1], (3,)),
+            "init": Job(self.step.init, (self.params,), self.state, (0,)),
+            "stage params": Job(self._staged, (saved.params,), self.params),
+            "to saved": Job(self._whole, (self.state,), saved),
+            "from saved": Job(self._staged, (saved,), self.state),
+        }
+
+    def _gradients(self, params: Any, rows: Any, table: TableArrays, scale: jax.Array) -> tuple[Any, Sums, jax.Array]:
+        pieces = Pieces(self.step, self.replicas)
+        executor = self._executor(self.sizes.training, pieces)
+        out = executor(table, pieces.inputs(params, rows, scale, self.step.model.trainable))
+        grads = pieces.gradients(out.layers, out.outer)
+        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, {name: params[name] for name in grads})
+        failed = sum((rows[phase].failed.sum(dtype=jnp.int32) for phase in pieces.encoders), jnp.int32(0))
+        return grads, self._by_rank(out.sums), failed
+
+    def _evaluate(self, params: Any, rows: Any, table: TableArrays, sums: Sums) -> Sums:
+        pieces = Pieces(self.step, self.replicas)
+        executor = self._executor(self.sizes.evaluation, pieces)
+        one = jnp.ones((), sums.loss.dtype)
+        out = executor(table, pieces.inputs(params, rows, one, frozenset()))
+        return jax.tree.map(jnp.add, sums, self._by_rank(out.sums))
+
+    def _executor(self, pipeline: PipelineSpec, pieces: Pieces) -> Callable[[TableArrays, Inputs], Any]:
+        assert isinstance(self.mesh, Mesh)
+        return make_executor(pipeline.tables, pieces.components(), self.mesh, STAGE, self.replicas)
+
+    def _by_rank(self, sums: Sums) -> Sums:
+        """Sums [N] of all ranks as those of the first of R."""
+        ranks = self.layouts[LANGUAGE].ranks
+        return jax.tree.map(lambda total: jnp.zeros((ranks, *total.shape), total.dtype).at[0].set(total), sums)
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Axes of replicas that share whole parameters: their gradients are added once a step."""
+        model = self.step.model
+        used = {
+            axis
+            for component in model.components.values()
+            for name, axes in component.layout.rules
+            for axis in axes
+            if name != "batch"
+        }
+        return tuple(axis for axis in self.layouts[LANGUAGE].batch_axes if axis not in used)
+
+    # ------------------------------------------------------------------ shapes
+
+    def _abstract_params(self) -> Any:
+        def staged(stages: ChainStages, leaf: Any) -> Any:
+            spec = P(STAGE, None, None, *leaf.sharding.spec[1:])
+            shape = (*stages.index.shape, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return self._on_layers(self.step.model.abstract(self.param_dtype), staged)
+
+    def _abstract_rows(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[str, Any]:
+        rows: dict[str, Any] = {}
+        for phase, spec in self.spec.phases.items():
+            layout, capacity = self.layouts[phase], spec.capacities[0]
+            one: Any
+            if phase == LANGUAGE:
+                one = abstract_language_rows(layout, capacity, spec.max_segments, blocks[phase])
+            else:
+                one = abstract_encoder_rows(layout, capacity, modalities[phase], blocks[phase])
+            rows[phase] = jax.tree.map(partial(self._stacked, phase), one)
+        return rows
+
+    def _stacked(self, phase: str, leaf: Any) -> Any:
+        shape = (self.sizes.training.rows[phase], *leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_behind(leaf.sharding))
+
+    def _abstract_table(self, pipeline: PipelineSpec) -> TableArrays:
+        tables = pipeline.tables
+        shape: Any = (tables.ticks, tables.ring.stages, len(tables.columns))
+        moves = self._replicated((tables.ticks, len(tables.wires)), np.int32)
+        found: Any = (self._replicated(shape, np.int32), moves, self._scalar(np.int32))
+        return TableArrays(*found)
+
+    # ------------------------------------------------------------------ transfer
+
+    def _put_rows(self, batch: HostStep, run: PipelineRun) -> dict[str, Any]:
+        rows: dict[str, Any] = {}
+        for phase, layout in self.layouts.items():
+            kind: Any = LanguageRows if phase == LANGUAGE else EncoderRows
+            first, count = run.microbatches[phase]
+            made = [kind.of(dict(row)) for row in batch.rows[phase][first : first + count]]
+            local = len(local_ranks(layout.rows, layout.ranks))
+            rows[phase] = jax.tree.map(partial(_put_stacked, local), self.rows[phase], *made)
+        return rows
+
+    def _put_table(self, run: PipelineRun) -> TableArrays:
+        tables = self.sizes.training.tables
+        everywhere = NamedSharding(self.mesh, P())
+
+        def put(values: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(values.shape, everywhere, lambda index: values[index])
+
+        count = len(run.table)
+        padding = ((0, tables.ticks - count), (0, 0))
+        rows = np.pad(run.table, (*padding, (0, 0)))
+        return TableArrays(put(rows), put(np.pad(run.moves, padding)), put(np.array(count, np.int32)))
+
+
+def _put_stacked(local: int, leaf: Any, *parts: np.ndarray) -> jax.Array:
+    """Rows [local, ...] of this host as [M, R, ...], zero beyond those given."""
+    most, ranks, *rest = leaf.shape
+    whole = np.zeros((most, local, *rest), leaf.dtype)
+    for number, part in enumerate(parts):
+        whole[number] = part
+    return put_ranks(whole, leaf.sharding, ranks, axis=1)
+
+
+def _behind(sharding: NamedSharding) -> NamedSharding:
+    """Of such arrays stacked along a new first axis."""
+    return NamedSharding(sharding.mesh, P(None, *sharding.spec))
+
+
+# ---------------------------------------------------------------------------- stages
+
+
+@dataclass(frozen=True)
+class ChainStages:
+    """Where the layers of one component lie: `index` [S, K, L] is the number of a layer, -1 where there is none."""
+
+    index: Ints
+
+    @staticmethod
+    def of(stages: int, chain: Chain) -> ChainStages:
+        index = np.full((stages, chain.chunks_per_rank, max(1, *chain.layers)), -1, np.int32)
+        first = 0
+        for depth, (stage, count) in enumerate(zip(chain.stages, chain.layers, strict=True)):
+            index[stage, chain.local(depth), :count] = np.arange(first, first + count)
+            first += count
+        return ChainStages(index)
+
+    def staged(self, leaf: jax.Array) -> jax.Array:
+        """[layers, ...] -> [S, K, L, ...], zero where there is no layer."""
+        taken = jnp.take(leaf, np.maximum(self.index, 0), axis=0)
+        there = (self.index >= 0).reshape(*self.index.shape, *(1,) * (leaf.ndim - 1))
+        return jnp.where(there, taken, 0)
+
+    def whole(self, leaf: jax.Array) -> jax.Array:
+        """[S, K, L, ...] -> [layers, ...]"""
+        flat = self.index.reshape(-1)
+        places = np.flatnonzero(flat >= 0)[np.argsort(flat[flat >= 0])]
+        return jnp.take(leaf.reshape(-1, *leaf.shape[3:]), places, axis=0)
+
+
+# ---------------------------------------------------------------------------- the model in pieces
+
+
+class Activation(NamedTuple):
+    """What goes from one chunk of the decoder to the next."""
+
+    hidden: Float[Array, "R C D"]
+    valid: Float[Array, "R C"]  # 0 where a media token could not be computed
+
+
+class Pieces:
+    """A step's mathematics as components of the executor, for code inside manual axes: stages and `replicas`."""
+
+    def __init__(self, step: Step, replicas: tuple[str, ...]):
+        model = step.model
+        parts = {
+            name: replace(part, layout=part.layout.inside(STAGE, *replicas)) for name, part in model.components.items()
+        }
+        self.step = replace(step, model=replace(model, components=parts))
+        self.encoders = model.config.encoders
+
+    @property
+    def model(self) -> MLLM:
+        return self.step.model
+
+    def components(self) -> tuple[Component, ...]:
+        """Encoders in model order, then language."""
+        return (*map(self._encoder, self.encoders), self._language())
+
+    def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trained: frozenset[str]) -> Inputs:
+        """Staged parameters and rows as the executor takes them; `scale` is what losses are multiplied by."""
+        layers, outer = [], []
+        for phase in (*self.encoders, LANGUAGE):
+            sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+            for name in self.step.components_of(phase):
+                sides[name not in trained][name] = {key: part for key, part in params[name].items() if key != LAYERS}
+            stack = params[phase][LAYERS]
+            layers.append(Params(stack, {}) if phase in trained else Params({}, stack))
+            outer.append(Params(sides[0], (sides[1], scale)))
+        return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in (*self.encoders, LANGUAGE)))
+
+    def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
+        """The executor's gradients by trained component."""
+        found: dict[str, Any] = {}
+        for phase, stack, others in zip((*self.encoders, LANGUAGE), layers, outer, strict=True):
+            for name, part in others.items():
+                found[name] = part | ({LAYERS: stack} if name == phase else {})
+        return found
+
+    def _encoder(self, phase: str) -> Component:
+        layout, dtype = self.model.layout(phase), self.model.components[LANGUAGE].dtype
+
+        def first(outer: Params, rows: EncoderRows, media: Any) -> Array:
+            return self.model.stem(_all(outer), phase, rows)
+
+        def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
+            return self.model.layer(phase, params.trained or params.frozen, x, rows)
+
+        def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
+            params = _all(outer)
+            tokens = self.model.project(params, phase, self.model.normed(params, phase, x), rows.places)
+            return TokenPool(tokens.astype(dtype), rows.valid.astype(jnp.float32))
+
+        return Component(first, layer, last, layout.spec(("batch", "sequence")), layout.spec(("batch",)))
+
+    def _language(self) -> Component:
+        layout, component = self.model.layout(LANGUAGE), self.model.components[LANGUAGE]
+
+        def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
+            if media:
+                pools = [jax.tree.map(_end_to_end, each) for each in media]
+                pool = TokenPool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pools, strict=True)))
+                arrived = TokenPool(*(take_rows(layout, leaf, rows.media) for leaf in pool))
+            else:
+                ranks, slots = rows.tokens.shape
+                width = self.model.config.language.width
+                arrived = TokenPool(jnp.zeros((ranks, slots, width), component.dtype), jnp.zeros((ranks, slots)))
+            return Activation(self.model.embed(_all(outer), rows, arrived.tokens), arrived.valid)
+
+        def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
+            return x._replace(hidden=self.model.layer(LANGUAGE, params.trained or params.frozen, x.hidden, rows))
+
+        def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
+            params, scale = _all(outer), outer.frozen[1]
+            hidden = self.model.normed(params, LANGUAGE, x.hidden)
+            total, sums = self.step.losses(hidden, self.model.head(params), rows, x.valid)
+            return (total * scale).astype(jnp.float32), jax.tree.map(lambda of_ranks: of_ranks.sum(0), sums)
+
+        return Component(first, layer, last, layout.spec(("batch", "sequence")))
+
+
+def _all(outer: Params) -> dict[str, Any]:
+    """Parameters outside the layers, by component."""
+    params: dict[str, Any] = outer.trained | outer.frozen[0]
+    return params
+
+
+def _end_to_end(tokens: jax.Array) -> jax.Array:
+    """[fan, R, T, ...] -> [R, fan * T, ...]"""
+    return jnp.moveaxis(tokens, 0, 1).reshape(tokens.shape[1], -1, *tokens.shape[3:])
