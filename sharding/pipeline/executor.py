@@ -92,6 +92,7 @@ class _Work(NamedTuple):
     """What operations change. The box holds, by pool and component, what they yield for slots and what they work on."""
 
     box: dict[tuple[Pool, int], Tree]
+    media: tuple[Tree, ...]
     layers: tuple[Tree, ...]
     outer: tuple[Tree, ...]
     loss: Array
@@ -261,10 +262,11 @@ class _Program:
         for e in range(self.language):
             if self.has(Pool.TOKEN_GRADIENT, e):
                 box[Pool.TOKEN_GRADIENT, e] = jax.tree.map(_zeros_like, self._media_shape(self.language)[e])
+        media = jax.tree.map(_zeros_like, self._media_shape(self.language))
         layers = tuple(jax.tree.map(_zeros, params.trained) for params in self.layers)
         outer = tuple(jax.tree.map(_zeros, params.trained) for params in self.outer)
         sums = jax.tree.map(_zeros, self.sums)
-        return _State(pools, _Work(box, layers, outer, jnp.zeros((), jnp.float32), sums))
+        return _State(pools, _Work(box, media, layers, outer, jnp.zeros((), jnp.float32), sums))
 
     def _pools(self) -> list[tuple[Pool, int]]:
         """Those of the spec, and those that operations write whatever the table."""
@@ -317,7 +319,15 @@ class _Program:
                 if self.has(pool, c):
                     there = meant & (row[slot] >= 0)
                     box[pool, c], pools[pool, c] = _once(there, _load, (box[pool, c], pools[pool, c]), row[slot])
-        return pools, state.work._replace(box=box)
+        media = list(state.work.media)
+        uses = row["first"] > 0
+        for e in range(self.language):
+            if self.spec.fan[e] and self.has(Pool.TOKENS, e):
+                slots = jnp.stack([row[f"tokens.{e}.{number}"] for number in range(self.spec.fan[e])])
+                consumes = self._doing(row, self.language, *Kind) & uses
+                place = (Pool.TOKENS, e)
+                media[e], pools[place] = _once(consumes, _collect, (media[e], pools[place]), slots)
+        return pools, state.work._replace(box=box, media=tuple(media))
 
     def store(self, pools: dict[tuple[Pool, int], Tree], work: _Work, row: Row) -> dict[tuple[Pool, int], Tree]:
         """Put what the operation yielded into its slots."""
@@ -357,7 +367,7 @@ class _Program:
         """Do the operation of a row: a switch as conditions that have nothing on their other side."""
         for c in range(len(self.components)):
             branches = [(kind, branch) for kind in Kind if (branch := self._branch(c, kind, row))]
-            values = self._values(pools, c, row)
+            values = self._values(pools, work, c, row)
 
             def component(work: _Work, c: int = c, branches: Any = branches, values: _Values = values) -> _Work:
                 for kind, branch in branches:
@@ -380,30 +390,14 @@ class _Program:
             return lambda work, values: self._weight_gradient(c, work, row)
         return None
 
-    def _values(self, pools: dict[tuple[Pool, int], Tree], c: int, row: Row) -> _Values:
+    def _values(self, pools: dict[tuple[Pool, int], Tree], work: _Work, c: int, row: Row) -> _Values:
         def slot(pool: Pool, column: str) -> Tree:
             return _read(pools[pool, c], jnp.maximum(row[column], 0)) if (pool, c) in pools else None
 
-        media = self._media(pools, row) if c == self.language else ()
+        media = tuple(work.media) if c == self.language else ()
         return _Values(
             slot(Pool.INPUT, "input"), slot(Pool.GRADIENT, "gradient"), slot(Pool.TOKEN_GRADIENT, "gradient"), media
         )
-
-    def _media(self, pools: dict[tuple[Pool, int], Tree], row: Row) -> Tree:
-        """Tokens of all consumed sub-microbatches, by encoder."""
-        found = []
-        for e, (fan, shape) in enumerate(zip(self.spec.fan, self._media_shape(self.language), strict=True)):
-            if not fan or not self.has(Pool.TOKENS, e):
-                found.append(jax.tree.map(_zeros_like, shape))
-                continue
-            slots = jnp.stack([row[f"tokens.{e}.{number}"] for number in range(fan)])
-
-            def gather(pool: Array, slots: Array = slots) -> Array:
-                there = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
-                return jnp.where(there, pool[jnp.maximum(slots, 0)], 0)
-
-            found.append(jax.tree.map(gather, pools[Pool.TOKENS, e]))
-        return tuple(found)
 
     def _forward(self, c: int, work: _Work, row: Row, values: _Values) -> _Work:
         data, box = _read(self.rows[c], row["microbatch"]), dict(work.box)
@@ -637,6 +631,18 @@ def _load(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
     return _read(carry[1], slot), carry[1]
 
 
+def _collect(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
+    """Several slots side by side, zeros for those that are not there."""
+    found, pool = carry
+    for number in range(slots.shape[0]):
+        part = _read(pool, jnp.maximum(slots[number], 0))
+        part = jax.tree.map(lambda leaf, number=number: jnp.where(slots[number] >= 0, leaf, 0), part)
+        found = _write(found, number, part)
+    # Without a write here XLA sees no order between these reads and later writes, and copies the pool in every tick
+    # instead of only here.
+    return found, _write(pool, jax.tree.leaves(pool)[0].shape[0] - 1, part)
+
+
 def _store(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
     return _write(carry[0], slot, carry[1]), carry[1]
 
@@ -650,7 +656,7 @@ def _read(tree: Tree, index: Array | int) -> Tree:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
 
 
-def _write(tree: Tree, index: Array, value: Tree) -> Tree:
+def _write(tree: Tree, index: Array | int, value: Tree) -> Tree:
     return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value)
 
 
