@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance import placement
 from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.plan import PhasePlan, PhaseSpec
 from jaxmllm.balance.step_plan import place_items, plan_step, validate
 from jaxmllm.balance.trade import Places, Rows, trade
 
@@ -84,6 +87,30 @@ def test_no_trade_beyond_the_room_of_a_row():
     assert kept.tolist() == [0, 1]
     traded = trade(row, length, length, Rows(np.array([1, 0]), much, nothing), places, 1)
     assert traded.tolist() == [1, 0]
+
+
+def test_rows_that_all_ranks_share_are_left_alone():
+    """Item 0 fills such a row; a like item that wants its rank and the others may trade among ordinary rows alone."""
+    length, wanted = np.array([20, 5, 5, 5]), np.array([1, 1, 0, 0])
+    column = functools.partial(np.array, dtype=np.int32)
+    plan = PhasePlan(
+        capacity=column([20, 5, 5]),
+        pool=column([0, 0, 0]),
+        pool_offset=column([0, 0, 0]),
+        microbatch=column([0, 1, 1, 2]),
+        rank=column([0, 0, 1, 1]),
+        offset=column([0, 0, 0, 0]),
+        segment=column([1, 1, 1, 1]),
+    )
+    spec = PhaseSpec("vision", 2, (5,), 4, 1, 1, 0)
+    after = placement._trade_items(plan, length, spec, places_of(length, wanted, 2, 1), 1)
+    assert (after.microbatch[0], after.rank[0]) == (0, 0)
+    assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
+    assert 0 in after.rank[2:] and sorted(zip(after.microbatch[1:], after.rank[1:], strict=True)) == [
+        (1, 0),
+        (1, 1),
+        (2, 1),
+    ]
 
 
 def test_most_tokens_of_a_large_batch_come_home(make):
