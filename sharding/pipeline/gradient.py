@@ -147,7 +147,8 @@ def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozen
 def _function(closed: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
     """Some equations of a jaxpr as a function of arrays."""
     jaxpr = closed.jaxpr
-    part = core.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), list(eqns), jaxpr.effects)
+    names = core.DebugInfo("pipeline", "gradient", ("",) * len(inputs), ("",) * len(outputs))
+    part = core.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), list(eqns), jaxpr.effects, names)
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
 
 
@@ -162,8 +163,8 @@ def _inline(function: Callable[..., Any], *args: Tree) -> Any:
             if inner is None:
                 inputs = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)))
                 outputs = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-                part = core.ClosedJaxpr(core.Jaxpr([], inputs, outputs, [eqn], jaxpr.effects), [])
-                results = core.jaxpr_as_fun(part)(*(values[var] for var in inputs))
+                alone = core.ClosedJaxpr(jaxpr.replace(constvars=[]), [])
+                results = _function(alone, [eqn], inputs, outputs)(*(values[var] for var in inputs))
                 values.update(zip(outputs, results, strict=True))
             elif isinstance(inner, core.ClosedJaxpr):
                 values.update(zip(eqn.outvars, run(inner.jaxpr, inner.consts, arguments), strict=True))

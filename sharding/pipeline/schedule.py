@@ -202,6 +202,8 @@ def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
     weight gradient follows its input gradient at once, as in an unsplit backward.
     """
     groups, found = max(graph.group, default=-1) + 1, []
+    if 1 < together <= graph.ring.stages:  # an incomplete group would come too early on the ranks behind
+        groups = -(-groups // together) * together
     for rank in range(graph.ring.stages):
         chunks = [(c, d) for c, chain in enumerate(graph.ring.chains) for d, s in enumerate(chain.stages) if s == rank]
         place = {chunk: number for number, chunk in enumerate(chunks)}

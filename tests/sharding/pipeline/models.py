@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.pipeline.executor import Component, Inputs, Params
-from sharding.pipeline.graph import Chain, ChainWork, Ring, Workload
+from sharding.mesh import make_mesh
+from sharding.pipeline.executor import Component, Inputs, Outputs, Params, TableArrays, make_executor
+from sharding.pipeline.graph import Chain, ChainWork, Pool, Ring, Workload
+from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.table import TableSpec, make_table
+from sharding.pipeline.validate import validate
 
 REPLICAS, PATCHES, TEXT, VOCABULARY = 2, 4, 8, 11
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
@@ -40,7 +45,7 @@ def language() -> Component:
         for number, tokens in enumerate(media):
             if not tokens.shape[0]:
                 continue
-            flat = jnp.moveaxis(tokens, 0, 1).reshape(REPLICAS, -1, tokens.shape[-1])
+            flat = jnp.moveaxis(tokens, 0, 1).reshape(tokens.shape[1], -1, tokens.shape[-1])
             index = row["media"][number]
             found = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
             x = jnp.where((index >= 0)[..., None], found, x)
@@ -72,7 +77,9 @@ NONE = Trained(False, False, False)
 HEAD = Trained(False, False, True)
 
 
-def parameters(ring: Ring, trained: tuple[Trained, ...], seed: int = 0) -> tuple[tuple[Params, ...], tuple[Params, ...]]:
+def parameters(
+    ring: Ring, trained: tuple[Trained, ...], seed: int = 0
+) -> tuple[tuple[Params, ...], tuple[Params, ...]]:
     """Layers [layers of the whole component, ...] and parameters outside of them, by component."""
     keys = iter(jax.random.split(jax.random.key(seed), 100))
 
@@ -199,9 +206,16 @@ def ring_of(layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), h
 
 
 def workload_of(
-    ring: Ring, microbatches: int, trained: tuple[Trained, ...] | None = None, seed: int = 0, most: int = 2, defer: bool = True
+    ring: Ring,
+    microbatches: int,
+    trained: tuple[Trained, ...] | None = None,
+    seed: int = 0,
+    most: int | tuple[int, ...] = 2,
+    defer: bool = True,
 ) -> Workload:
-    """Random numbers of sub-microbatches, none for some microbatches; with deferral some feed the next one too."""
+    """Random numbers of sub-microbatches, none for some microbatches; with deferral some feed the next one too.
+    `most` of an encoder for one microbatch."""
+    most = most if isinstance(most, tuple) else (most,) * len(ring.encoders)
     random = np.random.default_rng(seed)
     trained = trained or (ALL,) * len(ring.chains)
     inputs: list[list[tuple[int, int]]] = [[] for _ in range(microbatches)]
@@ -209,7 +223,7 @@ def workload_of(
     for encoder_ in range(len(ring.encoders)):
         number = 0
         for m in range(microbatches):
-            for _ in range(random.integers(0, most + 1)):
+            for _ in range(random.integers(0, most[encoder_] + 1)):
                 inputs[m].append((encoder_, number))
                 if defer and m + 1 < microbatches and random.random() < 0.4:
                     inputs[m + 1].append((encoder_, number))
@@ -227,3 +241,55 @@ def workload_of(
             weight[-1] = 1
         works.append(ChainWork(forward, forward * (back > 0), forward * back, weight * forward))
     return Workload(tuple(works), tuple(map(tuple, inputs)))
+
+
+# ---------------------------------------------------------------------------- running
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled executor with what it needs to run a schedule and to compare it with the plain step."""
+
+    spec: TableSpec
+    trained: tuple[Trained, ...]
+    sizes: tuple[int, ...]
+    run: Callable[[TableArrays, Inputs], Outputs]
+    layers: tuple[Params, ...]
+    outer: tuple[Params, ...]
+    put: Callable[[Inputs], Inputs] = lambda inputs: inputs
+
+    def check(self, schedule: Schedule, seed: int = 0) -> None:
+        """Run a schedule on rows of a seed; loss, sums and every gradient must be those of the plain step."""
+        workload, ring = schedule.graph.workload, self.spec.ring
+        table = make_table(schedule, self.spec)
+        validate(table, schedule.graph)
+        batch = rows(ring, workload, self.sizes, self.spec.fan, seed)
+        (loss, sums), (layers, outer) = unpipelined(ring, workload, self.spec.fan, self.layers, self.outer, batch)
+        found = self.run(TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch)))
+        np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
+        np.testing.assert_allclose(found.sums["right"], sums["right"])
+        expected = tuple(stacked(ring, c, of) for c, of in enumerate(layers)), tuple(outer)
+        for got, want in zip(jax.tree.leaves((found.layers, found.outer)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max() + 1e-3))
+
+
+def program(
+    ring: Ring,
+    trained: tuple[Trained, ...],
+    sizes: tuple[int, ...],
+    slots: int = 16,
+    fan: int = 4,
+    pools: tuple[Pool, ...] = (),
+    ticks: int = 400,
+) -> Program:
+    """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2."""
+    places = {(pool, c): slots for pool in Pool for c in range(len(ring.chains)) if pool < Pool.RESIDUAL}
+    for c, of in enumerate(trained[:-1]):
+        if of == NONE:
+            del places[Pool.TOKEN_GRADIENT, c]
+    del places[Pool.TOKENS, len(ring.chains) - 1], places[Pool.TOKEN_GRADIENT, len(ring.chains) - 1]
+    places |= {(pool, c): slots if pool == Pool.PENDING else 2 for pool in pools for c in range(len(ring.chains))}
+    spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders))
+    mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
+    run = jax.jit(make_executor(spec, components(ring), mesh))
+    return Program(spec, trained, sizes, run, *parameters(ring, trained))

@@ -1,0 +1,236 @@
+"""The executor against the same step without a pipeline: every schedule, layout, freezing and mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import make_mesh
+from sharding.pipeline.executor import Inputs, Params, TableArrays, make_executor
+from sharding.pipeline.graph import Kind, PipelineError, Pool, build_graph
+from sharding.pipeline.schedule import follow, gpipe, greedy, interleaved, one_f_one_b
+from sharding.pipeline.table import keep_residuals, make_table
+from tests.sharding.pipeline.models import (
+    ALL,
+    HEAD,
+    NONE,
+    Program,
+    components,
+    inputs,
+    program,
+    ring_of,
+    rows,
+    workload_of,
+)
+
+SIZES = (20, 6)
+
+
+@functools.cache
+def segments() -> Program:
+    """One program for many tests: 4 stages, every component on all of them, residuals kept and backwards split."""
+    ring = ring_of("segments", 4)
+    return program(ring, (ALL, ALL), SIZES, slots=24, pools=(Pool.RESIDUAL, Pool.PENDING))
+
+
+@functools.cache
+def three() -> Program:
+    return program(ring_of("chain", 2, ("vision", "audio")), (ALL,) * 3, (16, 16, 6))
+
+
+@functools.cache
+def parallel() -> Program:
+    """Vision on rank 0, audio on rank 1, language on ranks 2 and 3: tokens of vision take two hops."""
+    return program(ring_of("parallel", 4, ("vision", "audio")), (ALL,) * 3, (16, 16, 6))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
+def test_schedules(planner, fused):
+    of = segments()
+    of.check(planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=1), fused=fused)), seed=1)
+
+
+@pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
+def test_backwards_split_in_two(planner):
+    of = segments()
+    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=2), split=True)
+    assert Kind.WEIGHT_GRADIENT in graph.kind
+    of.check(planner(graph), seed=2)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_residuals_kept(split):
+    of = segments()
+    schedule = greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=3), split=split))
+    kept = keep_residuals(schedule, of.spec.slots)
+    assert 0 < len(kept.kept) < sum(kind == Kind.FORWARD for kind in kept.graph.kind)
+    of.check(kept, seed=3)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_any_legal_order(data):
+    """Orders drawn at random, whatever a scheduler would make of them."""
+    of, seed = segments(), data.draw(st.integers(0, 100))
+    work = workload_of(of.spec.ring, data.draw(st.integers(1, 6)), seed=seed, most=data.draw(st.integers(0, 2)))
+    graph = build_graph(of.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans()))
+    random, waits = np.random.default_rng(seed), list(graph.waits)
+    ready, orders = [n for n in range(graph.size) if not waits[n]], [[] for _ in range(4)]
+    while ready:
+        n = ready.pop(random.integers(len(ready)))
+        orders[graph.stage[n]].append(n)
+        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
+            waits[after] -= 1
+            if not waits[after]:
+                ready.append(after)
+    schedule = follow(graph, orders)
+    if data.draw(st.booleans()):
+        schedule = keep_residuals(schedule, of.spec.slots)
+    of.check(schedule, seed)
+
+
+def test_one_compilation():
+    """Twenty batches with schedules of their own, on one program."""
+    of = segments()
+    for seed in range(20):
+        graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1 + seed % 6, seed=seed), split=bool(seed % 3))
+        table = make_table((gpipe, interleaved, greedy)[seed % 3](graph), of.spec)
+        batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.fan, seed)
+        assert np.isfinite(of.run(TableArrays.of(table), inputs(of.spec.ring, of.layers, of.outer, batch)).loss)
+    assert of.run._cache_size() == 1
+
+
+@pytest.mark.parametrize("most", [(2, 0), (0, 2), (0, 0), (2, 2)], ids=["vision", "audio", "text", "mixed"])
+@pytest.mark.parametrize("layout", [three, parallel])
+def test_three_components(layout, most):
+    of = layout()
+    for planner in (one_f_one_b, gpipe, greedy):
+        of.check(planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,) * 3, 4, most))), seed=4)
+
+
+def test_eight_stages():
+    of = program(ring_of("segments", 8), (ALL, ALL), (12, 5))
+    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=5))))
+    of.check(interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=6), fused=False)))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_language_alone(stages):
+    of = program(ring_of("segments", stages, ()), (ALL,), (6,))
+    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,)))))
+    of.check(interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,)), fused=False)))
+
+
+def test_one_stage_holds_all():
+    of = program(ring_of("segments", 1, ("vision", "audio")), (ALL,) * 3, (12, 12, 4))
+    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,) * 3))))
+
+
+@pytest.mark.parametrize(
+    ("trained", "layout"),
+    [
+        ((HEAD, NONE), "chain"),
+        ((HEAD, NONE), "segments"),
+        ((HEAD, ALL), "segments"),
+        ((ALL, NONE), "segments"),
+        ((NONE, ALL), "chain"),
+        ((NONE, HEAD), "segments"),
+    ],
+    ids=[
+        "alignment, chain",
+        "alignment, segments",
+        "encoder frozen",
+        "language frozen",
+        "nothing of the encoder",
+        "only the head",
+    ],
+)
+def test_freezing(trained, layout):
+    ring = ring_of(layout, 2, heads=tuple(of == HEAD for of in trained))
+    of = program(ring, trained, (12, 5))
+    for seed, fused in ((7, True), (8, False)):
+        graph = build_graph(ring, workload_of(ring, 5, trained, seed), fused=fused)
+        of.check(greedy(graph), seed)
+
+
+def tensor_parallel(params: Params, x, row):
+    """models.layer with its hidden units spread over `tensor`, written for one device."""
+    weights = params.trained | params.frozen
+
+    def local(up, down, scale, x, level):
+        mixed = jnp.cumsum(x, axis=-2) / jnp.arange(1.0, x.shape[-2] + 1)[:, None]
+        hidden = jax.nn.silu(mixed @ up) * scale / level[..., None]
+        return x + jax.lax.psum(hidden @ down, "tensor")
+
+    mapped = jax.shard_map(
+        local,
+        in_specs=(P(None, "tensor"), P("tensor"), P("tensor"), P(), P()),
+        out_specs=P(),
+        axis_names={"tensor"},
+        check_vma=False,
+    )
+    return mapped(weights["up"], weights["down"], weights["scale"], x, row["level"])
+
+
+@pytest.mark.parametrize("replicas", [(), ("data",)], ids=["data automatic", "data summed once"])
+def test_data_and_tensor_axes_inside_of_stages(replicas):
+    ring, trained = ring_of("segments", 2), (ALL, ALL)
+    plain = program(ring, trained, SIZES)
+    mesh = make_mesh({"stage": 2, "data": 2, "tensor": 2})
+    lies = None if replicas else P("data")
+    parts = [dataclasses.replace(of, activation=lies, tokens=lies) for of in components(ring)]
+    if replicas:
+        parts = [dataclasses.replace(of, layer=tensor_parallel) for of in parts]
+
+    def put(found: Inputs) -> Inputs:
+        layer = {"up": P("stage", None, None, None, "tensor")}
+        other = P("stage", None, None, "tensor")
+        placed = lambda path, leaf: jax.device_put(leaf, NamedSharding(mesh, layer.get(path[-1].key, other)))  # noqa: E731
+        split = NamedSharding(mesh, P(None, "data"))
+        layers = jax.tree_util.tree_map_with_path(placed, found.layers)
+        return found._replace(layers=layers, rows=jax.device_put(found.rows, split))
+
+    run = jax.jit(make_executor(plain.spec, tuple(parts), mesh, replicas=replicas))
+    of = dataclasses.replace(plain, run=run, put=put)
+    of.check(greedy(build_graph(ring, workload_of(ring, 6, seed=9))), seed=9)
+    of.check(interleaved(build_graph(ring, workload_of(ring, 6, seed=10))), seed=10)
+
+
+def test_memory_does_not_grow_with_microbatches():
+    ring = ring_of("chain", 2)
+    found = set()
+    for microbatches in (8, 64):
+        of = program(ring, (ALL, ALL), (2 * microbatches, microbatches), slots=4)
+        graph = build_graph(ring, workload_of(ring, microbatches, defer=False))
+        table = make_table(greedy(graph, of.spec.slots), of.spec)
+        batch = rows(ring, graph.workload, of.sizes, of.spec.fan)
+        arrays = inputs(ring, of.layers, of.outer, batch)
+        found.add(of.run.lower(TableArrays.of(table), arrays).compile().memory_analysis().temp_size_in_bytes)
+    assert len(found) == 1
+
+
+def test_idle_table_computes_nothing():
+    of = segments()
+    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1, seed=1, most=0))
+    table = make_table(greedy(graph), of.spec)
+    batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.fan)
+    arrays = TableArrays.of(table)._replace(ticks=jnp.asarray(0, jnp.int32))
+    found = of.run(arrays, inputs(of.spec.ring, of.layers, of.outer, batch))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found))
+
+
+def test_meshes_and_components_that_do_not_fit():
+    ring = ring_of("chain", 2)
+    spec = program(ring, (ALL, ALL), SIZES).spec
+    with pytest.raises(PipelineError, match="2 stages on a mesh"):
+        make_executor(spec, components(ring), make_mesh({"stage": 4}, jax.devices()[:4]))
+    with pytest.raises(PipelineError, match="1 components for a ring of 2"):
+        make_executor(spec, components(ring)[:1], make_mesh({"stage": 2}, jax.devices()[:2]))
