@@ -251,7 +251,7 @@ class _Program:
     def start(self) -> _State:
         """Empty slots and boxes, zero sums."""
         pools = {place: self._pool(*place) for place in self._pools()}
-        box = {
+        box: dict[tuple[Pool, int], Tree] = {
             (pool, c): jax.tree.map(_zeros_like, self._shape(pool, c))
             for pool, c in pools
             if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)

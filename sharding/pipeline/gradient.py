@@ -98,7 +98,7 @@ class SplitGradient:
     ) -> tuple[Tree, tuple[jax.Array, ...]]:
         """dx, and what the weight gradient needs."""
         found = self._first(*jax.tree.leaves((params, row, tuple(residuals), dy)))
-        count = self._x.num_leaves
+        count = len(found) - len(self.pending)
         return jax.tree.unflatten(self._x, found[:count]), tuple(found[count:])
 
     def weight_gradient(self, params: Params, row: Tree, pending: Sequence[jax.Array]) -> Tree:
