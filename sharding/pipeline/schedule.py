@@ -270,8 +270,8 @@ def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | L
     plan = _Plan.of(graph)
     try:
         return _Greedy(plan, slots, chosen, window).run()
-    except _StuckError:
-        pass
+    except _StuckError as error:
+        stuck = error
     chosen = default_priority(graph)
     while window > 1:
         window //= 2
