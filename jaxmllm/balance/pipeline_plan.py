@@ -40,6 +40,7 @@ LANGUAGE = "language"
 STEPS = 1024  # attention of a row is counted in such parts of what one item that fills it takes
 WORK_BITS = 50  # of an example's work, at most
 
+
 FIXED = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
@@ -250,7 +251,9 @@ def _parts(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipelin
     except PipelineError as error:
         if len(examples) == 1:
             number = int(items.examples[examples[0]])
-            raise ConfigError(f"example {number} does not fit the pipeline by itself: {error}") from error
+            raise ConfigError(
+                f"example {number} does not fit the pipeline by itself: {error}; its slots are those of pipeline.live"
+            ) from error
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
     slots = np.zeros(len(examples), np.int64)

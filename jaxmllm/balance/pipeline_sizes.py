@@ -88,7 +88,8 @@ def choose_pipeline(
     costs = layers.costs(ring)
     tables = TableSpec(ring, _budget(ring, costs, fan, config, rows), len(ring.chains) * sum(rows.values()) * 64, fan)
     wide = PipelineSpec(config, tables, rows, costs, microbatches, examples)
-    biggest = sorted(placed, key=lambda each: -sum(of.count for of in each.phases.values()))[:SCHEDULED]
+    fitting = [each for each in placed if all(need <= most for need, most in zip(each.fan, fan, strict=True))]
+    biggest = sorted(fitting, key=lambda each: -sum(of.count for of in each.phases.values()))[:SCHEDULED]
     training, evaluation = _fitted(wide, biggest), _fitted(replace(wide, backward=False), biggest)
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
     training, evaluation = (replace(each, tables=replace(each.tables, ticks=ticks)) for each in (training, evaluation))

@@ -123,10 +123,12 @@ class PipelinePrograms(Programs):
 
         return jax.tree.map_with_path(visit, tree)
 
-    def _staged(self, tree: Any) -> Any:
+    def staged(self, tree: Any) -> Any:
+        """A tree like parameters, with layers one behind another -> on their stages."""
         return self._on_layers(tree, lambda stages, leaf: stages.staged(leaf))
 
-    def _whole(self, tree: Any) -> Any:
+    def joined(self, tree: Any) -> Any:
+        """A tree like parameters, with layers on their stages -> one behind another."""
         return self._on_layers(tree, lambda stages, leaf: stages.whole(leaf))
 
     def _over_stages(self, params: Any) -> Any:
@@ -157,9 +159,9 @@ class PipelinePrograms(Programs):
             "add": Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
             "evaluate": Job(self._evaluate, (self.params, rows, table, found[1]), found[1], (3,)),
             "init": Job(self.step.init, (self.params,), self.state, (0,)),
-            "stage params": Job(self._staged, (saved.params,), self.params),
-            "to saved": Job(self._whole, (self.state,), saved),
-            "from saved": Job(self._staged, (saved,), self.state),
+            "stage params": Job(self.staged, (saved.params,), self.params),
+            "to saved": Job(self.joined, (self.state,), saved),
+            "from saved": Job(self.staged, (saved,), self.state),
         }
 
     def _gradients(self, params: Any, rows: Any, table: TableArrays, scale: jax.Array) -> tuple[Any, Sums, jax.Array]:

@@ -1,0 +1,266 @@
+"""Training in pipeline stages is the same training: any ring, schedule, freezing and batch, from any checkpoint."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jaxmllm.balance.pipeline_plan import plan_pipeline
+from jaxmllm.config import ConfigError, parse_config
+from jaxmllm.data.modality import MediaError
+from jaxmllm.train import main
+from jaxmllm.training.build import USER_ERRORS, lay_groundwork, pipeline_sizes
+from jaxmllm.training.checkpoint import Checkpoints
+from jaxmllm.training.metrics import CompilationCounter
+from sharding.mesh import make_mesh
+from tests.support import Result, assert_close, assert_same, tiny_config
+
+EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
+KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
+DEEP = {"model__vision__layers": 2, "model__audio__layers": 2, "model__language__layers": 4}
+METRICS = ("ticks", "idle_share", "search_ms", "fallbacks", "deferred_examples", "live_slots")
+
+
+def computed(setup, step) -> Result:
+    """Gradients with the layers one behind another."""
+    result = setup.gradients(step)
+    return dataclasses.replace(result, grads=jax.device_get(setup.programs.joined(result.grads)))
+
+
+def used(result: Result) -> dict:
+    return {name: g for name, g in result.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+
+
+@pytest.fixture(scope="module")
+def piped(setups, by_example):
+    return setups(by_example(mesh={"data": 2}, pipeline={"stages": 2, "layout": "chain"}), 4)
+
+
+# ---------------------------------------------------------------------------- the same mathematics
+
+
+@pytest.mark.parametrize("examples, runs", [(EXAMPLES, 1), (range(60), 2)])
+def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, runs):
+    """More examples than the samples had need more runs; nothing is dropped."""
+    step = piped.step(examples)
+    assert runs <= len(step.runs) < 2 * runs
+    assert {f"pipeline/{name}" for name in METRICS} <= step.statistics.keys()
+    assert 0 < step.statistics["pipeline/idle_share"] < 1 and step.statistics["pipeline/ticks"] > 8 * runs
+    assert_same(computed(piped, step), alone.gradients(alone.step(examples)), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 12])
+def test_batches_of_one_kind(piped, alone, kind, count):
+    examples = alone.of_kind(kind)[:count]
+    result, expected = computed(piped, piped.step(examples)), alone.gradients(alone.step(examples))
+    np.testing.assert_array_equal(result.targets, expected.targets)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5)
+    assert set(used(result)) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
+    assert_close(used(result), used(expected), 1e-5)
+
+
+def test_deferred_examples(piped, alone):
+    batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
+    batch = next(batch for batch in batches if deferred(piped, batch))
+    assert_same(computed(piped, piped.step(batch)), alone.gradients(alone.step(batch)), 1e-5)
+
+
+def deferred(setup, batch) -> bool:
+    plan = plan_pipeline(setup.corpus.gather(batch), setup.spec, setup.pipeline.training)
+    return plan.statistics["pipeline/deferred_examples"] > 0
+
+
+def test_evaluation_counts_the_same(piped, alone):
+    results = []
+    for setup in (piped, alone):
+        pipeline = setup.pipeline and dataclasses.replace(setup.pipeline, training=setup.pipeline.evaluation)
+        step = dataclasses.replace(setup, pipeline=pipeline).step(EXAMPLES)
+        sums = setup.programs.evaluate(setup.params, setup.put(step))
+        results.append(jax.device_get(setup.programs.totals(sums)))
+    for name, expected in results[1]._asdict().items():
+        np.testing.assert_allclose(getattr(results[0], name), expected, rtol=1e-5)
+
+
+def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
+    bad = alone.of_kind(["vision"])[0]
+    path, modality = alone.corpus.example(bad).media[0].path, alone.corpus.modalities["vision"]
+    load = type(modality).load
+
+    def broken(self, file, shape):
+        if str(file) == str(path):
+            raise MediaError(file, "broken")
+        return load(self, file, shape)
+
+    monkeypatch.setattr(type(modality), "load", broken)
+    examples = [bad, *alone.of_kind(["audio"])[:4], *alone.of_kind([])[:4]]
+    result, expected = computed(piped, piped.step(examples)), alone.gradients(alone.step(examples))
+    assert result.failed == expected.failed == 1
+    assert result.targets[alone.corpus.source_of(bad)] == 0
+    np.testing.assert_array_equal(result.targets, expected.targets)
+    assert_close(used(result), used(expected), 1e-5)
+
+
+# ---------------------------------------------------------------------------- whole steps
+
+
+def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
+    """Both ways: the state of either goes on in the other."""
+    batches = [EXAMPLES[:12], EXAMPLES[12:], EXAMPLES[4:18]]
+    setups, losses = {"piped": piped, "alone": alone}, {"piped": [], "alone": []}
+    states = {name: setup.programs.init(0) for name, setup in setups.items()}
+    for number, batch in enumerate(batches):
+        for name, setup in setups.items():
+            states[name], metrics = setup.programs.train(states[name], setup.put(setup.step(batch)))
+            losses[name].append([float(metrics[key]) for key in ("loss", "gradient_norm", "learning_rate")])
+        if number == 0:
+            for name, setup in setups.items():
+                with Checkpoints(tmp_path / name, 1) as checkpoints:
+                    checkpoints.save(1, setup.programs.to_saved(states[name]))
+            for name, other in (("piped", "alone"), ("alone", "piped")):
+                with Checkpoints(tmp_path / other, 1) as checkpoints:
+                    saved = checkpoints.restore(setups[name].programs.saved_state)
+                states[name] = setups[name].programs.from_saved(saved)
+    np.testing.assert_allclose(losses["piped"], losses["alone"], rtol=2e-4)
+    again = piped.programs.from_saved(piped.programs.to_saved(states["piped"]))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(states["piped"]))
+
+
+def test_batches_of_every_composition_use_the_same_program(piped, alone):
+    random = np.random.default_rng(1)
+    batches = [alone.of_kind(kind)[:12] for kind in KINDS]
+    while len(batches) < 20:
+        batches.append(random.permutation(96)[: random.integers(1, 25)].tolist())
+    state = piped.programs.init(0)
+    state, _ = piped.programs.train(state, piped.put(piped.step(EXAMPLES)))
+    tables = set()
+    counter = CompilationCounter()
+    for batch in batches:
+        step = piped.step(batch)
+        tables |= {run.table.tobytes() for run in step.runs}
+        state, metrics = piped.programs.train(state, piped.put(step))
+        metrics = jax.device_get(metrics)
+        assert metrics["targets_by_source"].sum() == step.targets and metrics["skipped"] == 0
+    assert counter.names == [] and len(tables) >= 20
+    counter.close()
+
+
+# ---------------------------------------------------------------------------- any ring, schedule and freezing
+
+
+@pytest.fixture(scope="module")
+def deep(setups, by_example):
+    return setups(by_example(**DEEP), 1)
+
+
+SEGMENTS = {"stages": 2, "layout": "segments"}
+CASES = {  # devices, mesh, pipeline
+    "stages2": (2, {"data": 1}, SEGMENTS),
+    "stages4-split": (4, {"data": 1}, {"stages": 4, "layout": "parallel", "split_backward": True}),
+    "stages8": (8, {"data": 1}, {"stages": 8, "layout": "chain", "schedule": "1f1b"}),
+    "stages2-data2-tensor2": (8, {"data": 2, "tensor": 2}, SEGMENTS | {"split_backward": True}),
+    "stages2-fsdp2-interleaved": (
+        4,
+        {"data": 1, "fsdp": 2},
+        SEGMENTS | {"schedule": "interleaved", "kept_residuals": 2},
+    ),
+    "stages2-context2-gpipe": (4, {"data": 1, "context": 2}, {"stages": 2, "layout": "chain", "schedule": "gpipe"}),
+    "stages4-chain": (4, {"data": 1}, {"stages": 4, "layout": "chain", "deferral": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, mesh, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()])
+def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline):
+    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
+    assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
+
+
+ALL = {"vision", "audio", "projector.vision", "projector.audio", "language"}
+PROJECTORS = {"projector.vision", "projector.audio"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trained", [PROJECTORS, PROJECTORS | {"language"}, {"language"}, {"vision", "projector.audio"}]
+)
+@pytest.mark.parametrize("layout", ["segments", "chain"])
+def test_any_freezing(setups, by_example, trained, layout):
+    frozen = {f"components__{name.replace('.', '__')}__freeze": True for name in ALL - trained}
+    pipeline = {"stages": 2, "layout": layout, "split_backward": layout == "segments"}
+    setup = setups(by_example(pipeline=pipeline, **frozen, **DEEP), 2)
+    alone = setups(by_example(**frozen, **DEEP), 1)
+    result = computed(setup, setup.step(EXAMPLES))
+    assert set(result.grads) == trained
+    assert_same(result, alone.gradients(alone.step(EXAMPLES)), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_stages(data, tmp_path):
+    """A step each in 2, in 4, in no and in 2 stages, through the command; against four steps without any."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1}, **DEEP)))
+
+    def losses(folder: str, *stages: int) -> list[float]:
+        for number, count in enumerate(stages):
+            steps = (number + 1) * 4 // len(stages)
+            pipeline = [f"pipeline.stages={count}", "pipeline.layout=chain"]
+            overrides = [f"run.directory={tmp_path / folder}", f"run.steps={steps}", *pipeline]
+            assert main(["--config", str(config), "--resume", *overrides]) == 0
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+    expected = losses("without", 1)
+    assert len(expected) == 4
+    np.testing.assert_allclose(losses("stages", 2, 4, 1, 2), expected, rtol=2e-4)
+
+
+# ---------------------------------------------------------------------------- what cannot be
+
+
+def sizes(data, devices: int, **changes):
+    config = parse_config(tiny_config(data, **changes))
+    ground = lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
+    return pipeline_sizes(config, ground.model, ground.samples, [ground.corpus, *ground.held_out])
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"pipeline": {"stages": 8, "layout": "chain"}}, ["pipeline.stages = 8", "4 in all"]),
+        ({"pipeline": {"stages": 2, "layout": "segments"}}, ["pipeline.stages = 2", "'vision' has 1 layers"]),
+        ({"pipeline": {"stages": 2, "layout": "parallel"}}, ["pipeline.stages = 2", "a rank for each"]),
+        (
+            {"pipeline": {"stages": 2, "layout": "chain"}, "phases__vision__row_classes": 2},
+            ["phases.vision.row_classes"],
+        ),
+        (
+            {
+                "pipeline": {"stages": 2, "layout": "chain"},
+                "mesh": {"data": 1, "tensor": 2},
+                "components__vision__layout": {"batch": ["data", "fsdp", "tensor"]},
+            },
+            ["components.<name>.layout", "same ranks"],
+        ),
+    ],
+)
+def test_settings_that_cannot_be(data, changes, words):
+    mesh = {"data": 1} | changes.pop("mesh", {})
+    devices = changes["pipeline"]["stages"] * mesh.get("tensor", 1)
+    with pytest.raises(USER_ERRORS) as error:
+        sizes(data, devices, mesh=mesh, **changes)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("changes, key", [({"fan": (0, 0)}, "pipeline.fan"), ({"slots": {}}, "pipeline.live")])
+def test_an_example_that_no_run_holds(data, changes, key):
+    made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
+    cramped = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, **changes))
+    config = parse_config(tiny_config(data))
+    ground = lay_groundwork(config, make_mesh({"data": 1}, jax.devices()[:1]))
+    example = next(i for i in range(96) if ground.corpus.example(i).media)
+    with pytest.raises(ConfigError, match=rf"example {example} .*raise .*{key}"):
+        plan_pipeline(ground.corpus.gather(np.array([example])), made.spec, cramped)
