@@ -7,9 +7,10 @@ Ticks are lockstep: in each, every rank does at most one operation, then edges m
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -257,29 +258,64 @@ def default_priority(graph: Graph) -> list[int]:
     return priority
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What the greedy scheduler weighs up when it fills a tick; weights are in units of the priorities.
+
+    Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4). Then each rank does
+    the operation, no longer than the tick, with most of
+    `near` * quarters of the tick it fills + `late` unless a weight gradient + `turn` unless of the same kind as the
+    one before (forward, backward, weight gradient) - priority. `window` language microbatches are let in at a time.
+    """
+
+    near: int
+    late: int
+    turn: int
+    window: int
+    power: int = 4
+
+    @staticmethod
+    def default(graph: Graph) -> Policy:
+        """One thing after the other: fill the tick, no weight gradient, another kind, priority."""
+        size = max(1, graph.size)
+        return Policy(4 * size, 2 * size, size, max(graph.group, default=0) + 1)
+
+
 def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | Longs | None = None) -> Schedule:
     """Dual queues of forward and backward operations on every rank, within a slot budget.
 
     Every tick takes the duration for which the ranks are busiest on average, and each rank does its best operation
-    that is no longer: the operation nearest to it, backward and forward in turn, then by `priority[n]`, smaller first.
-    Where the budget leads into a dead end, fewer language microbatches are let in at a time.
+    that is no longer: the operation nearest to it, backward and forward in turn, then by `priority[n]` (0 .. N-1),
+    smaller first. Where the budget leads into a dead end, fewer language microbatches are let in at a time.
     Raises `PipelineError` when no schedule is found that fits the slots.
     """
     chosen = default_priority(graph) if priority is None else [int(value) for value in priority]
-    window = max(graph.group, default=0) + 1
-    plan = _Plan.of(graph)
+    policy, plan = Policy.default(graph), _Plan.of(graph)
     try:
-        return _Greedy(plan, slots, chosen, window).run()
+        return _Greedy(plan, slots, chosen, policy).run()
     except _StuckError as error:
         stuck = error
     chosen = default_priority(graph)
-    while window > 1:
-        window //= 2
+    while policy.window > 1:
+        policy = replace(policy, window=policy.window // 2)
         try:
-            return _Greedy(plan, slots, chosen, window).run()
+            return _Greedy(plan, slots, chosen, policy).run()
         except _StuckError as error:
             stuck = error
     raise PipelineError(str(stuck))
+
+
+def rollout(
+    graph: Graph, slots: Slots | None, priority: Sequence[int], policy: Policy, bound: int | None = None
+) -> Schedule | None:
+    """One run of the greedy scheduler, smaller `priority[n]` first; none where it comes to a dead end.
+
+    bound: it is given up, too, once its lockstep cost can only be greater.
+    """
+    try:
+        return _Greedy(_Plan.of(graph), slots, priority, policy, bound).run()
+    except _StuckError:
+        return None
 
 
 class _StuckError(Exception):
@@ -338,9 +374,12 @@ class _Plan:
 class _Greedy:
     """One run of the greedy scheduler; see `greedy`."""
 
-    def __init__(self, plan: _Plan, slots: Slots | None, priority: Sequence[int], window: int):
+    def __init__(
+        self, plan: _Plan, slots: Slots | None, priority: Sequence[int], policy: Policy, bound: int | None = None
+    ):
         graph = plan.graph
-        self.plan, self.graph, self.priority, self.window = plan, graph, priority, window
+        self.plan, self.graph, self.priority, self.policy = plan, graph, priority, policy
+        self.bound, self.work = bound, graph.rank_work.tolist()
         self.clock = Clock(graph)
         self.heaps: list[list[tuple[int, int]]] = [[] for _ in plan.side]
         self.free: dict[tuple[Pool, int, int], int] = {
@@ -352,13 +391,14 @@ class _Greedy:
         for group in graph.group:
             self.left[group] += 1
         self.base = 0
+        self.weights: dict[int, float] = {}
         self.blocked: tuple[Pool, int, int] | None = None
 
     def run(self) -> Schedule:
         arrivals: dict[int, list[int]] = defaultdict(list, {0: self.clock.start()})
         releases: dict[int, list[tuple[Pool, int, int]]] = defaultdict(list)
         ticks: list[list[int]] = []
-        stages, done, size = self.graph.ring.stages, 0, self.graph.size
+        stages, done, size, cost = self.graph.ring.stages, 0, self.graph.size, 0
         turn = [1] * stages
         while done < size:
             tick = len(ticks)
@@ -366,16 +406,19 @@ class _Greedy:
                 heappush(self.heaps[self.plan.classes[n]], (self.priority[n], n))
             for place in releases.pop(tick, ()):
                 self.free[place] += 1
-            choices = [self._choices(rank) for rank in range(stages)]
-            row = self._pick(choices, turn)
+            row = self._pick([self._choices(rank) for rank in range(stages)], turn)
             if max(row) < 0 and not arrivals and not releases:
                 raise _StuckError(self._dead_end())
+            length = 0
             for rank, n in enumerate(row):
                 if n < 0:
                     continue
                 if not self._room(n):  # a slot that another rank took in this tick
                     row[rank] = -1
                     continue
+                duration = self.graph.duration[n]
+                length = max(length, duration)
+                self.work[rank] -= duration
                 number = self.plan.classes[n]
                 heappop(self.heaps[number])
                 turn[rank] = self.plan.side[number]
@@ -385,6 +428,9 @@ class _Greedy:
                     arrivals[when].append(after)
                 self._settle(n, tick, releases)
             ticks.append(row)
+            cost += length
+            if self.bound is not None and cost + max(self.work) > self.bound:
+                raise _StuckError("the schedule is longer than the bound")
         while ticks and max(ticks[-1]) < 0:
             ticks.pop()
         return Schedule(self.graph, _rows(ticks, self.graph))
@@ -392,7 +438,7 @@ class _Greedy:
     def _choices(self, rank: int) -> list[tuple[int, int, int]]:
         """(duration, side, operation) of the best operation of every class that can run now."""
         found = []
-        limit = self.base + self.window
+        limit = self.base + self.policy.window
         for number in self.plan.at[rank]:
             if self.heaps[number]:
                 n = self.heaps[number][0][1]
@@ -433,24 +479,31 @@ class _Greedy:
 
     def _pick(self, choices: list[list[tuple[int, int, int]]], turn: list[int]) -> list[int]:
         """One operation for each rank, -1 for none."""
-        lengths = sorted({duration for of in choices for duration, _, _ in of})
-        best, length = -1.0, 0
-        for limit in lengths:
-            busy = 0.0
-            for of in choices:
-                busy += max((work for work, _, _ in of if work <= limit), default=0)
-            if busy / limit >= best:
-                best, length = busy / limit, limit
-        row = []
-        for of, last in zip(choices, turn, strict=True):
-            chosen, found = -1, None
-            for duration, side, n in of:
-                if duration <= length:
-                    worth = (4 * duration // length, side != 2, side != last, -self.priority[n])
-                    if found is None or worth > found:
-                        found, chosen = worth, n
-            row.append(chosen)
+        near, late, other = self.policy.near, self.policy.late, self.policy.turn
+        worths = [
+            [(late * (side != 2) + other * (side != last) - self.priority[n], duration, n) for duration, side, n in of]
+            for of, last in zip(choices, turn, strict=True)
+        ]
+        most, row = -1.0, [-1] * len(choices)
+        for length in sorted({duration for of in choices for duration, _, _ in of}):
+            work, filled = 0, []
+            for of in worths:
+                chosen, lasting, best = -1, 0, -math.inf
+                for worth, duration, n in of:
+                    if duration <= length and worth + near * (4 * duration // length) > best:
+                        chosen, lasting, best = n, duration, worth + near * (4 * duration // length)
+                filled.append(chosen)
+                work += lasting
+            if work / self._weight(length) >= most:
+                most, row = work / self._weight(length), filled
         return row
+
+    def _weight(self, duration: int) -> float:
+        """duration ** (power / 4), by operations that are exact to the last bit on any machine."""
+        if duration not in self.weights:
+            root = math.sqrt(math.sqrt(duration**self.policy.power))
+            self.weights[duration] = float(duration) if self.policy.power == 4 else root
+        return self.weights[duration]
 
     def _dead_end(self) -> str:
         if self.blocked is None:
