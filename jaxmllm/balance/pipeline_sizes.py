@@ -44,6 +44,7 @@ def choose_pipeline(
     model: ModelConfig,
     trainable: frozenset[str],
     examples: int,
+    largest: Sequence[BatchItems] = (),
 ) -> PipelineSizes:
     """Fill in every size of a pipeline.
 
@@ -53,6 +54,7 @@ def choose_pipeline(
       model: shapes, with the size of the vocabulary.
       trainable: components.
       examples: of a batch.
+      largest: the examples of the whole data that have most slots; each shall fit a run by itself.
 
     Raises:
       ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a sample fits.
@@ -71,11 +73,13 @@ def choose_pipeline(
         for batch in samples
         if len(batch.examples)
     ]
+    alone = [
+        place(np.array([number]), batch, spec, 1, False) for batch in largest for number in range(len(batch.examples))
+    ]
     encoders = [name for name in spec.phases if name != LANGUAGE]
+    usual, most = (np.array([[1] * len(encoders), *(each.fan for each in of)]).max(axis=0) for of in (placed, alone))
     fan = tuple(
-        with_head_room(max((each.fan[encoder] for each in placed), default=1), 1)
-        if config.fan == "auto"
-        else config.fan
+        max(with_head_room(int(usual[encoder]), 1), int(most[encoder])) if config.fan == "auto" else config.fan
         for encoder in range(len(encoders))
     )
     rows = {
@@ -215,10 +219,14 @@ def _fitted(wide: PipelineSpec, placed: Sequence[Placed]) -> PipelineSpec:
     for each in placed:
         try:
             schedules.append(schedule_of(graph_of(each, wide), wide))
-        except PipelineError as error:
-            raise ConfigError(
-                f"pipeline.live = {wide.config.live}, schedule {wide.config.schedule!r}: {error}"
-            ) from error
+        except PipelineError as error:  # other batches may do; this one would get the greedy schedule
+            problem = error
+    if placed and not schedules:
+        raise ConfigError(
+            f"pipeline.schedule = {wide.config.schedule!r} cannot be kept with pipeline.layout = "
+            f"{wide.config.layout!r} and pipeline.live = {wide.config.live}: {problem}; use schedule greedy or "
+            f"interleaved, or more live microbatches"
+        ) from problem
     budget, needed = wide.tables.slots, slots_needed(schedules)
     if not wide.backward:
         budget = {place: most for place, most in budget.items() if place[0] in (Pool.INPUT, Pool.TOKENS)}

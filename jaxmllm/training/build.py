@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grain
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.calibrate import load_calibration
@@ -45,6 +46,8 @@ from sharding.route import Exchange, rank_nodes
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)
 SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
 SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
+LARGEST = 64  # examples of most images or sound, which a pipeline must have room for
+LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 
 _log = logging.getLogger(__name__)
@@ -235,7 +238,18 @@ def pipeline_sizes(
     """Rows, stages and slots of a pipeline."""
     needs = _needs(config, model, corpora)
     shapes = resolved_shapes(config, model)
-    return choose_pipeline(samples, needs, config.pipeline, shapes, model.trainable, config.data.batch_size)
+    largest = [largest_examples(corpus, phase) for corpus in corpora for phase in config.model.encoders]
+    return choose_pipeline(samples, needs, config.pipeline, shapes, model.trainable, config.data.batch_size, largest)
+
+
+def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
+    """Lengths of the examples that have most slots of a phase."""
+    slots = np.zeros(len(corpus), np.int64)
+    for first in range(0, len(corpus), LENGTHS_AT_ONCE):
+        numbers = np.arange(first, min(first + LENGTHS_AT_ONCE, len(corpus)))
+        items = corpus.gather(numbers).phases[phase]
+        np.add.at(slots, first + items.example, items.length)
+    return corpus.gather(np.sort(np.argsort(-slots, kind="stable")[:LARGEST]))
 
 
 def plan_spec(config: Config, model: MLLM, samples: Sequence[BatchItems], corpora: Sequence[Corpus]) -> PlanSpec:
