@@ -267,11 +267,13 @@ class PipelineConfig(Section):
     """Stages that layers are cut into (docs/pipelines.md); `stages` is the outermost mesh axis, 1 means no pipeline.
 
     Numbers are of one replica. What a batch needs beyond `auto` bounds is computed in further runs within the step.
+    All rows of a phase are of one class.
     """
 
     stages: PositiveInt = 1
     layout: Literal["chain", "segments", "parallel"] = "segments"
-    schedule: Literal["gpipe", "1f1b", "interleaved", "greedy"] = "greedy"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "greedy", "search"] = "greedy"
+    rollouts: PositiveInt = 64  # greedy schedules that a search tries
     split_backward: bool = False  # input and weight gradients as operations of their own
     deferral: bool = True  # examples may run their language part one microbatch after their media
     microbatches: PositiveInt | Auto = "auto"  # of the language model in a step; auto: 4 * stages

@@ -33,6 +33,7 @@ from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config import ConfigError, PipelineConfig
 from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph
 from sharding.pipeline.schedule import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
+from sharding.pipeline.search import search
 from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
 from sharding.pipeline.validate import validate
 
@@ -81,9 +82,10 @@ class PipelineSpec:
 def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> StepPlan:
     """Place every item of a global batch in rows of the pipeline's runs, and schedule each run.
 
-    Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`, `idle_share` (of all
-    ranks' time, as the costs predict it), `search_ms` (finding schedules), `fallbacks` (runs whose schedule is not the
-    configured one, for want of slots), `deferred_examples`, `live_slots` (most that wait on one rank, all pools).
+    Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`, `cost` (FLOPs,
+    tick by tick those of the slowest rank), `idle_share` (of all ranks' time, as these costs predict it), `search_ms`
+    (finding schedules), `fallbacks` (runs whose schedule is not the configured one, for want of slots),
+    `deferred_examples`, `live_slots` (most slots of a rank that one run fills, all pools).
 
     Raises:
       ConfigError: an example that no run holds; names the key that would make room.
@@ -300,14 +302,14 @@ def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, b
     """The configured schedule, or the greedy one where its order cannot be kept or does not fit the slots; its table;
     and whether it is the greedy one instead of another."""
     tables, fixed = pipeline.tables, pipeline.backward and pipeline.config.schedule in FIXED
-    if fixed:
-        try:
-            schedule = schedule_of(graph, pipeline)
-            return schedule, make_table(schedule, tables), False
-        except PipelineError:
-            pass
+    try:
+        schedule = schedule_of(graph, pipeline)
+        return schedule, make_table(schedule, tables), False
+    except PipelineError:
+        if not fixed:
+            raise
     schedule = _residuals_kept(greedy(graph, tables.slots), tables.slots)
-    return schedule, make_table(schedule, tables), fixed
+    return schedule, make_table(schedule, tables), True
 
 
 def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
@@ -318,6 +320,8 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     slots = pipeline.tables.slots
     if pipeline.backward and pipeline.config.schedule in FIXED:
         return _residuals_kept(FIXED[pipeline.config.schedule](graph), slots)
+    if pipeline.backward and pipeline.config.schedule == "search":
+        return _residuals_kept(search(graph, slots, rollouts=pipeline.config.rollouts).schedule, slots)
     return _residuals_kept(greedy(graph, slots), slots)
 
 
@@ -349,6 +353,7 @@ def _statistics(parts: list[_Part]) -> dict[str, float]:
     return {
         "pipeline/runs": len(parts),
         "pipeline/ticks": sum(part.table.count for part in parts),
+        "pipeline/cost": length,
         "pipeline/idle_share": 1 - busy / (ranks * length) if length else 0.0,
         "pipeline/search_ms": sum(part.search_ms for part in parts),
         "pipeline/fallbacks": sum(part.fallback for part in parts),

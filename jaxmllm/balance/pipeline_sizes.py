@@ -106,10 +106,8 @@ def choose_pipeline(
 def _rows(needs: PhaseNeeds, samples: Sequence[BatchItems], microbatches: int, examples: int) -> PhaseSpec:
     """Rows of one capacity, by default such that an average microbatch of a replica fills one of every phase."""
     config, key = needs.config, f"phases.{needs.name}"
-    if config.row_classes > 1 or config.long_capacity is not None:
-        raise ConfigError(
-            f"{key}: a pipeline has rows of one capacity; unset {key}.row_classes and {key}.long_capacity"
-        )
+    if config.long_capacity is not None:
+        raise ConfigError(f"{key}.long_capacity: a pipeline has rows of one capacity; unset it")
     least = round_up(max(needs.longest, 1), needs.granule)
     if config.capacities == "auto":
         loads = [int(batch.phases[needs.name].length.sum()) for batch in samples]

@@ -234,8 +234,8 @@ def sizes(data, devices: int, **changes):
         ({"pipeline": {"stages": 2, "layout": "segments"}}, ["pipeline.stages = 2", "'vision' has 1 layers"]),
         ({"pipeline": {"stages": 2, "layout": "parallel"}}, ["pipeline.stages = 2", "a rank for each"]),
         (
-            {"pipeline": {"stages": 2, "layout": "chain"}, "phases__vision__row_classes": 2},
-            ["phases.vision.row_classes"],
+            {"pipeline": {"stages": 2, "layout": "chain"}, "phases__language__long_capacity": 4096},
+            ["phases.language.long_capacity"],
         ),
         (
             {
