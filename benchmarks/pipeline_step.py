@@ -61,7 +61,7 @@ def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[
         examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + number)
         for name in plans if number % 2 else plans[::-1]:
             host = fillers[name](number, examples)
-            batch = programs[name].put(host)
+            batch: Any = programs[name].put(host)
             jax.block_until_ready(batch.runs)
             multihost_utils.sync_global_devices(f"{number} {name}")
             began = time.perf_counter()

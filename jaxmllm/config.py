@@ -277,7 +277,7 @@ class PipelineConfig(Section):
     split_backward: bool = False  # input and weight gradients as operations of their own
     deferral: bool = True  # examples may run their language part one microbatch after their media
     microbatches: PositiveInt | Auto = "auto"  # of the language model in a step; auto: 4 * stages
-    live: PositiveInt | Auto = "auto"  # of those, how many may be under way on a rank at a time; auto: 2 * stages
+    live: PositiveInt | Auto = "auto"  # of those, how many may be under way on a rank at a time; auto: 4 * stages
     fan: PositiveInt | Auto = "auto"  # encoder rows that one microbatch reads, of each encoder
     kept_residuals: int = Field(0, ge=0)  # forwards of each component whose residuals a rank keeps for the backward
 

@@ -25,7 +25,7 @@ from sharding.pipeline.table import TableSpec, slots_needed
 
 FILL = 0.9  # of the slots of an average microbatch's rows
 SCHEDULED = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
-PER_STAGE = 4  # language microbatches, for each stage
+PER_STAGE = 4  # language microbatches for each stage, and as many under way
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _budget(
     """The most slots of every pool: those of `pipeline.live` microbatches with all that they read."""
     live = config.live
     if live == "auto":
-        live = rows[LANGUAGE] if config.schedule == "gpipe" else 2 * config.stages
+        live = rows[LANGUAGE] if config.schedule == "gpipe" else PER_STAGE * config.stages
     slots: Slots = {}
     for number, chain in enumerate(ring.chains):
         encoder = chain.name != LANGUAGE
