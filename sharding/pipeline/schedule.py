@@ -184,13 +184,24 @@ def one_f_one_b(graph: Graph) -> Schedule:
 
 
 def interleaved(graph: Graph) -> Schedule:
-    """Interleaved 1F1B for ranks with several chunks: groups of S microbatches go through chunk after chunk."""
-    stages = graph.ring.stages
-    orders = []
-    for rank, units in enumerate(_units(graph, stages)):
-        chunks = sum(chain.stages.count(rank) for chain in graph.ring.chains)
-        orders.append(_alternate(*units, (chunks - 1) * stages + 2 * (stages - 1 - rank)))
-    return follow(graph, orders)
+    """Interleaved 1F1B for ranks with several chunks: groups of S microbatches go through chunk after chunk.
+
+    Ranks with fewer chunks than others would need a forward that those do after a backward that waits for it: then all
+    warm up longer, by a group at a time.
+    """
+    stages, units = graph.ring.stages, _units(graph, graph.ring.stages)
+    most, longer = max(len(forward) for forward, _ in units), 0
+    while True:
+        orders = []
+        for rank, (forward, backward) in enumerate(units):
+            chunks = sum(chain.stages.count(rank) for chain in graph.ring.chains)
+            orders.append(_alternate(forward, backward, (chunks - 1) * stages + 2 * (stages - 1 - rank) + longer))
+        try:
+            return follow(graph, orders)
+        except PipelineError:
+            longer += stages
+            if longer > most + stages:
+                raise
 
 
 Units = list[list[int]]

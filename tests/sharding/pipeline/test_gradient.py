@@ -1,0 +1,89 @@
+"""Backward passes taken apart give what jax.vjp gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding.pipeline.gradient import LayerGradient, Params, used_leaves
+
+
+def gated(params: Params, x, row):
+    """Two matrix products into a gate, one out of it; scales are frozen."""
+    weights = params.trained | params.frozen
+    hidden = jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"]) * weights["scale"] / row["level"]
+    return x + hidden @ weights["down"]
+
+
+PLAIN = {
+    "plain": gated,
+    "jitted": jax.jit(gated),
+    "recomputed": jax.checkpoint(gated),
+    "loop": lambda params, x, row: jax.lax.fori_loop(0, 2, lambda _, x: gated(params, x, row), x),
+}
+SHAPES = {"gate": (8, 16), "up": (8, 16), "down": (16, 8), "scale": (16,)}
+
+
+def arrays(frozen: tuple[str, ...] = ("scale",)):
+    random = np.random.default_rng(0)
+    draw = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    trained = {name: value for name, value in draw.items() if name not in frozen}
+    x, dy = (jnp.asarray(random.normal(size=(4, 8)), jnp.float32) for _ in range(2))
+    row = {"level": jnp.asarray(random.uniform(1, 2, (4, 1)), jnp.float32)}
+    return Params(trained, {name: draw[name] for name in frozen}), x, row, dy
+
+
+@pytest.mark.parametrize("frozen", [("scale",), tuple(SHAPES)], ids=["some frozen", "all frozen"])
+@pytest.mark.parametrize("layer", PLAIN.values(), ids=PLAIN)
+def test_every_way_gives_the_gradients_of_vjp(layer, frozen):
+    params, x, row, dy = arrays(frozen)
+
+    @jax.jit
+    def run(params, x, row, dy):
+        y, vjp = jax.vjp(lambda trained, x: layer(Params(trained, params.frozen), x, row), params.trained, x)
+        gradient = LayerGradient(layer, params, x, row)
+        found, residuals = gradient.forward(params, x, row)
+        split = gradient.split()
+        dx, pending = split.input_gradient(params, row, residuals, dy)
+        parted = split.weight_gradient(params, row, pending), dx
+        return (y, vjp(dy)), (found, gradient.backward(params, row, residuals, dy)), (found, parted)
+
+    expected, *others = run(params, x, row, dy)
+    for found in others:
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_hold_no_parameters():
+    params, x, row, _ = arrays()
+    gradient = LayerGradient(gated, params, x, row)
+    shapes = {leaf.shape for leaf in gradient.residuals}
+    assert shapes and not shapes & set(SHAPES.values())
+
+
+def products(function, *args) -> int:
+    """Matrix products of a compiled function."""
+    return jax.jit(function).lower(*args).compile().as_text().count(" dot(")
+
+
+@pytest.mark.parametrize("layer", ["plain", "jitted"])
+def test_the_halves_share_no_matrix_product(layer):
+    """Three products forward; three of input gradients, three of weight gradients, none computed twice."""
+    params, x, row, dy = arrays()
+    gradient = LayerGradient(PLAIN[layer], params, x, row)
+    residuals = gradient.forward(params, x, row)[1]
+    split = gradient.split()
+    pending = split.input_gradient(params, row, residuals, dy)[1]
+    assert products(gradient.backward, params, row, residuals, dy) == 6
+    assert products(split.input_gradient, params, row, residuals, dy) == 3
+    assert products(split.weight_gradient, params, row, pending) == 3
+
+
+def test_used_leaves():
+    params, x, *_ = arrays()
+
+    def function(tree, x):
+        return jax.jit(lambda tree: x @ tree["gate"] * tree["scale"])(tree)
+
+    # Leaves of a dictionary are sorted: down, gate, scale, up.
+    assert used_leaves(function, params.trained | params.frozen, x) == [False, True, True, False]

@@ -1,0 +1,135 @@
+"""The operations of a batch: which there are, what they wait for, and what cannot be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Pool, Ring, Workload, build_graph
+from tests.sharding.pipeline.models import ALL, HEAD, NONE, ring_of, workload_of
+
+
+def work(depths: int, microbatches: int, forward: int = 2, back: int = 2, weight: int = 3) -> ChainWork:
+    whole = np.ones((depths, microbatches), np.int64)
+    return ChainWork(whole * forward, whole * forward, whole * back, whole * weight)
+
+
+RING = Ring(2, (Chain("vision", (0, 1), (1, 1)), Chain("language", (0, 1), (1, 1))))
+DEFERRED = Workload((work(2, 2), work(2, 2)), (((0, 0), (0, 1)), ((0, 1),)))
+
+
+def edges(graph):
+    """Every (before, after) by name."""
+    found = set()
+    for n in range(graph.size):
+        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
+            found.add((graph.name(n), graph.name(after)))
+    return found
+
+
+def test_what_waits_for_what():
+    found = edges(build_graph(RING, DEFERRED, fused=False))
+    expected = set()
+    for m in (0, 1):
+        for chain in ("vision", "language"):
+            first, second = (f"of {chain} chunk {d}, microbatch {m}" for d in (0, 1))
+            expected |= {(f"forward {first}", f"forward {second}"), (f"backward {second}", f"backward {first}")}
+            expected |= {(f"forward {of}", f"backward {of}") for of in (first, second)}
+    for sub, m in ((0, 0), (1, 0), (1, 1)):
+        tower, text = f"of vision chunk 1, microbatch {sub}", f"of language chunk 0, microbatch {m}"
+        expected |= {(f"forward {tower}", f"forward {text}"), (f"backward {text}", f"backward {tower}")}
+    assert found == expected
+
+
+def test_the_last_language_forward_is_part_of_its_backward():
+    whole, fused = (build_graph(RING, DEFERRED, fused=fused) for fused in (False, True))
+    assert whole.size - fused.size == 2
+    n = fused.number[Kind.BACKWARD, 1, 1, 0]
+    assert fused.duration[n] == 2 + 2 + 3
+    before = fused.number[Kind.FORWARD, 1, 0, 0]
+    assert (n, 1) in fused.successors[before]
+
+
+def test_split_backwards():
+    graph = build_graph(RING, DEFERRED, split=True, fused=False)
+    for chain in (0, 1):
+        first, second = (graph.number[kind, chain, 1, 0] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+        assert (graph.duration[first], graph.duration[second]) == (2 + 2, 3)
+        assert graph.successors[first][0] == (second, 1) or (second, 1) in graph.successors[first]
+        assert not graph.successors[second]
+    assert Kind.BACKWARD not in graph.kind
+    assert graph.rank_work.sum() == build_graph(RING, DEFERRED, fused=False).rank_work.sum()
+
+
+@pytest.mark.parametrize(
+    ("trained", "backward"),
+    [((HEAD, NONE), {0: {1}, 1: {0, 1}}), ((NONE, ALL), {1: {0, 1}}), ((NONE, NONE), {}), ((NONE, HEAD), {1: {1}})],
+)
+def test_frozen_chunks_have_no_backward(trained, backward):
+    ring = ring_of("chain", 4, heads=tuple(of == HEAD for of in trained))
+    graph = build_graph(ring, workload_of(ring, 3, trained))
+    found: dict[int, set[int]] = {}
+    for kind, chain, depth in zip(graph.kind, graph.chain, graph.depth, strict=True):
+        if kind == Kind.BACKWARD:
+            found.setdefault(chain, set()).add(depth)
+    assert found == backward
+
+
+def test_tokens_travel_as_far_as_they_must():
+    ring = ring_of("parallel", 4, ("vision", "audio"))
+    assert [ring.delivery_hops(encoder) for encoder in (0, 1)] == [2, 1]
+    graph = build_graph(ring, workload_of(ring, 4, (ALL,) * 3, seed=1))
+    for encoder, hops in ((0, 2), (1, 1)):
+        n = graph.number[Kind.FORWARD, encoder, 0, 0]
+        assert {ticks for _, ticks in graph.successors[n] if graph.chain[_] == 2} == {hops}
+    far = [buffer for buffer in graph.buffers if buffer.hops == 2]
+    assert {(buffer.pool, buffer.rank) for buffer in far} == {(Pool.TOKENS, 2), (Pool.TOKEN_GRADIENT, 0)}
+
+
+@pytest.mark.parametrize(
+    ("chains", "message"),
+    [
+        ((), "distinct names"),
+        ((Chain("a", (0,), (1,)), Chain("a", (1,), (1,))), "distinct names"),
+        ((Chain("a", (0, 1), (1,)),), "1 layer counts for 2 chunks"),
+        ((Chain("a", (0, 2), (1, 1)),), "pipeline of 2 stages"),
+        ((Chain("a", (0,), (-1,)),), "chunk of -1 layers"),
+    ],
+)
+def test_rings_that_cannot_be(chains, message):
+    with pytest.raises(PipelineError, match=message):
+        Ring(2, chains)
+
+
+def test_a_chunk_lies_no_further_than_on_the_next_rank():
+    with pytest.raises(PipelineError, match="chunk 1 of a lies on rank 2, after rank 0"):
+        Ring(4, (Chain("a", (0, 2), (1, 1)),))
+    Ring(4, (Chain("a", (3, 0, 0, 1), (1, 1, 1, 1)),))
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (Workload((work(2, 2),), ((), ())), "1 components for a ring of 2"),
+        (Workload((work(1, 2), work(2, 2)), ((), ())), "1 chunks for vision, which has 2"),
+        (Workload((work(2, 2, 0), work(2, 2)), ((), ())), "duration 0"),
+        (Workload((work(2, 1), work(2, 2)), ((),)), "inputs of 1 language microbatches, of which there are 2"),
+        (Workload((work(2, 1), work(2, 1)), (((0, 0), (0, 0)),)), "twice"),
+        (Workload((work(2, 1), work(2, 1)), (((0, 0), (0, 1)),)), "does not exist"),
+        (Workload((work(2, 1), work(2, 1)), (((1, 0),),)), "does not exist"),
+        (Workload((work(2, 2), work(2, 1)), (((0, 1),),)), "no language microbatch consumes sub-microbatch 0"),
+        (Workload((work(2, 1), work(2, 1, 1, 0, 0)), (((0, 0),),)), "which has no backward"),
+    ],
+)
+def test_workloads_that_cannot_be(workload, message):
+    with pytest.raises(PipelineError, match=message):
+        build_graph(RING, workload)
+
+
+def test_gradients_need_something_to_come_from():
+    first_only = ChainWork(*(np.array(of, np.int64) for of in ([[1], [1]], [[1], [1]], [[1], [0]], [[0], [0]])))
+    with pytest.raises(PipelineError, match="chunk 0 of vision has a backward for microbatch 0, but chunk 1"):
+        build_graph(RING, Workload((first_only, work(2, 1)), (((0, 0),),)))
+    ring = Ring(2, (dataclasses.replace(RING.chains[0], head_only=True), RING.chains[1]))
+    with pytest.raises(PipelineError, match="behind its last layer only"):
+        build_graph(ring, DEFERRED)

@@ -1,0 +1,181 @@
+"""Schedules: legal whatever the layout, of the costs that can be told by hand, within their slots."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Pool, Ring, Workload, build_graph
+from sharding.pipeline.schedule import (
+    Schedule,
+    asynchronous,
+    durations,
+    efficiency,
+    follow,
+    gpipe,
+    greedy,
+    interleaved,
+    lockstep,
+    one_f_one_b,
+)
+from sharding.pipeline.table import TableSpec, keep_residuals, make_table, slots_needed
+from sharding.pipeline.validate import validate
+from tests.sharding.pipeline.models import ring_of, workload_of
+
+
+def plain(stages: int, microbatches: int, chunks: int = 1, forward: int = 1, backward: int = 3):
+    """A language model alone; every forward takes as long as any other, and so does every backward."""
+    whole = np.ones((stages * chunks, microbatches), np.int64)
+    works = ChainWork(whole * forward, whole * 0, whole * 0, whole * backward)
+    ring = Ring(stages, (Chain("language", tuple(range(stages)) * chunks, (1,) * stages * chunks),))
+    return build_graph(ring, Workload((works,), ((),) * microbatches), fused=False)
+
+
+def prove(schedule: Schedule) -> None:
+    """The validator accepts a table with just the slots needed."""
+    ring = schedule.graph.ring
+    fan = tuple(
+        max([sum(of == encoder for of, _ in inputs) for inputs in schedule.graph.workload.inputs], default=0)
+        for encoder in range(len(ring.encoders))
+    )
+    spec = TableSpec(ring, slots_needed([schedule]), len(schedule.ticks), fan)
+    validate(make_table(schedule, spec), schedule.graph)
+
+
+@given(
+    st.sampled_from(["chain", "segments", "parallel"]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(), ("vision",), ("vision", "audio")]),
+    st.integers(1, 9),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_schedule_is_legal(layout, stages, encoders, microbatches, seed, split, fused):
+    if layout != "segments" and stages < 2 + (layout == "parallel") * (len(encoders) - 1):
+        layout = "segments"
+    ring = ring_of(layout, stages, encoders)
+    graph = build_graph(ring, workload_of(ring, microbatches, seed=seed), split=split, fused=fused)
+    for planner in (gpipe, interleaved, greedy, *([one_f_one_b] if layout != "segments" else [])):
+        schedule = planner(graph)
+        prove(schedule)
+        assert lockstep(schedule) >= asynchronous(schedule) >= max(graph.rank_work)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (4, 4), (4, 9)])
+def test_costs_that_can_be_told_by_hand(stages, microbatches):
+    graph = plain(stages, microbatches)
+    filled = microbatches + stages - 1
+    assert lockstep(gpipe(graph)) == filled * 1 + filled * 3
+    assert asynchronous(gpipe(graph)) == filled * 4
+    assert asynchronous(one_f_one_b(graph)) == filled * 4
+    assert len(one_f_one_b(graph).ticks) == 2 * filled
+    assert efficiency(gpipe(graph), lockstep(gpipe(graph))) == pytest.approx(microbatches / filled)
+
+
+def test_interleaving_shortens_the_bubble():
+    """With v chunks a rank the bubble is 1 / v of what it was."""
+    whole, cut = plain(4, 8, 1, 2, 2), plain(4, 8, 2, 1, 1)
+    assert max(whole.rank_work) == max(cut.rank_work) == 32
+    assert asynchronous(one_f_one_b(whole)) - 32 == 2 * (asynchronous(interleaved(cut)) - 32)
+
+
+def test_a_tick_costs_its_longest_operation():
+    graph = plain(2, 2)
+    rows = gpipe(graph).ticks.tolist()
+    expected = sum(max(graph.duration[n] for n in row if n >= 0) for row in rows)
+    assert lockstep(gpipe(graph)) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_asynchronous_makespan_by_recursion(seed):
+    ring = ring_of("segments", 4)
+    schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
+    graph, before = schedule.graph, [[] for _ in range(schedule.graph.size)]
+    for n in range(graph.size):
+        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
+            before[after].append(n)
+    for order in schedule.orders:
+        for n, after in itertools.pairwise(order):
+            before[after].append(n)
+
+    @functools.cache
+    def end(n: int) -> int:
+        return graph.duration[n] + max((end(other) for other in before[n]), default=0)
+
+    assert asynchronous(schedule) == max(end(n) for n in range(graph.size))
+
+
+def test_one_f_one_b_holds_few_microbatches():
+    graph = plain(4, 12)
+    for rank, order in enumerate(one_f_one_b(graph).orders):
+        live = np.cumsum([1 if graph.kind[n] == Kind.FORWARD else -1 for n in order])
+        assert live.max() == 4 - rank
+    assert slots_needed([one_f_one_b(graph)])[Pool.INPUT, 0] <= 4
+    assert slots_needed([gpipe(graph)])[Pool.INPUT, 0] == 12
+
+
+def test_gpipe_goes_back_last():
+    for order in gpipe(plain(4, 6)).orders:
+        kinds = [plain(4, 6).kind[n] for n in order]
+        assert kinds == sorted(kinds)
+
+
+def test_one_f_one_b_does_not_go_round_the_ring():
+    ring = ring_of("segments", 4)
+    with pytest.raises(PipelineError, match="wait for each other"):
+        one_f_one_b(build_graph(ring, workload_of(ring, 6)))
+
+
+def test_greedy_keeps_its_slots():
+    """What is legal in given slots, or an error that names them; never a table that does not fit."""
+    ring, fitted = ring_of("segments", 4, ("vision", "audio")), 0
+    for seed in range(12):
+        graph = build_graph(ring, workload_of(ring, 6, seed=seed), split=bool(seed % 2))
+        slots = {place: 1 + (count + seed % 3) // 3 for place, count in slots_needed([greedy(graph)]).items()}
+        try:
+            schedule = greedy(graph, slots)
+        except PipelineError as error:
+            assert "slot for" in str(error) and "raise the slots" in str(error)
+            continue
+        fitted += 1
+        fan = tuple(max(sum(of == e for of, _ in inputs) for inputs in graph.workload.inputs) for e in (0, 1))
+        validate(make_table(schedule, TableSpec(ring, slots, len(schedule.ticks), fan)), graph)
+    assert fitted > 3
+
+
+def test_no_schedule_without_slots():
+    ring = ring_of("chain", 2)
+    graph = build_graph(ring, workload_of(ring, 4, seed=1))
+    slots = slots_needed([greedy(graph)]) | {(Pool.TOKENS, 0): 0}
+    with pytest.raises(PipelineError, match="no free tokens slot for vision"):
+        greedy(graph, slots)
+
+
+def test_kept_residuals_save_the_recompute():
+    ring = ring_of("segments", 4)
+    schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=2)))
+    kept = keep_residuals(schedule, {(Pool.RESIDUAL, 0): 1, (Pool.RESIDUAL, 1): 3})
+    prove(kept)
+    needed = slots_needed([kept])
+    assert 0 < needed[Pool.RESIDUAL, 0] <= 1 and 0 < needed[Pool.RESIDUAL, 1] <= 3
+    saved = sum(schedule.graph.duration) - sum(durations(kept))
+    works = schedule.graph.workload.chains
+    graph = schedule.graph
+    expected = sum(int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]]) for n in kept.kept)
+    assert saved == expected > 0
+    assert lockstep(kept) <= lockstep(schedule)
+
+
+def test_orders_that_cannot_be_followed():
+    graph = plain(2, 2)
+    orders = gpipe(graph).orders
+    with pytest.raises(PipelineError, match="every operation once"):
+        follow(graph, [orders[0][:-1], orders[1]])
+    with pytest.raises(PipelineError, match="every operation once"):
+        follow(graph, orders[::-1])
+    with pytest.raises(PipelineError, match="wait for each other"):
+        follow(graph, [orders[0][::-1], orders[1]])
