@@ -269,6 +269,9 @@ def default_priority(graph: Graph) -> list[int]:
     return priority
 
 
+POWERS = (4, 5)  # the first is mostly the better with split backwards, the second with frozen towers
+
+
 @dataclass(frozen=True)
 class Policy:
     """What the greedy scheduler weighs up when it fills a tick; weights are in units of the priorities.
@@ -297,23 +300,24 @@ def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | L
 
     Every tick takes the duration for which the ranks are busiest on average, and each rank does its best operation
     that is no longer: the operation nearest to it, backward and forward in turn, then by `priority[n]` (0 .. N-1),
-    smaller first. Where the budget leads into a dead end, fewer language microbatches are let in at a time.
+    smaller first. The same with a taste for short ticks, and the shorter of both schedules. Where the budget leads
+    into a dead end, fewer language microbatches are let in at a time.
     Raises `PipelineError` when no schedule is found that fits the slots.
     """
     chosen = default_priority(graph) if priority is None else [int(value) for value in priority]
     policy, plan = Policy.default(graph), _Plan.of(graph)
-    try:
-        return _Greedy(plan, slots, chosen, policy).run()
-    except _StuckError as error:
-        stuck = error
-    chosen = default_priority(graph)
-    while policy.window > 1:
-        policy = replace(policy, window=policy.window // 2)
-        try:
-            return _Greedy(plan, slots, chosen, policy).run()
-        except _StuckError as error:
-            stuck = error
-    raise PipelineError(str(stuck))
+    while True:
+        found = []
+        for power in POWERS:
+            try:
+                found.append(_Greedy(plan, slots, chosen, replace(policy, power=power)).run())
+            except _StuckError as error:
+                stuck = error
+        if found:
+            return min(found, key=lockstep)
+        if policy.window == 1:
+            raise PipelineError(str(stuck))
+        policy, chosen = replace(policy, window=policy.window // 2), default_priority(graph)
 
 
 def rollout(
