@@ -1,6 +1,7 @@
 """What layouts, schedules and deferral make of a pipelined step: modelled, nothing is compiled or run.
 
-    python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...] [--json PATH]
+    python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...]
+                                  [--live L] [--rollouts N] [--long N] [--json PATH]
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
@@ -11,6 +12,7 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
     chain                 cut by cost, aware of what is frozen
     parallel              encoder and language on ranks of their own; greedy schedule
     segments              both on every rank, in chunks of like cost
+    + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/search.py
     + split               backward split into input and weight gradients
     + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
 
@@ -24,8 +26,14 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
 Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
 (`--live`) there is room for so many language microbatches and 4 encoder rows of each.
 
-Modes: `train_all` trains everything, `alignment` the projector alone. Then microbatches by themselves: by how much
-their standard deviation falls against random order, on 512 examples of log-uniform work, 4 replicas, 32 microbatches.
+Modes: `train_all` trains everything, `alignment` the projector alone.
+
+Then search by itself, on the batches of the last line: how much longer greedy and searched schedules are than the best
+that is known, from `--long` rollouts with another seed; how much longer that is than the lower bound; and in how much
+time of one core a search comes within 2 % of it, greedy schedules included.
+
+Last, microbatches by themselves: by how much their standard deviation falls against random order, on 512 examples of
+log-uniform work, 4 replicas, 32 microbatches.
 """
 
 from __future__ import annotations
@@ -49,6 +57,7 @@ from jaxmllm.config import VisionConfig
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
 from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
+from sharding.pipeline.search import ROLLOUTS, lower_bound, search
 from sharding.pipeline.table import slots_needed
 
 MODEL = WORKLOAD_MODEL.model_copy(
@@ -70,6 +79,8 @@ FILL = (0.85, 0.97)  # of a language row, as examples are drawn
 LEAST_TEXT = 16  # tokens of an example
 LIVE_ROWS = 4  # encoder rows that have room for every language microbatch that has
 PENDING = 2  # slots of a rank for what split backwards of a component leave
+LONG = 1000  # rollouts of a search that is taken for the best
+WITHIN = 1.02  # of the best: near it
 UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
 GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
 
@@ -82,6 +93,7 @@ class Variant:
     layout: LayoutName
     cut_by: CutBy = "cost"
     fixed: bool = False  # 1F1B
+    searched: bool = False
     split: bool = False
     deferred: bool = False
 
@@ -91,8 +103,9 @@ VARIANTS = (
     Variant("chain", "chain", fixed=True),
     Variant("parallel", "parallel"),
     Variant("segments", "segments"),
-    Variant("+ split", "segments", split=True),
-    Variant("+ deferral", "segments", split=True, deferred=True),
+    Variant("+ search", "segments", searched=True),
+    Variant("+ split", "segments", searched=True, split=True),
+    Variant("+ deferral", "segments", searched=True, split=True, deferred=True),
 )
 
 
@@ -220,17 +233,23 @@ def make_graph(variant: Variant, mode: str, batch: Batch, stages: int) -> Graph:
     return build_graph(ring, make_workload(ring, MODES[mode], rows), split=variant.split)
 
 
-def make_schedule(variant: Variant, graph: Graph, live: int | None = None) -> Schedule:
-    """The schedule that a variant stands for; `live` language microbatches have room at a time."""
-    if variant.fixed:
-        return one_f_one_b(graph)
+def make_slots(graph: Graph, live: int | None = None) -> Slots:
+    """Room for `live` language microbatches at a time; none: for whatever waits."""
     slots: Slots = {}
     for number, chain in enumerate(graph.ring.chains):
         rows = LIVE_ROWS if chain.name == "vision" else 1
         room = graph.size if live is None else live * rows * chain.chunks_per_rank
         slots |= {(pool, number): room for pool in Pool}
         slots[Pool.PENDING, number] = PENDING
-    return greedy(graph, slots)
+    return slots
+
+
+def make_schedule(variant: Variant, graph: Graph, live: int | None = None, rollouts: int = ROLLOUTS) -> Schedule:
+    """The schedule that a variant stands for."""
+    if variant.fixed:
+        return one_f_one_b(graph)
+    slots = make_slots(graph, live)
+    return search(graph, slots, rollouts=rollouts).schedule if variant.searched else greedy(graph, slots)
 
 
 def waiting_bytes(schedule: Schedule) -> float:
@@ -259,14 +278,20 @@ def waiting_bytes(schedule: Schedule) -> float:
 
 
 def measure(
-    mode: str, variant: Variant, seeds: Sequence[int], microbatches: int, stages: int, live: int | None = None
+    mode: str,
+    variant: Variant,
+    seeds: Sequence[int],
+    microbatches: int,
+    stages: int,
+    live: int | None = None,
+    rollouts: int = ROLLOUTS,
 ) -> dict[str, Any]:
     """One record: means over batches."""
     found = []
     for seed in seeds:
         graph = make_graph(variant, mode, generate(seed, microbatches), stages)
         began = time.perf_counter()
-        schedule = make_schedule(variant, graph, live)
+        schedule = make_schedule(variant, graph, live, rollouts)
         seconds = time.perf_counter() - began
         ticks, time_ = len(schedule.ticks), lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
@@ -275,6 +300,47 @@ def measure(
     names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
     worst = min(each[2] for each in found)
     return {"mode": mode, "variant": variant.name, **dict(zip(names, means, strict=True)), "efficiency_worst": worst}
+
+
+# ---------------------------------------------------------------------------- search alone
+
+
+def measure_search(
+    mode: str,
+    seeds: Sequence[int],
+    microbatches: int,
+    stages: int,
+    live: int | None = None,
+    rollouts: int = ROLLOUTS,
+    long: int = LONG,
+) -> dict[str, Any]:
+    """One record: how much longer schedules are than the best known, means over batches, and time to come near it."""
+    found = []
+    for seed in seeds:
+        graph = make_graph(VARIANTS[-1], mode, generate(seed, microbatches), stages)
+        slots = make_slots(graph, live)
+        simple = lockstep(greedy(graph, slots))
+        began = time.process_time()
+        searched = search(graph, slots, rollouts=rollouts)
+        seconds = time.process_time() - began
+        best = min(searched.lockstep, search(graph, slots, rollouts=long, seed=1).lockstep)
+        near = [number for number, cost in enumerate(searched.history) if cost <= WITHIN * best]
+        share = (near[0] + 1) / len(searched.history) if near else float("inf")
+        gaps = simple / best - 1, searched.lockstep / best - 1, best / lower_bound(graph) - 1
+        found.append((*gaps, seconds, seconds * share))
+    greedy_gap, search_gap, best_gap, seconds_, _ = (statistics.fmean(column) for column in zip(*found, strict=True))
+    times = [each[-1] for each in found if each[-1] != float("inf")]
+    return {
+        "mode": mode,
+        "instances": len(found),
+        "greedy_gap": greedy_gap,
+        "search_gap": search_gap,
+        "search_gap_worst": max(each[1] for each in found),
+        "best_over_bound": best_gap,
+        "search_cpu_s": seconds_,
+        "near": len(times),
+        "near_cpu_s": statistics.median(times) if times else None,
+    }
 
 
 # ---------------------------------------------------------------------------- microbatches alone
@@ -312,15 +378,18 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--live", type=int, help="language microbatches that have room on a rank (default: all)")
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of a search")
+    parser.add_argument("--long", type=int, default=LONG, help="rollouts of a search that is taken for the best")
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     options = parser.parse_args(command)
     seeds = range(options.seed, options.seed + options.seeds)
+    shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
     rows = []
     for mode in options.modes:
-        rows += [
-            measure(mode, variant, seeds, options.microbatches, options.stages, options.live) for variant in VARIANTS
-        ]
+        rows += [measure(mode, variant, *shape) for variant in VARIANTS]
         show(mode, [row for row in rows if row["mode"] == mode])
+    quality = [measure_search(mode, *shape, options.long) for mode in options.modes]
+    print_table("Search against the best known", [*quality[0]], [[*row.values()] for row in quality])
     even = measure_microbatches(seeds)
     print_table("Microbatches against random order", [*even], [[*even.values()]])
     write_json(
@@ -332,7 +401,10 @@ def main(command: Sequence[str] | None = None) -> int:
         microbatches=options.microbatches,
         stages=options.stages,
         live=options.live,
+        rollouts=options.rollouts,
+        long=options.long,
         rows=rows,
+        search=quality,
         even=even,
     )
     return 0

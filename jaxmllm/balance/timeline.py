@@ -46,6 +46,7 @@ from sharding.pipeline.schedule import (
     lockstep,
     one_f_one_b,
 )
+from sharding.pipeline.search import search
 
 PICTURE, PAGE_FILE = "pipeline.png", "pipeline.html"
 HUES: Final = {"vision": "#0072B2", "audio": "#009E73", "language": "#D55E00"}  # after Okabe and Ito
@@ -71,6 +72,7 @@ SCHEDULES: Final[Mapping[str, Callable[[Graph], Schedule]]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "greedy": greedy,
+    "search": lambda graph: search(graph).schedule,
 }
 
 

@@ -55,13 +55,15 @@ class Searched:
     """What a search found.
 
     `lockstep` is the schedule's cost, `baseline` the least of the greedy and the fixed schedules that fit the slots;
-    `rollouts` how many there were: fewer than allowed where the lower bound was met.
+    `rollouts` how many there were: fewer than allowed where the lower bound was met. `history[i]` is the least cost
+    after i rollouts.
     """
 
     schedule: Schedule
     lockstep: int
     baseline: int
     rollouts: int
+    history: tuple[int, ...]
 
 
 def search(graph: Graph, slots: Slots | None = None, *, rollouts: int = ROLLOUTS, seed: int = 0) -> Searched:
@@ -73,16 +75,16 @@ def search(graph: Graph, slots: Slots | None = None, *, rollouts: int = ROLLOUTS
     best = min(_baselines(graph, slots), key=lockstep)
     baseline = least = lockstep(best)
     space, random, floor = _Space.of(graph), np.random.default_rng(seed), lower_bound(graph)
-    genes, count = space.default(), 0
-    while count < rollouts and least > floor:
+    genes, history = space.default(), [baseline]
+    while (count := len(history) - 1) < rollouts and least > floor:
         tried = space.draw(random)
         if count >= DRAWN * rollouts:
             tried = np.where(random.random(tried.size) < CHANGED, tried, genes)
-        count += 1
         found = rollout(graph, slots, *space.decode(tried), least)
         if found is not None and lockstep(found) <= least:  # equal too: what is no worse may lead further
             best, least, genes = found, lockstep(found), tried
-    return Searched(best, least, baseline, count)
+        history.append(least)
+    return Searched(best, least, baseline, count, tuple(history))
 
 
 def _baselines(graph: Graph, slots: Slots | None) -> list[Schedule]:

@@ -72,6 +72,7 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
         ["--layout", "segments", "--split"],
         ["--layout", "chain", "--schedule", "1f1b"],
         ["--layout", "parallel", "--schedule", "gpipe"],
+        ["--layout", "segments", "--schedule", "search"],
     ],
 )
 def test_a_generated_batch_is_drawn(choice, tmp_path, capsys):

@@ -14,7 +14,8 @@ from benchmarks.pipeline import MODES, VARIANTS, drawn_rows, generate, main, mak
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline") / "pipeline.json"
-    assert main(["--seeds", "1", "--microbatches", "6", "--json", str(path)]) == 0
+    small = {"--seeds": 1, "--microbatches": 6, "--rollouts": 20, "--long": 60}
+    assert main([str(part) for pair in [*small.items(), ("--json", path)] for part in pair]) == 0
     return json.loads(path.read_text())
 
 
@@ -33,7 +34,18 @@ def test_everything_we_do_together_is_worth_it(report):
     """On six microbatches; the pipeline's ends weigh more on them than on sixteen."""
     for mode in MODES:
         rows = {row["variant"]: row["lockstep"] for row in report["rows"] if row["mode"] == mode}
+        assert rows["+ search"] <= rows["segments"]
         assert rows["chain by parameters"] > 1.5 * rows["+ deferral"]
+
+
+def test_search_is_compared_with_the_best_known(report):
+    assert [row["mode"] for row in report["search"]] == list(MODES)
+    for row in report["search"]:
+        assert row["instances"] == 1 and row["near"] <= 1
+        assert 0 <= row["search_gap"] == row["search_gap_worst"] <= row["greedy_gap"] < 0.2
+        assert 0 < row["best_over_bound"] < 0.3
+        if row["near"]:
+            assert row["search_gap"] <= 0.02 and 0 < row["near_cpu_s"] <= row["search_cpu_s"]
 
 
 def test_figures_are_those_of_a_loop_over_ticks(report):
