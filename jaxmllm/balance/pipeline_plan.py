@@ -1,7 +1,7 @@
 """From the lengths of a global batch to the plan of its pipelined step: pure, integers only, the same on every host.
 
     examples --plan_microbatches--> microbatches      which examples run together                  microbatches.py
-    items    --pack_rows----------> rows              sub-microbatches of encoders, and who reads them
+    items    --pack_rows----------> rows              sub-microbatches of encoders, and which microbatches read them
     rows     --ChainCosts.work----> operations        what they cost: a row's slots, and its attention
              --schedule, table----> PipelineRun       who does what in which tick                  sharding/pipeline/
 
@@ -159,15 +159,33 @@ def place(
     phases = {}
     for name in loads:
         phase, of = spec.phases[name], owner[name]
-        microbatch = plan.encoder.astype(np.int64)[of]
-        within, _ = pack_rows(
-            microbatch * ranks + replica[of], items.phases[name].length[members[name]], phase.capacities[0]
-        )
+        length, capacity = items.phases[name].length[members[name]], phase.capacities[0]
+        group = _sharing(plan.encoder[of], replica[of], length, capacity, plan.microbatches)[plan.encoder[of]]
+        within, _ = pack_rows(group * ranks + replica[of], length, capacity)
         needed = np.zeros(plan.microbatches + 1, np.int64)
-        np.maximum.at(needed, microbatch + 1, within + 1)
-        phases[name] = rows(name, np.cumsum(needed)[microbatch] + within, int(needed.sum()))
+        np.maximum.at(needed, group + 1, within + 1)
+        phases[name] = rows(name, np.cumsum(needed)[group] + within, int(needed.sum()))
     phases[LANGUAGE] = rows(LANGUAGE, run[owner[LANGUAGE]], int(run.max(initial=-1)) + 1)
     return _linked(phases, {name: run[owner[name]] for name in loads}, spec, fan, int(plan.deferred.sum()))
+
+
+def _sharing(microbatch: Ints, replica: Longs, length: Longs, capacity: int, count: int) -> Longs:
+    """Number of each microbatch's group [count]: consecutive ones that share encoder rows, as many as need no more rows
+    together than the one of them that needs most. A row costs the same however little it holds."""
+
+    def needed(first: int, last: int) -> int:
+        of = (microbatch >= first) & (microbatch <= last)
+        return int(pack_rows(replica[of], length[of], capacity)[0].max(initial=-1)) + 1
+
+    group = np.zeros(count, np.int64)
+    first = most = number = 0
+    for m in range(count):
+        alone = needed(m, m)
+        if needed(first, m) > max(most, alone):
+            first, most, number = m, 0, number + 1
+        most = max(most, alone)
+        group[m] = number
+    return group
 
 
 def _loads(

@@ -25,6 +25,7 @@ from sharding.pipeline.table import TableSpec, slots_needed
 
 FILL = 0.9  # of the slots of an average microbatch's rows
 SCHEDULED = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
+SPLIT = 2  # backwards of a component on a rank whose weight gradient waits: it needs much of what the forward made
 PER_STAGE = 4  # language microbatches for each stage, and as many under way
 
 
@@ -205,7 +206,7 @@ def _backward_slots(number: int, chain: Chain, together: int, config: PipelineCo
     if chain.name != LANGUAGE:
         slots[Pool.TOKEN_GRADIENT, number] = together
     if config.split_backward:
-        slots[Pool.PENDING, number] = together * chain.chunks_per_rank
+        slots[Pool.PENDING, number] = SPLIT
     if config.kept_residuals:
         slots[Pool.RESIDUAL, number] = config.kept_residuals
     return slots
@@ -233,7 +234,7 @@ def _fitted(wide: PipelineSpec, placed: Sequence[Placed]) -> PipelineSpec:
         # Enough for two microbatches, of which one reads what the other one does.
         least = 2 * wide.tables.ring.chains[chain].chunks_per_rank * [*wide.tables.fan, 1][chain]
         slots[pool, chain] = min(most, max(least, with_head_room(needed.get((pool, chain), 0), 1)))
-        if pool == Pool.RESIDUAL:
+        if pool in (Pool.RESIDUAL, Pool.PENDING):
             slots[pool, chain] = most
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
     return replace(wide, tables=replace(wide.tables, slots=slots, ticks=with_head_room(2 * ticks, 8)))

@@ -152,7 +152,7 @@ def test_what_a_run_does_not_hold_goes_into_another():
 
 def test_orders_that_do_not_fit_the_slots_give_way_to_the_greedy_one():
     made = CASES["parallel"]  # gpipe holds all microbatches at a time
-    few = {place_: min(slots, 6) for place_, slots in made.training.tables.slots.items()}
+    few = {place_: min(slots, 4) for place_, slots in made.training.tables.slots.items()}
     tight = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, slots=few))
     items = random_batch(5)
     assert plan_pipeline(items, made.spec, made.training).statistics["pipeline/fallbacks"] == 0
