@@ -155,7 +155,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     records = [row for slots in options.slots for row in measure(options.seed, slots, options.blocks, options.repeats)]
     print_table(
