@@ -321,13 +321,15 @@ def measure_search(
         slots = make_slots(graph, live)
         simple = lockstep(greedy(graph, slots))
         began = time.process_time()
+        search(graph, slots, rollouts=0)
+        ready = time.process_time()
         searched = search(graph, slots, rollouts=rollouts)
-        seconds = time.process_time() - began
+        seconds, start = time.process_time() - ready, ready - began
         best = min(searched.lockstep, search(graph, slots, rollouts=long, seed=1).lockstep)
         near = [number for number, cost in enumerate(searched.history) if cost <= WITHIN * best]
-        share = (near[0] + 1) / len(searched.history) if near else float("inf")
+        wait = start + (seconds - start) * near[0] / max(1, searched.rollouts) if near else float("inf")
         gaps = simple / best - 1, searched.lockstep / best - 1, best / lower_bound(graph) - 1
-        found.append((*gaps, seconds, seconds * share))
+        found.append((*gaps, seconds, wait))
     greedy_gap, search_gap, best_gap, seconds_, _ = (statistics.fmean(column) for column in zip(*found, strict=True))
     times = [each[-1] for each in found if each[-1] != float("inf")]
     return {
