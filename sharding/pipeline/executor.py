@@ -401,19 +401,15 @@ class _Program:
 
     def _forward(self, c: int, work: _Work, row: Row, values: _Values) -> _Work:
         data, box = _read(self.rows[c], row["microbatch"]), dict(work.box)
-        x = self._input(c, row, data, values)
-        if self.has(Pool.RESIDUAL, c) and not self.chains[c].head_only:
-
-            def keep(carry: Tree) -> Tree:
-                box = self._keep(c, row, data, x, carry[0])
-                return box, box[1]
-
-            def plain(carry: Tree) -> Tree:
-                return carry[0], self._up(c, row, data, x)
-
-            box[Pool.RESIDUAL, c], y = lax.cond(row["keep"] >= 0, keep, plain, (box[Pool.RESIDUAL, c], x))
+        y, place = self._input(c, row, data, values), (Pool.RESIDUAL, c)
+        if self.has(*place) and not self.chains[c].head_only:
+            # Two loops, one of them of no turns: a condition would copy the residuals.
+            keeps = row["keep"] >= 0
+            stack, y = self._keep(c, row, data, y, box[place][0], keeps)
+            y = self._up(c, row, data, y, ~keeps)
+            box[place] = (stack, y)
         else:
-            y = self._up(c, row, data, x)
+            y = self._up(c, row, data, y)
         if (Pool.INPUT, c) in box:
             box[Pool.INPUT, c] = y
         last = self.components[c].last
@@ -433,16 +429,11 @@ class _Program:
             y = self._features(c, row, data, values)
             return self._back_through_last(c, row, data, y, values, (values.dy, work))[1]
         place = (Pool.RESIDUAL, c)
-
-        def recompute(box: Tree) -> Tree:
-            return self._keep(c, row, data, self._input(c, row, data, values), box)
-
-        if self.has(*place):
-            kept = lax.cond(row["kept"] < 0, recompute, _same, work.box[place])
-        else:
-            kept = recompute(work.box[place])
-        work = work._replace(box=work.box | {place: kept})
-        stack, y = kept
+        stack, y = work.box[place]
+        again = row["kept"] < 0
+        stack, computed = self._keep(c, row, data, self._input(c, row, data, values), stack, again)
+        y = jax.tree.map(lambda new, old: jnp.where(again, new, old), computed, y) if self.has(*place) else computed
+        work = work._replace(box=work.box | {place: (stack, y)})
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy
         dy, work = self._if_last(
@@ -459,7 +450,9 @@ class _Program:
 
     def _weight_gradient(self, c: int, work: _Work, row: Row) -> _Work:
         data = _read(self.rows[c], row["microbatch"])
-        stack = work.box[Pool.PENDING, c]
+
+        place = (Pool.PENDING, c)
+        stack = work.box[place]
 
         def step(number: Array, found: Tree) -> Tree:
             layer = self._layer(c, row, number)
@@ -467,7 +460,10 @@ class _Program:
             return _add(found, layer, self.split(c).weight_gradient(params, data, _read(stack, number)))
 
         layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
-        return work._replace(layers=_replaced(work.layers, c, layers))
+        # XLA would copy a stack that is only read here in the branches that write it, so write something, afterwards.
+        mark = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(layers))
+        stack = jax.tree.map(lambda leaf: _marked(leaf, mark), stack)
+        return work._replace(box=work.box | {place: stack}, layers=_replaced(work.layers, c, layers))
 
     # ------------------------------------------------------------------------ parts of operations
 
@@ -500,16 +496,16 @@ class _Program:
     def _layer(self, c: int, row: Row, number: Array) -> Array:
         return row["chunk"] * self.per_chunk[c] + number
 
-    def _up(self, c: int, row: Row, data: Tree, x: Tree) -> Tree:
-        """Through the layers of a chunk."""
+    def _up(self, c: int, row: Row, data: Tree, x: Tree, wanted: Array | bool = True) -> Tree:
+        """Through the layers of a chunk, if wanted."""
 
         def step(number: Array, x: Tree) -> Tree:
             return self.components[c].layer(_read(self.layers[c], self._layer(c, row, number)), x, data)
 
-        return lax.fori_loop(0, row["layers"], step, x)
+        return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, x)
 
-    def _keep(self, c: int, row: Row, data: Tree, x: Tree, box: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """The same into a box of the residuals of all layers, and y."""
+    def _keep(self, c: int, row: Row, data: Tree, x: Tree, stack: Tree, wanted: Array | bool) -> tuple[Tree, Tree]:
+        """The same with the residuals of all layers: those, and y."""
 
         def step(number: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             stack, x = carry
@@ -517,7 +513,7 @@ class _Program:
             y, residuals = self.gradients[c].forward(params, x, data)
             return _write(stack, number, residuals), y
 
-        return lax.fori_loop(0, row["layers"], step, (box[0], x))
+        return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, (stack, x))
 
     def _down(
         self, c: int, work: _Work, row: Row, data: Tree, stack: Tree, dy: Tree, split: bool
@@ -663,6 +659,11 @@ def _write(tree: Tree, index: Array | int, value: Tree) -> Tree:
 def _add(tree: Tree, index: Array, value: Tree) -> Tree:
     """Add to one place, in the precision of the sum."""
     return _write(tree, index, jax.tree.map(lambda old, new: old + new.astype(old.dtype), _read(tree, index), value))
+
+
+def _marked(leaf: Array, mark: Array) -> Array:
+    """With another first element."""
+    return lax.dynamic_update_slice(leaf, mark.astype(leaf.dtype).reshape((1,) * leaf.ndim), (0,) * leaf.ndim)
 
 
 def _stacked(shapes: Tree, count: int) -> Tree:

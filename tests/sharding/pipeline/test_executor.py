@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import make_mesh
 from sharding.pipeline.executor import Inputs, Params, TableArrays, make_executor
-from sharding.pipeline.graph import Kind, PipelineError, Pool, build_graph
+from sharding.pipeline.graph import Chain, Kind, PipelineError, Pool, Ring, build_graph
 from sharding.pipeline.schedule import follow, gpipe, greedy, interleaved, one_f_one_b
 from sharding.pipeline.table import keep_residuals, make_table
 from tests.sharding.pipeline.models import (
@@ -137,12 +138,12 @@ def test_one_stage_holds_all():
 @pytest.mark.parametrize(
     ("trained", "layout"),
     [
-        ((HEAD, NONE), "chain"),
+        pytest.param((HEAD, NONE), "chain", marks=pytest.mark.slow),
         ((HEAD, NONE), "segments"),
-        ((HEAD, ALL), "segments"),
+        ((HEAD, ALL), "chain"),
         ((ALL, NONE), "segments"),
         ((NONE, ALL), "chain"),
-        ((NONE, HEAD), "segments"),
+        pytest.param((NONE, HEAD), "segments", marks=pytest.mark.slow),
     ],
     ids=[
         "alignment, chain",
@@ -204,8 +205,8 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
     of.check(interleaved(build_graph(ring, workload_of(ring, 6, seed=10))), seed=10)
 
 
-def test_memory_does_not_grow_with_microbatches():
-    ring = ring_of("chain", 2)
+def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
+    ring = Ring(2, (Chain("vision", (0,), (2,)), Chain("language", (1,), (3,))))
     found = set()
     for microbatches in (8, 64):
         of = program(ring, (ALL, ALL), (2 * microbatches, microbatches), slots=4)
@@ -213,8 +214,12 @@ def test_memory_does_not_grow_with_microbatches():
         table = make_table(greedy(graph, of.spec.slots), of.spec)
         batch = rows(ring, graph.workload, of.sizes, of.spec.fan)
         arrays = inputs(ring, of.layers, of.outer, batch)
-        found.add(of.run.lower(TableArrays.of(table), arrays).compile().memory_analysis().temp_size_in_bytes)
+        compiled = of.run.lower(TableArrays.of(table), arrays).compile()
+        found.add(compiled.memory_analysis().temp_size_in_bytes)
     assert len(found) == 1
+    # Nor are gradients copied from tick to tick: XLA does that to whatever passes through a switch.
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\((?!.*wrapped_broadcast)", compiled.as_text())
+    assert copied and not {"3,16,32", "3,32,16", "11,16", "16,11"} & set(copied)
 
 
 def test_idle_table_computes_nothing():
