@@ -200,13 +200,13 @@ def test_any_freezing(setups, by_example, trained, layout):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(data, tmp_path):
-    """A step each in 2, in 4, in no and in 2 stages, through the command; against four steps without any."""
+    """A step each in 2, in 4 and in no stages, through the command; against three steps without any."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1}, **DEEP)))
 
     def losses(folder: str, *stages: int) -> list[float]:
         for number, count in enumerate(stages):
-            steps = (number + 1) * 4 // len(stages)
+            steps = (number + 1) * 3 // len(stages)
             pipeline = [f"pipeline.stages={count}", "pipeline.layout=chain"]
             overrides = [f"run.directory={tmp_path / folder}", f"run.steps={steps}", *pipeline]
             assert main(["--config", str(config), "--resume", *overrides]) == 0
@@ -214,8 +214,8 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
     expected = losses("without", 1)
-    assert len(expected) == 4
-    np.testing.assert_allclose(losses("stages", 2, 4, 1, 2), expected, rtol=2e-4)
+    assert len(expected) == 3
+    np.testing.assert_allclose(losses("stages", 2, 4, 1), expected, rtol=2e-4)
 
 
 # ---------------------------------------------------------------------------- what cannot be

@@ -1,0 +1,42 @@
+"""The record that pipeline_step writes; what it times is tested in training/test_pipeline.py."""
+
+import pytest
+
+from benchmarks.pipeline_step import PLANS, YARDSTICK, main, summarise
+from jaxmllm.config import PipelineConfig
+
+
+def test_ratios_are_over_the_same_batch():
+    measured = {
+        "chain 1F1B": {
+            "seconds": [2.0, 4.0, 9.0],
+            "cost": [10, 20],
+            "idle": [0.4, 0.2],
+            "ticks": [4, 6],
+            "plan_ms": [1, 9, 2],
+        },
+        "segments": {
+            "seconds": [1.0, 2.0, 3.0],
+            "cost": [5, 10],
+            "idle": [0.0, 0.2],
+            "ticks": [8, 8],
+            "plan_ms": [3, 3, 3],
+        },
+    }
+    first, second = summarise(measured)
+    assert (first["plan"], second["plan"]) == ("chain 1F1B", "segments")
+    assert first["ratio"]["median"] == 1 and second["ratio"]["median"] == 2
+    assert second["ratio"]["three_quarters"] == pytest.approx(2.5)
+    assert second["predicted_ratio"] == 2 and second["idle_share"] == pytest.approx(0.1)
+    assert first["ticks"] == 5 and first["plan_ms"] == 2
+
+
+def test_plans_are_settings_of_a_pipeline():
+    assert next(iter(PLANS)) == YARDSTICK
+    assert all(PipelineConfig(stages=2, **plan) for plan in PLANS.values())
+
+
+@pytest.mark.parametrize("arguments", [["--stages", "1"], ["--steps", "0"], ["--plans", "none"]])
+def test_arguments_that_cannot_be(arguments):
+    with pytest.raises(SystemExit):
+        main(["--config", "x.yaml", *arguments])
