@@ -6,9 +6,11 @@ import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -120,9 +122,7 @@ def assert_equal_steps(one: HostStep, other: HostStep) -> None:
     for phase in one.rows:
         for mine, theirs in zip(one.rows[phase], other.rows[phase], strict=True):
             assert mine.keys() == theirs.keys()
-            for name in mine:
-                assert mine[name].dtype == theirs[name].dtype
-                np.testing.assert_array_equal(mine[name], theirs[name], err_msg=f"{phase} {name}")
+            jax.tree.map(partial(np.testing.assert_array_equal, err_msg=phase, strict=True), mine, theirs)
     for phase in one.rounds:
         for mine, theirs in zip(one.rounds[phase], other.rounds[phase], strict=True):
             assert (mine.source, mine.target) == (theirs.source, theirs.target)
