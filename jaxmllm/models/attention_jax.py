@@ -3,8 +3,8 @@
     forward     for each query block: for listed key blocks:     maximum, total, out   -> out, logsumexp
     backward    for each key block: for listed query blocks:     dk, dv, and dq in place
 
-Both are plain sequential loops, hence deterministic; their bounds are data. Tiles of which all pairs are visible have
-a loop of their own, without masks. Rows lie end to end in one list of blocks, so they need no loop of their own.
+Both are plain sequential loops, hence deterministic; their bounds are data. Masks are made for tiles that are partly
+visible, and for no others. Rows lie end to end in one list of blocks, so they need no loop of their own.
 
 Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block,
 N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a block that share one key head.
@@ -35,11 +35,9 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     def query_block(block: tuple[Any, ...]) -> tuple[Array, Array]:
         q_i, ids_i, span = block
 
-        def key_block(masked: bool, j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def key_block(partial: Array, j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             maximum, total, out = sums
-            logits = scale * _dot("gmk,gbk->gmb", q_i, k[j])
-            if masked:
-                logits = _masked(logits, ids_i, key_ids[:, j])
+            logits = _masked(scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids[:, j])
             new = jnp.maximum(maximum, logits.max(axis=-1))
             shrink, weights = jnp.exp(maximum - new), jnp.exp(logits - new[..., None])
             total = total * shrink + weights.sum(axis=-1)
@@ -76,11 +74,9 @@ def backward(
     def key_block(dq: Array, block: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         k_j, v_j, ids_j, span = block
 
-        def query_block(masked: bool, i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def query_block(partial: Array, i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dv = sums
-            logits = scale * _dot("gmk,gbk->gmb", q[i], k_j)
-            if masked:
-                logits = _masked(logits, query_ids[:, i], ids_j)
+            logits = _masked(scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids[:, i], ids_j)
             weights = jnp.exp(logits - logsumexp[i])
             dv = dv + _dot("gmb,gmk->gbk", weights.astype(d_out.dtype), d_out[i])
             d_weights = _dot("gmk,gbk->gmb", d_out[i], v_j)
@@ -98,24 +94,30 @@ def backward(
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 
 
-def _over_tiles(span: Array, blocks: Array, step: Callable[[bool, Array, Any], Any], sums: Any) -> Any:
-    """`step(masked, block, sums)` for every block that a span lists: the partial ones, then the full ones."""
+def _over_tiles(span: Array, blocks: Array, step: Callable[[Array, Array, Any], Any], sums: Any) -> Any:
+    """`step(partial, block, sums)` for every block that a span lists; `partial`: only some of its pairs are visible."""
     first, partial, full = span
 
-    def at(t: Array) -> Array:  # the span's t-th block
-        return jnp.where(first >= 0, blocks[first + t], -1 - first + t)
+    def tile(t: Array, sums: Any) -> Any:
+        return step(t < partial, jnp.where(first >= 0, blocks[first + t], -1 - first + t), sums)
 
-    sums = lax.fori_loop(0, partial, lambda t, sums: step(True, at(t), sums), sums)
-    return lax.fori_loop(partial, partial + full, lambda t, sums: step(False, at(t), sums), sums)
+    return lax.fori_loop(0, partial + full, tile, sums)
 
 
-def _masked(logits: Array, query_ids: Array, key_ids: Array) -> Array:
+def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> Array:
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [3, b]."""
-    (document, group, position), (k_document, k_group, k_position) = query_ids[..., None], key_ids
-    together = (group == k_group) & (k_group > 0)
-    visible = (document == k_document) & (k_document > 0) & (together | (position >= k_position))
-    by_head = logits.reshape(len(logits), -1, *visible.shape)  # M is heads times slots
-    return jnp.where(visible, by_head, -jnp.inf).reshape(logits.shape)
+
+    def bias() -> Array:
+        (document, group, position), (k_document, k_group, k_position) = query_ids[..., None], key_ids
+        together = (group == k_group) & (k_group > 0)
+        visible = (document == k_document) & (k_document > 0) & (together | (position >= k_position))
+        return jnp.where(visible, jnp.zeros((), logits.dtype), -jnp.inf)
+
+    # The condition saves full tiles the mask, and makes XLA write it down once: it would otherwise compute it again for
+    # every head and every use of the logits, which took four times as long where most tiles are partial.
+    whole = (query_ids.shape[-1], key_ids.shape[-1])
+    mask = lax.cond(partial, bias, lambda: jnp.zeros(whole, logits.dtype))
+    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(logits.shape)  # M is heads times slots
 
 
 def _blocks(x: Array, block: int, key_heads: int) -> Array:
