@@ -122,7 +122,7 @@ def greedy_decoder(setup, params):
 
     @functools.partial(jax.jit, static_argnums=0)
     def encode(phase, rows):
-        return model.project(params, phase, model.features(params, phase, rows))
+        return model.project(params, phase, model.features(params, phase, rows), rows.places)
 
     @jax.jit
     def logits(rows, media):
@@ -136,7 +136,7 @@ def greedy_decoder(setup, params):
         media = np.zeros((1, rows["tokens"].shape[1], model.config.language.width), np.float32)
         for phase, modality in setup.corpus.modalities.items():
             spans = [span for span in rendered.media if span.phase == phase]
-            encoded = [np.asarray(encode(phase, EncoderRows(**arrays))) for arrays in step.rows[phase]]
+            encoded = [np.asarray(encode(phase, EncoderRows.of(arrays))) for arrays in step.rows[phase]]
             where = plan.phases[phase]
             for span, row, offset in zip(spans, where.microbatch, where.offset, strict=True):
                 first = offset // modality.slots_per_token
@@ -146,7 +146,7 @@ def greedy_decoder(setup, params):
         written = rows["tokens"].copy()
         written[0, places[0] + 1 :] = 0
         for place in places:
-            token = int(np.argmax(logits(LanguageRows(**rows | {"tokens": written.copy()}), media)[0, place]))
+            token = int(np.argmax(logits(LanguageRows.of(rows | {"tokens": written.copy()}), media)[0, place]))
             if token != rendered.targets[place]:
                 return False
             written[0, place + 1] = token

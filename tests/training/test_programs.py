@@ -128,4 +128,4 @@ def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
     capacity = programs.spec.phases["vision"].capacities[0]
     width = programs.step.model.config.vision.width
     start = programs.compiled["encode_grad", "vision", capacity].in_avals[0][1]
-    assert start.shape == (1, capacity, width)
+    assert start.features.shape == (1, capacity, width)
