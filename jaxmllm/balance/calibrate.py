@@ -423,14 +423,10 @@ def main(command: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    import jax
+    from jaxmllm.training.distributed import LaunchError, start_jax
 
-    from jaxmllm.training.distributed import LaunchError, initialize_distributed, reserve_cpu_threads
-
-    reserve_cpu_threads()
-    jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
     try:
-        initialize_distributed()  # before anything asks JAX for devices
+        start_jax(config.run.param_dtype)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

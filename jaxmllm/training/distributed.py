@@ -29,6 +29,16 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
         environment.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * int(forced[1])))
 
 
+def start_jax(param_dtype: str) -> None:
+    """All that JAX must be told before anything asks it for devices: threads, 64 bits, the processes of the run.
+
+    Raises `LaunchError` as `initialize_distributed` does.
+    """
+    reserve_cpu_threads()
+    jax.config.update("jax_enable_x64", param_dtype == "float64")
+    initialize_distributed()
+
+
 class LaunchError(ValueError):
     """Environment variables that do not describe a process of a run."""
 
