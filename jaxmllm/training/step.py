@@ -182,21 +182,21 @@ class Step:
         home: Int[Array, ""],
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
         """`decode_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on rank `home`."""
-        layout, together = self.model.layout("language"), self._together
-        shared = TokenPool(*(share_rank(layout, leaf, home) for leaf in pool))
-        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
-        d_shared, grads, new = together.decode_and_grad(
-            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, nothing
+        shared = self._shared(pool, home)
+        d_shared, grads, new = self._together.decode_and_grad(
+            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _nothing(sums)
         )
-        return add_to_rank(layout, d_pool, d_shared, home), grads, _add_first(sums, new)
+        return add_to_rank(self.model.layout("language"), d_pool, d_shared, home), grads, _add_first(sums, new)
 
     def evaluate_long(
         self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, home: Int[Array, ""]
     ) -> Sums:
         """`evaluate` of one row in parts on all ranks."""
-        layout = self.model.layout("language")
-        shared = TokenPool(*(share_rank(layout, leaf, home) for leaf in pool))
-        return _add_first(sums, self._together.decode(params, rows, *self._together._arrived(rows, shared))[1])
+        return _add_first(sums, self._together.evaluate(params, rows, self._shared(pool, home), _nothing(sums)))
+
+    def _shared(self, pool: TokenPool, home: Int[Array, ""]) -> TokenPool:
+        """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
+        return TokenPool(*(share_rank(self.model.layout("language"), leaf, home) for leaf in pool))
 
     @property
     def _together(self) -> Step:
@@ -263,6 +263,11 @@ class Step:
         """(trainable, frozen) components of a phase."""
         trainable = {name: params[name] for name in self.trainable_of(phase)}
         return trainable, {name: params[name] for name in self.components_of(phase) if name not in trainable}
+
+
+def _nothing(sums: Sums) -> Sums:
+    """Zero sums [1, N] of all ranks together."""
+    return jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
 
 
 def _add_first(sums: Sums, new: Sums) -> Sums:
