@@ -14,7 +14,6 @@ visible are listed apart, because they need no mask.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +57,7 @@ class TileMap:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The visible tiles of one row, ascending by query block and then key block: [n] each."""
+    """The visible tiles of one row, in any order: [n] each."""
 
     query: Longs
     key: Longs
@@ -121,13 +120,9 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
     count = len(places)
     own = count // parts
     query, key = (places[blocks].astype(np.int64) for blocks in (tiles.query, tiles.key))
-    order = np.lexsort((key, query))
-    query, key, full = query[order], key[order], tiles.full[order]
-    edges = np.searchsorted(query, np.arange(parts + 1) * own)
-    return [
-        tile_lists(Tiles(query[low:high] - part * own, key[low:high], full[low:high]), own, count, bound)
-        for part, (low, high) in enumerate(itertools.pairwise(edges))
-    ]
+    part_of, query = np.divmod(query, own)
+    of_parts = (np.flatnonzero(part_of == part) for part in range(parts))
+    return [tile_lists(Tiles(query[mine], key[mine], tiles.full[mine]), own, count, bound) for mine in of_parts]
 
 
 def visible_tiles(ids: TokenIds, block: int) -> Tiles:
