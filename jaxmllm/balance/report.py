@@ -326,6 +326,13 @@ def _unit(cost: float, calibrated: bool) -> tuple[float, str]:
 
 PICTURE, PAGE_FILE = "balance.png", "balance.html"
 LENGTHS = ("items", "mean", "CV", "max/mean", "inner padding")
+STYLE = """\
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; }
+img { width: 100%; height: auto; margin: 1.2rem 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }"""
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -333,13 +340,8 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: 0; }}
+{style}
 h2 {{ font-size: 1.1rem; margin-top: 2.2rem; }}
-img {{ width: 100%; height: auto; margin: 1.2rem 0; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .9rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left; }}
 dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem 1.2rem; }}
 </style>
@@ -399,6 +401,7 @@ class Report:
         """HTML in one piece, with the picture inside."""
         before, after = self.views
         return PAGE.format(
+            style=STYLE,
             title=html.escape(self.title),
             ratio=self.ratio,
             before=MODE_WORDS[before],

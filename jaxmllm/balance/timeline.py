@@ -32,7 +32,7 @@ from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, Ints, Longs
-from jaxmllm.balance.report import FAINT, INK, html_table, png, print_table
+from jaxmllm.balance.report import FAINT, INK, STYLE, html_table, png, print_table
 from jaxmllm.balance.workload import MODEL, PHASES, generate
 from sharding.pipeline.graph import Graph, Kind, PipelineError, Workload, build_graph
 from sharding.pipeline.partition import Layer, chain_work, layer_costs, partition
@@ -236,12 +236,7 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: 0; }}
-img {{ width: 100%; height: auto; margin: 1.2rem 0; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .9rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+{style}
 </style>
 </head>
 <body>
@@ -277,6 +272,7 @@ def write(timeline: Timeline, directory: Path) -> None:
     image = png(draw(timeline))
     columns, rows = table(timeline)
     page = PAGE.format(
+        style=STYLE,
         title=html.escape(timeline.title),
         words=html.escape(f"{len(timeline.ticks) - 1} ticks. {timeline.note}"),
         image=base64.b64encode(image).decode(),
