@@ -1,7 +1,11 @@
-"""Eight forced CPU devices for every test, set before anything imports jax."""
+"""Eight forced CPU devices for every test, set before anything imports jax, and no more compiled programs than a
+process can hold."""
 
+import gc
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 FLAG = "--xla_force_host_platform_device_count"
@@ -10,6 +14,8 @@ kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.sta
 os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import jax  # noqa: E402
+
 from jaxmllm.training.distributed import reserve_cpu_threads  # noqa: E402
 
 reserve_cpu_threads()
@@ -17,3 +23,19 @@ reserve_cpu_threads()
 # Compilation makes first examples slow, and a red build must be red again for whoever repeats it.
 settings.register_profile("jaxmllm", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("jaxmllm")
+
+MAPPINGS = Path("/proc/self/maps")
+MANY_MAPPINGS = 24_000  # Linux allows a process 65,530, and XLA crashes on the next
+LAST_FILE = pytest.StashKey[Path]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Forget compiled programs that no test holds any more, for each one maps many pieces of memory on CPU."""
+    first_of_file = item.session.stash.get(LAST_FILE, None) != item.path
+    item.session.stash[LAST_FILE] = item.path
+    if (first_of_file or item.get_closest_marker("slow")) and MAPPINGS.exists():
+        with MAPPINGS.open("rb") as mappings:
+            many = sum(1 for _ in mappings) > MANY_MAPPINGS
+        if many:
+            jax.clear_caches()
+            gc.collect()

@@ -10,6 +10,8 @@ import pytest
 from jaxmllm.data.sample import make_sample
 from tests.support import Setup, assemble, one_source_an_example, tiny_config
 
+KEPT_SETUPS = 4
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
@@ -55,13 +57,14 @@ def by_example(data):
 
 @pytest.fixture(scope="session")
 def setups():
-    """(config tree, devices) -> Setup, compiled once a session."""
+    """(config tree, devices) -> Setup, compiled once as long as it is one of the last few."""
     made: dict[str, Setup] = {}
 
     def get(tree, devices) -> Setup:
         key = json.dumps([tree, devices], sort_keys=True)
-        if key not in made:
-            made[key] = assemble(tree, devices)
+        made[key] = made.pop(key) if key in made else assemble(tree, devices)
+        while len(made) > KEPT_SETUPS:
+            del made[next(iter(made))]
         return made[key]
 
     return get
