@@ -25,6 +25,8 @@ EVEN = 100  # the slowest rows need not be nearer to the mean than one part in s
 GAIN = 1024  # sweeps that gain less than one part in so many ...
 PATIENCE = 6  # ... may be this many in a row
 NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
+EVENING = 4  # sweeps that even out a further weight ...
+ROUGHLY = 8  # ... between ranks that differ by more than one part in so many of the mean
 
 
 @dataclass
@@ -101,18 +103,54 @@ def level(filling: Filling, cost: Longs, classes: list[Longs], ranks: int) -> No
             _trade(filling, cost, order, load, heavy[uneven], light[uneven], sweep)
 
 
-def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Longs, light: Longs, turn: int) -> None:
+def even_out(filling: Filling, weight: Longs, cost: Longs, left: Longs, ranks: int) -> None:
+    """Make the ranks' totals of a weight other than cost more alike: rows that run together trade items of like cost.
+
+    Args:
+      filling: of rows microbatch * R + rank, without overflow; changed in place.
+      weight: [N] of the items.
+      cost: [N].
+      left: [rows] cost that each row can still take on; changed in place.
+    """
+    order = np.argsort(cost, kind="stable")
+    half = ranks // 2
+    for sweep in range(EVENING):
+        for rows in np.arange(len(filling.room)).reshape(-1, ranks):
+            load = sums_by(filling.row_of % ranks, weight, ranks)
+            by_load = np.argsort(-load, kind="stable")
+            heavy, light = by_load[:half], np.roll(by_load[ranks - half :][::-1], TURN * sweep)
+            uneven = (load[heavy] - load[light]) * ROUGHLY * ranks > load.sum()
+            if uneven.any():
+                of_row, pairs = np.tile(load, len(filling.room) // ranks), (rows[heavy[uneven]], rows[light[uneven]])
+                _trade(filling, weight, order, of_row, *pairs, sweep, (cost, left))
+
+
+def _trade(
+    filling: Filling,
+    weight: Longs,
+    order: Longs,
+    load: Longs,
+    heavy: Longs,
+    light: Longs,
+    turn: int,
+    limit: tuple[Longs, Longs] | None = None,
+) -> None:
     """Up to two items of every heavy row against up to two of its light row, so that the two get as near to each
     other as any choice among `OFFERED` items of each brings them, and neither overflows. Arguments as for
-    `_exchange`."""
-    lengths, costs = np.append(filling.length, 0), np.append(cost, 0)
-    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light]), turn), len(cost))
+    `_exchange`, and a further amount of each item with what each row can still take of it, changed in place."""
+    nothing = len(weight)
+    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light]), turn), nothing)
+    resources = [
+        (filling.length, filling.room),
+        (np.ones_like(weight), filling.spare),
+        *([] if limit is None else [limit]),
+    ]
     gap = (load[heavy] - load[light])[:, None, None]
-    given, taken = costs[items].sum(axis=3)
+    given, taken = np.append(weight, 0)[items].sum(axis=3)
     passed = given[:, :, None] - taken[:, None, :]
     allowed = (passed > 0) & (passed < gap)
-    for amounts, left in ((lengths[items], filling.room), (items < len(cost), filling.spare)):
-        ours, theirs = amounts.sum(axis=3)
+    for amounts, left in resources:
+        ours, theirs = np.append(amounts, 0)[items].sum(axis=3)
         more = ours[:, :, None] - theirs[:, None, :]
         allowed &= (more <= left[light, None, None]) & (-more <= left[heavy, None, None])
     miss = np.where(allowed, np.abs(2 * passed - gap), NEVER).reshape(len(heavy), -1)
@@ -120,13 +158,15 @@ def _trade(filling: Filling, cost: Longs, order: Longs, load: Longs, heavy: Long
     pair = np.flatnonzero(miss[np.arange(len(best)), best] < NEVER)
     give, take = np.divmod(best[pair], items.shape[2])
     for moved, source, goal in ((items[0, pair, give], heavy, light), (items[1, pair, take], light, heavy)):
-        real = moved < len(cost)
+        real = moved < nothing
         item, which = moved[real], np.repeat(pair, real.sum(axis=1))
         start, end = source[which], goal[which]
         filling.row_of[item] = end
-        for sums, amount in ((load, cost[item]), (filling.room, -filling.length[item]), (filling.spare, -1)):
-            np.subtract.at(sums, start, amount)
-            np.add.at(sums, end, amount)
+        np.subtract.at(load, start, weight[item])
+        np.add.at(load, end, weight[item])
+        for amounts, left in resources:
+            np.add.at(left, start, amounts[item])
+            np.subtract.at(left, end, amounts[item])
 
 
 def _offered(row_of: Longs, order: Longs, rows: Longs, turn: int) -> Longs:

@@ -1,13 +1,14 @@
-"""Node-wise placement: where encoder items run, so that their outputs have a short way to the language rows.
+"""Node-wise placement: where items run, so that the outputs of encoders have a short way to the language rows.
 
-A token costs nothing when it stays on its devices, little inside a node, and most between nodes. The ranks of a
-microbatch may swap their rows freely, for every rank waits for the costliest row of the microbatch anyway; after that,
-items of like length trade places (trade.py).
+A token costs nothing when it stays on its devices, little inside a node, and most between nodes. First the language
+ranks trade examples of like cost until all take in about as many media tokens. The ranks of a microbatch may swap
+their encoder rows freely, for every rank waits for the costliest row of the microbatch anyway; after that, items of
+like length trade places (trade.py).
 
     benefit[row, rank] = tokens for the rank's node + tokens for the rank's own devices
 
 Few ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each (node-wise
-placement as in OrchMLLM, arXiv 2503.23830, but row by row). Language rows stay where they are.
+placement as in OrchMLLM, arXiv 2503.23830, but row by row).
 
 Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
 """
@@ -15,12 +16,13 @@ Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.level import Filling, even_out
 from jaxmllm.balance.pack import lay_out, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
 from jaxmllm.balance.trade import Places, Rows, trade
@@ -37,7 +39,8 @@ def place_items_near(
     grids: Mapping[str, ExchangeGrid],
     nodes: Mapping[str, Ints],
 ) -> dict[str, PhasePlan]:
-    """Choose the ranks of the rows of every encoder phase, then let items of like length trade places.
+    """Spread media over the language ranks, choose the ranks of the rows of every encoder phase, then let items of
+    like length trade places.
 
     The number of rows and microbatches stays. The costliest row of a microbatch and the costliest rank stay as they
     are or within one part in `MARGIN` of the mean and of what no placement goes below.
@@ -48,11 +51,16 @@ def place_items_near(
       nodes: by phase, node of each rank [R].
 
     Returns:
-      The plans with new rows of the items of encoder phases.
+      The plans with new rows of the items.
     """
-    placed = place_rows(plans, items, phases, grids, nodes)
-    worth = max(1, sum(int(items.phases[phase].tokens.sum(dtype=np.int64)) for phase in grids) // WORTH)
-    home = _language_ranks(items, plans["language"])
+    media = np.zeros(len(items.examples), np.int64)
+    for phase in grids:
+        np.add.at(media, items.phases[phase].example, items.phases[phase].tokens)
+    sequences = items.phases["language"]
+    language = _spread_media(plans["language"], sequences.length, phases["language"], media[sequences.example])
+    placed = place_rows(dict(plans) | {"language": language}, items, phases, grids, nodes)
+    worth = max(1, int(media.sum()) // WORTH)
+    home = _language_ranks(items, language)
     for phase, grid in grids.items():
         spec = phases[phase]
         if placed[phase].microbatches and spec.ranks > 1:
@@ -68,30 +76,60 @@ def place_items_near(
     return placed
 
 
+def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
+    """The language plan after trades that give every rank about as many media tokens to take in: a rank that encodes
+    as much as all others but takes in little has to send nearly all of it."""
+    movable = _movable(plan, length, spec)
+    filling = Filling(movable.row_of, movable.length, movable.left.slots, movable.left.segments)
+    even_out(filling, tokens[movable.items], movable.cost, movable.left.cost, spec.ranks)
+    return movable.moved(plan, filling.row_of)
+
+
 def _trade_items(plan: PhasePlan, length: Longs, spec: PhaseSpec, places: Places, worth: int) -> PhasePlan:
-    """The plan after trades between the rows of one rank each; longer rows, which all ranks share, are left alone."""
-    own = np.flatnonzero(plan.capacity[plan.microbatch] <= spec.capacities[0])
-    if not len(own):
+    """The plan after trades that bring items home."""
+    movable = _movable(plan, length, spec)
+    if not len(movable.items):
         return plan
+    at_home = trade(movable.row_of, movable.length, movable.cost, movable.left, places.of(movable.items), worth)
+    return movable.moved(plan, at_home)
+
+
+@dataclass(frozen=True)
+class _Movable:
+    """The items in rows of one rank each; longer rows, which all ranks share, are left alone. All [N]."""
+
+    items: Longs
+    row_of: Longs  # microbatch * R + rank
+    length: Longs
+    cost: Longs
+    left: Rows
+    ranks: int
+
+    def moved(self, plan: PhasePlan, row_of: Longs) -> PhasePlan:
+        """The plan with the items in other rows."""
+        changed = {name: getattr(plan, name).copy() for name in ("microbatch", "rank", "offset", "segment")}
+        changed["microbatch"][self.items], changed["rank"][self.items] = np.divmod(row_of, self.ranks)
+        changed["offset"][self.items], changed["segment"][self.items] = lay_out(row_of, self.length)
+        return replace(plan, **changed)
+
+
+def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec) -> _Movable:
+    items = np.flatnonzero(plan.capacity[plan.microbatch] <= spec.capacities[0])
     ranks, rows = spec.ranks, plan.microbatches * spec.ranks
-    row_of, length = plan.microbatch[own].astype(np.int64) * ranks + plan.rank[own], length[own]
+    row_of, length = plan.microbatch[items].astype(np.int64) * ranks + plan.rank[items], length[items].astype(np.int64)
     cost = item_costs(spec, length)
     load = sums_by(row_of, cost, rows).reshape(-1, ranks)
     mean, total = load.sum(axis=1) // ranks, load.sum(axis=0)
-    floor = max(-(-int(total.sum()) // ranks), int(cost.max()))
-    most = np.maximum(load.max(axis=1), mean + mean // MARGIN)[:, None]
-    most_of_rank = max(int(total.max()), floor + floor // MARGIN)
+    floor = max(-(-int(total.sum()) // ranks), int(cost.max(initial=0)))
+    most = np.maximum(load.max(axis=1, initial=0), mean + mean // MARGIN)[:, None]
+    most_of_rank = max(int(total.max(initial=0)), floor + floor // MARGIN)
     left = Rows(
         slots=np.repeat(plan.capacity.astype(np.int64), ranks) - sums_by(row_of, length, rows),
         # Each row has its part of what its rank may take on.
-        cost=np.minimum(most - load, (most_of_rank - total) // plan.microbatches).reshape(-1),
+        cost=np.minimum(most - load, (most_of_rank - total) // max(plan.microbatches, 1)).reshape(-1),
         segments=spec.max_segments - np.bincount(row_of, minlength=rows),
     )
-    row_of = trade(row_of, length, cost, left, places.of(own), worth)
-    traded = {name: getattr(plan, name).copy() for name in ("microbatch", "rank", "offset", "segment")}
-    traded["microbatch"][own], traded["rank"][own] = np.divmod(row_of, ranks)
-    traded["offset"][own], traded["segment"][own] = lay_out(row_of, length)
-    return replace(plan, **traded)
+    return _Movable(items, row_of, length, cost, left, ranks)
 
 
 def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:

@@ -47,7 +47,7 @@ PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the median load in a row o
 STEPS = (16, 24, 32, 48, 64, 96)  # of the median load between classes of about one size
 PACKED = (24, 4)  # sets that are really packed: in a quarter of the batches, then in all
 PACKED_BATCHES, PACKED_ITEMS = 16, 400_000  # in so many batches, and no more than make so many items in all
-JUDGED = 32  # batches that judge all sets by a bound: rows that just hold a few batches overflow in the next
+JUDGED = 128  # batches that judge all sets by a bound: rows that just hold a few batches overflow in the next
 JUDGED_EXAMPLES = 1 << 19  # at most, in all of them
 EXPECTED_FILL = 0.99  # how full rows get; the bound alone would favour rows that exactly hold the mean
 HEAD_ROOM = 8  # one part in so many is added to what the samples needed
@@ -269,12 +269,19 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
             cost += int(plan.capacity.sum(dtype=np.int64)) * waits + load.toll * plan.microbatches
         return cost
 
-    few = loads[:PACKED_BATCHES][: max(1, PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads)))]
-    candidates = _candidates(needs, loads, least, largest)
     above = cache(lambda bound: np.array([load.above(bound) for load in loads]).T)
+
+    def expected(capacities: Capacities, few: slice) -> float:
+        """The bound of all loads, times what packing a few of them takes over their own bound."""
+        bound = _least_cost(capacities, loads[few], lambda bound: above(bound)[:, few])
+        return _least_cost(capacities, loads, above) * packed(capacities, loads[few]) / bound
+
+    most = PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads))
+    few = max(1, min(PACKED_BATCHES, most))
+    candidates = _candidates(needs, loads, least, largest)
     hopeful = _best(candidates, lambda capacities: _least_cost(capacities, loads, above), PACKED[0])
-    better = _best(hopeful, lambda capacities: packed(capacities, few[::4]), PACKED[1])
-    return _best(better, lambda capacities: packed(capacities, few), 1)[0]
+    better = _best(hopeful, lambda capacities: expected(capacities, slice(0, few, 4)), PACKED[1])
+    return _best(better, lambda capacities: expected(capacities, slice(few)), 1)[0]
 
 
 def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: int) -> set[Capacities]:
