@@ -27,7 +27,8 @@ EVEN = 100  # ranks that wait less than one part in so many are left as they are
 STEP = 40  # a set of rows is little larger than another if it has at most one part in so many more slots
 TRADING_ROOM = 12  # one slot in so many should be free if all cost were attention's: full rows cannot be levelled ...
 LOOSE = 3  # ... but of more than this many times the longest item, part of the rows can take the long items
-FEW = 1024  # items that are no longer many
+FEW = 1024  # items that are no longer many ...
+HANDFUL = 256  # ... and so few that a long search for the tightest rows takes no time
 WINDOW, TRIES = 20, 3  # where ranks wait longer, the best is taken of so many sets with up to a twentieth more slots
 
 
@@ -197,7 +198,7 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, search: bo
     capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
     row_of = deal(length, cost, capacity, spec.max_segments)
     filling = None if row_of is None else Filling.of(row_of, length, capacity, spec.max_segments)
-    if filling is None or not relieve(filling):
+    if filling is None or not relieve(filling, len(length) <= HANDFUL):
         row_of = best_fit(length, capacity, spec.max_segments) if search else None
         if row_of is None:
             return None

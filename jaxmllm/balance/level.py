@@ -25,8 +25,12 @@ EVEN = 100  # the slowest rows need not be nearer to the mean than one part in s
 GAIN = 1024  # sweeps that gain less than one part in so many ...
 PATIENCE = 6  # ... may be this many in a row
 NEIGHBOURS = 2  # candidates tried on either side of the ideal weight: the nearest may not fit its new row
-EVENING = 4  # sweeps that even out a further weight ...
+SEARCHED = 24  # further sweeps of a search for the last overflowing rows
+EVENING = 4  # sweeps that even out a further weight, at least one a microbatch ...
 ROUGHLY = 8  # ... between ranks that differ by more than one part in so many of the mean
+
+# All choices of two, one or none of the items that a row offers; the last of these is no item.
+ONE, OTHER = (np.append(index, OFFERED) for index in np.triu_indices(OFFERED + 1, 1))
 
 
 @dataclass
@@ -56,18 +60,30 @@ class Filling:
         self.spare[goal] -= ~swapped
 
 
-def relieve(filling: Filling) -> bool:
-    """Exchange items until no row overflows; returns whether that succeeded."""
+def relieve(filling: Filling, search: bool = False) -> bool:
+    """Exchange items until no row overflows; returns whether that succeeded.
+
+    Args:
+      search: where single items do not do it, go on with up to two against two, which takes long.
+    """
     order = np.argsort(filling.length, kind="stable")
-    for sweep in range(SWEEPS):
+    stuck = False
+    for sweep in range(SWEEPS + (SEARCHED if search else 0)):
         rows = np.argsort(filling.room, kind="stable")
         over = int(np.searchsorted(filling.room[rows], 0))
         if not over:
             return True
         over = min(over, len(rows) // 2)
-        heavy, light = rows[:over], np.roll(rows[::-1], -sweep // 2)[:over]
-        if not over or not _exchange(filling, filling.length, order, -filling.room, heavy, light, fits=False):
+        if not over or filling.room.sum() < 0:
             return False
+        stuck = stuck or sweep >= SWEEPS
+        light = np.roll(rows[::-1], -sweep if stuck else -sweep // 2)[:over]
+        if stuck:
+            _trade(filling, filling.length, order, -filling.room, rows[:over], light, sweep)
+        elif not _exchange(filling, filling.length, order, -filling.room, rows[:over], light, fits=False):
+            if not search:
+                return False
+            stuck = True
     return not (filling.room < 0).any()
 
 
@@ -113,16 +129,17 @@ def even_out(filling: Filling, weight: Longs, cost: Longs, left: Longs, ranks: i
       left: [rows] cost that each row can still take on; changed in place.
     """
     order = np.argsort(cost, kind="stable")
-    half = ranks // 2
-    for sweep in range(EVENING):
-        for rows in np.arange(len(filling.room)).reshape(-1, ranks):
-            load = sums_by(filling.row_of % ranks, weight, ranks)
-            by_load = np.argsort(-load, kind="stable")
-            heavy, light = by_load[:half], np.roll(by_load[ranks - half :][::-1], TURN * sweep)
-            uneven = (load[heavy] - load[light]) * ROUGHLY * ranks > load.sum()
-            if uneven.any():
-                of_row, pairs = np.tile(load, len(filling.room) // ranks), (rows[heavy[uneven]], rows[light[uneven]])
-                _trade(filling, weight, order, of_row, *pairs, sweep, (cost, left))
+    half, microbatches = ranks // 2, len(filling.room) // ranks
+    for sweep in range(max(EVENING, microbatches)):
+        load = sums_by(filling.row_of % ranks, weight, ranks)
+        by_load = np.argsort(-load, kind="stable")
+        heavy, light = by_load[:half], np.roll(by_load[ranks - half :][::-1], TURN * sweep)
+        uneven = (load[heavy] - load[light]) * ROUGHLY * ranks > load.sum()
+        if not uneven.any():
+            return
+        first = sweep % microbatches * ranks
+        pairs = first + heavy[uneven], first + light[uneven]
+        _trade(filling, weight, order, np.tile(load, microbatches), *pairs, sweep, (cost, left))
 
 
 def _trade(
@@ -139,27 +156,31 @@ def _trade(
     other as any choice among `OFFERED` items of each brings them, and neither overflows. Arguments as for
     `_exchange`, and a further amount of each item with what each row can still take of it, changed in place."""
     nothing = len(weight)
-    items = _choices(_offered(filling.row_of, order, np.stack([heavy, light]), turn), nothing)
-    resources = [
-        (filling.length, filling.room),
-        (np.ones_like(weight), filling.spare),
-        *([] if limit is None else [limit]),
-    ]
+    items = _offered(filling.row_of, order, np.stack([heavy, light]), turn)
+    resources = [(filling.length, filling.room), (np.ones_like(weight), filling.spare)]
+    if limit is not None:
+        resources.append(limit)
+
+    def difference(amounts: Longs) -> Longs:
+        """What the heavy row gives, less what it takes: [pairs, choices, choices]."""
+        each = np.append(amounts, 0)[items]
+        given, taken = each[..., ONE] + each[..., OTHER]
+        return given[:, :, None] - taken[:, None, :]
+
     gap = (load[heavy] - load[light])[:, None, None]
-    given, taken = np.append(weight, 0)[items].sum(axis=3)
-    passed = given[:, :, None] - taken[:, None, :]
+    passed = difference(weight)
     allowed = (passed > 0) & (passed < gap)
     for amounts, left in resources:
-        ours, theirs = np.append(amounts, 0)[items].sum(axis=3)
-        more = ours[:, :, None] - theirs[:, None, :]
+        more = difference(amounts)
         allowed &= (more <= left[light, None, None]) & (-more <= left[heavy, None, None])
     miss = np.where(allowed, np.abs(2 * passed - gap), NEVER).reshape(len(heavy), -1)
     best = miss.argmin(axis=1)
     pair = np.flatnonzero(miss[np.arange(len(best)), best] < NEVER)
-    give, take = np.divmod(best[pair], items.shape[2])
-    for moved, source, goal in ((items[0, pair, give], heavy, light), (items[1, pair, take], light, heavy)):
+    for side, choice in enumerate(np.divmod(best[pair], len(ONE))):
+        source, goal = (heavy, light) if side == 0 else (light, heavy)
+        moved = np.concatenate([items[side, pair, ONE[choice]], items[side, pair, OTHER[choice]]])
         real = moved < nothing
-        item, which = moved[real], np.repeat(pair, real.sum(axis=1))
+        item, which = moved[real], np.tile(pair, 2)[real]
         start, end = source[which], goal[which]
         filling.row_of[item] = end
         np.subtract.at(load, start, weight[item])
@@ -170,20 +191,15 @@ def _trade(
 
 
 def _offered(row_of: Longs, order: Longs, rows: Longs, turn: int) -> Longs:
-    """`OFFERED` items of each row, evenly spread over their order and others every `turn`, or all and then the number
-    N of no item: [.., OFFERED]."""
+    """`OFFERED` items of each row, evenly spread over their order and others every `turn`, or all and then, once or
+    more, the number N of no item: [.., OFFERED + 1]."""
     count = np.bincount(row_of, minlength=int(rows.max()) + 1)
     by_row = np.append(order[np.argsort(_small(row_of[order], len(count)), kind="stable")], len(order))
-    number, many = np.arange(OFFERED), count[rows][..., None]
-    place = np.where(many > OFFERED, (number * many + turn % np.maximum(many, 1)) // OFFERED, number)
-    return by_row[np.where(place < many, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
-
-
-def _choices(items: Longs, nothing: int) -> Longs:
-    """All choices of two, one or none of the last axis: [.., choices, 2]."""
-    items = np.concatenate([items, np.full((*items.shape[:-1], 1), nothing)], axis=-1)
-    one, other = np.triu_indices(items.shape[-1], 1)
-    return np.stack([items[..., np.append(one, -1)], items[..., np.append(other, -1)]], axis=-1)
+    number, many = np.arange(OFFERED + 1), count[rows][..., None]
+    spread = (number * many + turn % np.maximum(many, 1)) // OFFERED
+    place = np.where((many > OFFERED) & (number < OFFERED), spread, number)
+    listed = (place < many) & (number < OFFERED)
+    return by_row[np.where(listed, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
 
 
 def _small(group: Longs, groups: int) -> NDArray[np.int16] | Longs:
