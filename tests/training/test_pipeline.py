@@ -168,7 +168,7 @@ CASES = {  # devices, mesh, pipeline
         SEGMENTS | {"schedule": "interleaved", "kept_residuals": 2},
     ),
     "stages2-context2-gpipe": (4, {"data": 1, "context": 2}, {"stages": 2, "layout": "chain", "schedule": "gpipe"}),
-    "stages4-chain": (4, {"data": 1}, {"stages": 4, "layout": "chain", "deferral": False}),
+    "stages4-search": (4, {"data": 1}, {"stages": 4, "layout": "chain", "schedule": "search", "deferral": False}),
 }
 
 
