@@ -26,7 +26,7 @@ from benchmarks.balance_step import pin_to_core, quartiles
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.pipeline import StepFiller, batch_examples
-from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, make_programs
+from jaxmllm.training.build import USER_ERRORS, lay_groundwork, local_share, make_programs
 from jaxmllm.training.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from launch.local import run_local
 from sharding.mesh import make_mesh
@@ -45,14 +45,13 @@ GENERATOR = "the batches of the run after those that its sizes were chosen from"
 def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[str, list[float]]]:
     """By plan: seconds of every step, its predicted cost and idle share, and what planning it took."""
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
-    attention = attention_spec(config, ground.model)
     programs, fillers, states = {}, {}, {}
     for name in plans:
         pipeline = config.pipeline.model_copy(update=PLANS[name])
         programs[name], sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), ground)
         assert sizes is not None, "a pipeline has at least two stages"
         spec, ranks = programs[name].spec, local_share(programs[name])
-        fillers[name] = StepFiller(ground.corpus, spec, ranks, attention, sizes.training)
+        fillers[name] = StepFiller(ground.corpus, spec, ranks, programs[name].attention, sizes.training)
         states[name] = programs[name].init(config.run.seed)
     found: dict[str, dict[str, list[float]]] = {
         name: {"seconds": [], "cost": [], "idle": [], "ticks": [], "plan_ms": []} for name in plans

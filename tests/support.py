@@ -24,7 +24,7 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.fill import HostStep, LocalRanks
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.pipeline import StepFiller
-from jaxmllm.training.build import attention_spec, lay_groundwork, make_programs
+from jaxmllm.training.build import lay_groundwork, make_programs
 from jaxmllm.training.programs import LANGUAGE, Programs
 from sharding.mesh import make_mesh
 
@@ -107,7 +107,7 @@ class Setup:
 
     @property
     def attention(self) -> AttentionSpec:
-        return attention_spec(self.config, self.programs.step.model)
+        return self.programs.attention
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch in which every rank's row of the phase holds the same."""
     from jaxmllm.data.fill import fill as fill_rows
-    from jaxmllm.training.build import attention_spec, local_share
+    from jaxmllm.training.build import local_share
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
@@ -317,7 +317,7 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     batch = BatchItems(numbers.astype(np.int64), count, items)
     corpus = EqualExamples(phase, fill.length, tokens)
     where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs))
-    return fill_rows(0, batch.examples, batch, plan, *where, attention_spec(run.config, programs.step.model))
+    return fill_rows(0, batch.examples, batch, plan, *where, programs.attention)
 
 
 @dataclass(frozen=True)

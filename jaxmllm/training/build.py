@@ -20,9 +20,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.calibrate import load_calibration
+from jaxmllm.balance.context import SMALLER_BLOCK, block_size
 from jaxmllm.balance.cost import PhaseTime, phase_flops
 from jaxmllm.balance.pipeline_sizes import PipelineSizes, choose_pipeline
-from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PlanSpec
+from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
@@ -122,10 +123,9 @@ def build_run(config: Config) -> Run:
     """
     compilations = CompilationCounter()
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
-    model, corpus, held_out = ground.model, ground.corpus, ground.held_out
-    attention = attention_spec(config, model)
+    corpus, held_out = ground.corpus, ground.held_out
     programs, pipeline = make_programs(config, ground)
-    spec, ranks = programs.spec, local_share(programs)
+    spec, ranks, attention = programs.spec, local_share(programs), programs.attention
     training, evaluating = (pipeline.training, pipeline.evaluation) if pipeline else (None, None)
     batches = steps(StepFiller(corpus, spec, ranks, attention, training), config.data.batch_size, config.run.seed)
     evaluation = None
@@ -144,11 +144,13 @@ def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, Pipelin
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model, corpora = ground.model, [ground.corpus, *ground.held_out]
     step = Step(model, config.optimizer, config.run.steps, len(ground.corpus.sources))
-    rest = ground.corpus.modalities, attention_spec(config, model).blocks, config.run.param_dtype
+    modalities, param_dtype = ground.corpus.modalities, config.run.param_dtype
     if config.pipeline.stages == 1:
-        return Programs(step, plan_spec(config, model, ground.samples, corpora), *rest), None
+        spec = plan_spec(config, model, ground.samples, corpora)
+        return Programs(step, spec, modalities, attention_spec(config, model, modalities, spec), param_dtype), None
     sizes = pipeline_sizes(config, model, ground.samples, corpora)
-    return PipelinePrograms(step, sizes, *rest), sizes
+    attention = attention_spec(config, model, modalities, sizes.spec)
+    return PipelinePrograms(step, sizes, modalities, attention, param_dtype), sizes
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
@@ -194,15 +196,30 @@ def below(root: str | None, source: SourceConfig) -> SourceConfig:
     return source.model_copy(update={"path": str(Path(root) / source.path), "root": media})
 
 
-def attention_spec(config: Config, model: MLLM) -> AttentionSpec:
+def attention_spec(config: Config, model: MLLM, modalities: Mapping[str, Modality], spec: PlanSpec) -> AttentionSpec:
     """Attention blocks and parts of every phase's rows."""
-    phases = (*model.config.encoders, LANGUAGE)
+    parts = {phase: model.layout(phase).parts for phase in spec.phases}
     return AttentionSpec(
-        blocks={phase: getattr(config.phases, phase).block for phase in phases},
-        parts={phase: model.layout(phase).parts for phase in phases},
+        blocks={name: attention_block(config, rows, modalities, parts[name]) for name, rows in spec.phases.items()},
+        parts=parts,
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
     )
+
+
+def attention_block(config: Config, rows: PhaseSpec, modalities: Mapping[str, Modality], parts: int) -> int:
+    """`phases.<phase>.block`, or 64 where some part of a row, or some rank's share of a long one, would have so few
+    blocks that their work could not be dealt out evenly."""
+    block: int = getattr(config.phases, rows.name).block
+    stride = whole = 1
+    if rows.name != LANGUAGE:
+        stride, whole = modalities[rows.name].attention_stride, modalities[rows.name].granule
+    if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
+        return block
+    shared = [(capacity, parts) for capacity in rows.capacities]
+    if rows.long_capacity:
+        shared.append((rows.long_capacity, parts * rows.ranks))
+    return min((block_size(slots // stride, by, block) for slots, by in shared if by > 1), default=block)
 
 
 def granule(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:

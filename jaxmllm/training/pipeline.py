@@ -27,6 +27,7 @@ from jaxmllm.balance.pipeline_plan import PipelineSpec
 from jaxmllm.balance.pipeline_sizes import PipelineSizes
 from jaxmllm.balance.plan import Ints, PipelineRun
 from jaxmllm.data.fill import HostStep
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
@@ -58,7 +59,7 @@ class PipelinePrograms(Programs):
         step: Step,
         sizes: PipelineSizes,
         modalities: Mapping[str, Modality],
-        blocks: Mapping[str, int],
+        attention: AttentionSpec,
         param_dtype: str,
     ):
         self.sizes = sizes
@@ -66,7 +67,7 @@ class PipelinePrograms(Programs):
             chain.name: ChainStages.of(sizes.training.tables.ring.stages, chain)
             for chain in sizes.training.tables.ring.chains
         }
-        super().__init__(step, sizes.spec, modalities, blocks, param_dtype)
+        super().__init__(step, sizes.spec, modalities, attention, param_dtype)
 
     # ------------------------------------------------------------------ running
 
@@ -147,12 +148,12 @@ class PipelinePrograms(Programs):
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[Any, Job]:
+    def _jobs(self, modalities: Mapping[str, Modality]) -> dict[Any, Job]:
         saved = self.saved_state
         jobs = {key: job for key, job in self._common_jobs().items() if key in (("zero", "sums"), "totals", "update")}
         trained = {name: self.params[name] for name in sorted(self.step.model.trainable)}
         found = (trained, self._abstract_sums(), self._scalar(np.int32))
-        rows = self.rows = self._abstract_rows(modalities, blocks)
+        rows = self.rows = self._abstract_rows(modalities)
         table = self._abstract_table(self.sizes.training)
         return jobs | {
             "gradients": Job(self._gradients, (self.params, rows, table, self._scalar()), found),
@@ -212,15 +213,15 @@ class PipelinePrograms(Programs):
 
         return self._on_layers(self.step.model.abstract(self.param_dtype), staged)
 
-    def _abstract_rows(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[str, Any]:
+    def _abstract_rows(self, modalities: Mapping[str, Modality]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
             layout, capacity = self.layouts[phase], spec.capacities[0]
             one: Any
             if phase == LANGUAGE:
-                one = abstract_language_rows(layout, capacity, spec.max_segments, blocks[phase])
+                one = abstract_language_rows(layout, capacity, spec.max_segments, self.attention.blocks[phase])
             else:
-                one = abstract_encoder_rows(layout, capacity, modalities[phase], blocks[phase])
+                one = abstract_encoder_rows(layout, capacity, modalities[phase], self.attention.blocks[phase])
             rows[phase] = jax.tree.map(partial(self._stacked, phase), one)
         return rows
 

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmllm.balance.plan import Hop, PlanSpec, RouteTables, carriers
 from jaxmllm.data.fill import HostStep
+from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
 from jaxmllm.models.rows import (
     EncoderRows,
@@ -81,7 +82,7 @@ class DeviceStep:
 class Programs:
     """The compiled programs of a run: `put` a batch on the devices, `train` on it or `evaluate` it.
 
-    `blocks` are the attention blocks by phase. Compiling happens here, once, in threads.
+    Compiling happens here, once, in threads.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Programs:
         step: Step,
         spec: PlanSpec,
         modalities: Mapping[str, Modality],
-        blocks: Mapping[str, int],
+        attention: AttentionSpec,
         param_dtype: str,
     ):
         self.step = step
@@ -102,11 +103,12 @@ class Programs:
             phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
             for phase, route in spec.routes.items()
         }
+        self.attention = attention
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
         self.pools = self._abstract_pools()
         self.state = self._abstract_state(self.params)
-        jobs = self._jobs(modalities, blocks)
+        jobs = self._jobs(modalities)
         lowered = [job.lower() for job in jobs.values()]  # tracing is Python; compiling is not
         with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             compiled = threads.map(jax.stages.Lowered.compile, lowered)
@@ -250,12 +252,12 @@ class Programs:
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, modalities: Mapping[str, Modality], blocks: Mapping[str, int]) -> dict[Any, Job]:
-        jobs = self._common_jobs() | self._language_jobs(blocks[LANGUAGE])
+    def _jobs(self, modalities: Mapping[str, Modality]) -> dict[Any, Job]:
+        jobs = self._common_jobs() | self._language_jobs(self.attention.blocks[LANGUAGE])
         for carrier in dict.fromkeys(self.carriers.values()):
             jobs |= self._exchange_jobs(carrier)
         for phase in self.encoders:
-            jobs |= self._encoder_jobs(phase, modalities[phase], blocks[phase])
+            jobs |= self._encoder_jobs(phase, modalities[phase], self.attention.blocks[phase])
         return jobs
 
     def _common_jobs(self) -> dict[Any, Job]:
