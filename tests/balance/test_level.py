@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.level import Filling, level, relieve
+from jaxmllm.balance.level import Filling, even_out, level, relieve
 from jaxmllm.balance.pack import sums_by
 
 ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, max_size=60)
@@ -44,13 +44,13 @@ def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ra
 
 
 @settings(max_examples=200, deadline=None)
-@given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]))
-def test_relieving_tells_the_truth(items, slack, max_segments):
+@given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]), st.booleans())
+def test_relieving_tells_the_truth(items, slack, max_segments, search):
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     filling, capacity = filling_of(items, slack, max_segments)
     before = -filling.room.min()
-    assert relieve(filling) == bool((filling.room >= 0).all())
+    assert relieve(filling, search) == bool((filling.room >= 0).all())
     check(filling, capacity, max_segments)
     assert -filling.room.min() <= max(before, 0)
 
@@ -59,6 +59,33 @@ def test_an_overflow_that_one_swap_cures():
     filling = Filling.of(np.array([0, 0, 1, 1]), np.array([6, 5, 4, 3]), np.array([10, 10]), 2)
     assert relieve(filling)
     assert filling.room.min() >= 0 and filling.spare.tolist() == [0, 0]
+
+
+def test_a_search_finds_what_single_swaps_do_not():
+    """The only way is both against both: rows of 5 + 3 and 1 + 8."""
+    filling = Filling.of(np.array([0, 0, 1, 1]), np.array([1, 8, 5, 3]), np.array([8, 9]), 2)
+    assert not relieve(filling)
+    assert relieve(filling, search=True)
+    assert filling.room.tolist() == [0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(ITEMS, st.integers(0, 20), st.integers(0, 300), st.sampled_from([1, 2, 3, 4, 6, 12]), st.randoms())
+def test_evening_out_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
+    filling, capacity = filling_of(items, slack)
+    cost, weight = filling.length**2, np.array([random.randrange(50) for _ in items], np.int64)
+    allowed = sums_by(filling.row_of, cost, 12) + spare_cost
+    left = np.full(12, spare_cost)
+
+    def unevenness() -> int:
+        return int((sums_by(filling.row_of % ranks, weight, ranks) ** 2).sum())
+
+    before = unevenness()
+    even_out(filling, weight, cost, left, ranks)
+    check(filling, capacity)
+    assert (filling.room >= 0).all() and (left >= 0).all()
+    assert left.tolist() == (allowed - sums_by(filling.row_of, cost, 12)).tolist()
+    assert unevenness() <= before
 
 
 def test_full_rows_trade_cost_without_slots():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance import placement
 from jaxmllm.balance.placement import place_rows
+from jaxmllm.balance.routes import media_tokens
 from jaxmllm.balance.step_plan import place_items, plan_step
 
 
@@ -84,13 +85,28 @@ def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
     assert near < 0.75 * far
 
 
+def test_language_ranks_take_in_media_more_evenly(make):
+    unevenness = np.zeros(2)
+    for seed in range(5):
+        batch = make.batch(seed, 128)
+        spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, node=4)
+        grids = {name: route.grid for name, route in spec.routes.items()}
+        dealt, placed = (
+            media_tokens(batch, place_items(batch, spec.phases, grids, "phases", nodes)["language"], tuple(grids), 16)
+            for nodes in (None, spec.nodes)
+        )
+        assert placed.sum() == dealt.sum()
+        unevenness += [each.sum(axis=0).std() for each in (dealt, placed)]
+    assert unevenness[1] < 0.85 * unevenness[0]
+
+
 def test_rank_totals_hardly_grow(make):
     for seed in range(5):
         batch = make.batch(seed, 64)
         spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, node=2)
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
-        for phase in ("vision", "audio"):
+        for phase in ("vision", "audio", "language"):
             gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / placement.MARGIN + 1e-3  # rounding of costs
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
             waits = max(left[f"{phase}/synchronised"], 1 + 1 / placement.MARGIN)
