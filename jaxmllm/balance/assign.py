@@ -24,6 +24,7 @@ from jaxmllm.balance.pack import best_fit, deal, first_fit, lay_out, sums_by
 from jaxmllm.balance.plan import Longs, PhaseItems, PhasePlan, PhaseSpec
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
+UNEVEN = 4  # what the costliest rank has above that weighs so many times what rows take
 STEP = 40  # a set of rows is little larger than another if it has at most one part in so many more slots
 TRADING_ROOM = 12  # one slot in so many should be free if all cost were attention's: full rows cannot be levelled ...
 LOOSE = 3  # ... but of more than this many times the longest item, part of the rows can take the long items
@@ -53,6 +54,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
+    floor = max(_ceil(int(cost.sum()), spec.ranks), int(cost.max()))  # of the costliest rank
     wanted = wanted_slots(items.length, cost, spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
@@ -69,7 +71,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         if best is None:
             most_slots = slots * (WINDOW + 1) // WINDOW
         tries += 1
-        score = slots * placing.waits**4
+        score = slots * placing.waits * max(placing.most * EVEN, floor * (EVEN + 1)) ** UNEVEN
         if best is None or score < best[0]:
             best = score, counts, placing
         if placing.waits <= even:
@@ -213,6 +215,7 @@ class _Placing:
     microbatch: Longs  # [N]
     rank: Longs  # [N]
     waits: int  # sum over microbatches of the slowest rank's row
+    most: int  # total of the costliest rank
 
 
 def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Placing:
@@ -229,7 +232,7 @@ def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Pla
     microbatch_of, rank_of = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
     microbatch_of[rows] = np.arange(len(rows))[:, None]
     rank_of[rows] = ranks
-    return _Placing(microbatch_of[row_of], rank_of[row_of], int(row_cost[rows[:, 0]].sum()))
+    return _Placing(microbatch_of[row_of], rank_of[row_of], int(row_cost[rows[:, 0]].sum()), int(total.max()))
 
 
 def _phase_plan(spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs) -> PhasePlan:
