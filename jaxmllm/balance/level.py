@@ -67,7 +67,7 @@ def relieve(filling: Filling, search: bool = False) -> bool:
       search: where single items do not do it, go on with up to two against two, which takes long.
     """
     order = np.argsort(filling.length, kind="stable")
-    stuck = False
+    singly = True
     for sweep in range(SWEEPS + (SEARCHED if search else 0)):
         rows = np.argsort(filling.room, kind="stable")
         over = int(np.searchsorted(filling.room[rows], 0))
@@ -76,14 +76,15 @@ def relieve(filling: Filling, search: bool = False) -> bool:
         over = min(over, len(rows) // 2)
         if not over or filling.room.sum() < 0:
             return False
-        stuck = stuck or sweep >= SWEEPS
-        light = np.roll(rows[::-1], -sweep if stuck else -sweep // 2)[:over]
-        if stuck:
-            _trade(filling, filling.length, order, -filling.room, rows[:over], light, sweep)
-        elif not _exchange(filling, filling.length, order, -filling.room, rows[:over], light, fits=False):
-            if not search:
+        if singly and sweep < SWEEPS:
+            light = np.roll(rows[::-1], -sweep // 2)[:over]
+            gained = _exchange(filling, filling.length, order, -filling.room, rows[:over], light, fits=False)
+            if not gained and not search:
                 return False
-            stuck = True
+            singly = gained > 0
+        else:
+            light = np.roll(rows[::-1], -sweep)[:over]
+            _trade(filling, filling.length, order, -filling.room, rows[:over], light, sweep)
     return not (filling.room < 0).any()
 
 
