@@ -54,7 +54,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
     even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
-    floor = max(_ceil(int(cost.sum()), spec.ranks), int(cost.max()))  # of the costliest rank
+    floor = rank_floor(cost, spec.ranks)
     wanted = wanted_slots(items.length, cost, spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None
     most_slots, tries = 0, 0
@@ -118,6 +118,11 @@ def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
     before = max(0, largest.bit_length() - 62)  # a product must fit int64
     after = max(0, (len(length) * largest).bit_length() - 53 - before)
     return ((spec.linear >> before) * length + (spec.quadratic >> before) * length**2) >> after
+
+
+def rank_floor(cost: Longs, ranks: int) -> int:
+    """What no placement of items of these costs [N] brings the costliest rank below."""
+    return max(_ceil(int(cost.sum()), ranks), int(cost.max(initial=0)))
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def relieve(filling: Filling, search: bool = False) -> bool:
     Args:
       search: where single items do not do it, go on with up to two against two, which takes long.
     """
+    if filling.room.sum() < 0:  # exchanging items does not change it
+        return False
     order = np.argsort(filling.length, kind="stable")
     singly = True
     for sweep in range(SWEEPS + (SEARCHED if search else 0)):
@@ -74,7 +76,7 @@ def relieve(filling: Filling, search: bool = False) -> bool:
         if not over:
             return True
         over = min(over, len(rows) // 2)
-        if not over or filling.room.sum() < 0:
+        if not over:
             return False
         if singly and sweep < SWEEPS:
             light = np.roll(rows[::-1], -sweep // 2)[:over]
@@ -196,11 +198,9 @@ def _offered(row_of: Longs, order: Longs, rows: Longs, turn: int) -> Longs:
     more, the number N of no item: [.., OFFERED + 1]."""
     count = np.bincount(row_of, minlength=int(rows.max()) + 1)
     by_row = np.append(order[np.argsort(_small(row_of[order], len(count)), kind="stable")], len(order))
-    number, many = np.arange(OFFERED + 1), count[rows][..., None]
-    spread = (number * many + turn % np.maximum(many, 1)) // OFFERED
-    place = np.where((many > OFFERED) & (number < OFFERED), spread, number)
-    listed = (place < many) & (number < OFFERED)
-    return by_row[np.where(listed, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
+    number, many = np.arange(OFFERED + 1), count[rows][..., None]  # the last lands behind the row's items
+    place = np.where(many > OFFERED, (number * many + turn % np.maximum(many, 1)) // OFFERED, number)
+    return by_row[np.where(place < many, (np.cumsum(count) - count)[rows][..., None] + place, len(order))]
 
 
 def _small(group: Longs, groups: int) -> NDArray[np.int16] | Longs:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.assign import item_costs, rank_floor
 from jaxmllm.balance.level import Filling, even_out
 from jaxmllm.balance.pack import lay_out, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
+from jaxmllm.balance.routes import media_of_examples
 from jaxmllm.balance.trade import Places, Rows, trade
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
@@ -53,10 +54,7 @@ def place_items_near(
     Returns:
       The plans with new rows of the items.
     """
-    media = np.zeros(len(items.examples), np.int64)
-    for phase in grids:
-        np.add.at(media, items.phases[phase].example, items.phases[phase].tokens)
-    sequences = items.phases["language"]
+    media, sequences = media_of_examples(items), items.phases["language"]
     language = _spread_media(plans["language"], sequences.length, phases["language"], media[sequences.example])
     placed = place_rows(dict(plans) | {"language": language}, items, phases, grids, nodes)
     worth = max(1, int(media.sum()) // WORTH)
@@ -120,7 +118,7 @@ def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec) -> _Movable:
     cost = item_costs(spec, length)
     load = sums_by(row_of, cost, rows).reshape(-1, ranks)
     mean, total = load.sum(axis=1) // ranks, load.sum(axis=0)
-    floor = max(-(-int(total.sum()) // ranks), int(cost.max(initial=0)))
+    floor = rank_floor(cost, ranks)
     most = np.maximum(load.max(axis=1, initial=0), mean + mean // MARGIN)[:, None]
     most_of_rank = max(int(total.max(initial=0)), floor + floor // MARGIN)
     left = Rows(
@@ -173,7 +171,7 @@ def place_rows(
         for microbatch in range(plan.microbatches):
             own = np.flatnonzero(plan.microbatch == microbatch)
             rank_of[microbatch] = _match(rank[own], goal[own], tokens[own], grid, *near)
-        floor = max(-(-int(cost.sum()) // ranks), int(each.max()))
+        floor = rank_floor(each, ranks)
         if not _even_out(rank_of, cost, max(int(cost.sum(axis=0).max()), floor + floor // MARGIN)):
             rank_of[:] = _match(rank, goal, tokens, grid, *near)
         placed[phase] = replace(plan, rank=rank_of[plan.microbatch, rank].astype(np.int32))

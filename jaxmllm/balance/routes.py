@@ -115,6 +115,15 @@ def lanes_needed(encoders: Mapping[str, PhasePlan], language: PhasePlan, items: 
     return sum(deal(sender[moves], receiver[moves], tokens[moves], places, planes, 1, NEVER).hops[0])
 
 
+def media_of_examples(items: BatchItems) -> Longs:
+    """Tokens that the media of each example of the batch become, all encoder phases together: [B]."""
+    tokens = np.zeros(len(items.examples), np.int64)
+    for phase, media in items.phases.items():
+        if phase != "language":
+            np.add.at(tokens, media.example, media.tokens)
+    return tokens
+
+
 def sequence_of_example(items: BatchItems) -> Longs:
     """Number of the language item of each example of the batch: [B]."""
     sequence = np.full(len(items.examples), -1, np.int64)

@@ -269,17 +269,18 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
             cost += int(plan.capacity.sum(dtype=np.int64)) * waits + load.toll * plan.microbatches
         return cost
 
-    above = cache(lambda bound: np.array([load.above(bound) for load in loads]).T)
+    above = cache(lambda length: np.array([load.above(length) for load in loads]).T)
+    bound = cache(lambda capacities: _least_cost(capacities, loads, above))
 
     def expected(capacities: Capacities, few: slice) -> float:
         """The bound of all loads, times what packing a few of them takes over their own bound."""
-        bound = _least_cost(capacities, loads[few], lambda bound: above(bound)[:, few])
-        return _least_cost(capacities, loads, above) * packed(capacities, loads[few]) / bound
+        of_few = _least_cost(capacities, loads[few], lambda length: above(length)[:, few])
+        return bound(capacities) * packed(capacities, loads[few]) / of_few
 
     most = PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads))
     few = max(1, min(PACKED_BATCHES, most))
     candidates = _candidates(needs, loads, least, largest)
-    hopeful = _best(candidates, lambda capacities: _least_cost(capacities, loads, above), PACKED[0])
+    hopeful = _best(candidates, bound, PACKED[0])
     better = _best(hopeful, lambda capacities: expected(capacities, slice(0, few, 4)), PACKED[1])
     return _best(better, lambda capacities: expected(capacities, slice(few)), 1)[0]
 

@@ -34,7 +34,14 @@ from jaxmllm.balance.plan import (
     carriers,
 )
 from jaxmllm.balance.relay import ways
-from jaxmllm.balance.routes import plan_routes, route_statistics, route_tables, run_hops, sequence_of_example
+from jaxmllm.balance.routes import (
+    media_of_examples,
+    plan_routes,
+    route_statistics,
+    route_tables,
+    run_hops,
+    sequence_of_example,
+)
 
 
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
@@ -111,11 +118,7 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
     examples = len(items.examples)
     sequences = items.phases["language"]
     if mode == "tokens":
-        tokens = sums_by(sequences.example, sequences.length, examples)
-        for name, media in items.phases.items():
-            if name != "language":
-                tokens += sums_by(media.example, media.tokens.astype(np.int64), examples)
-        return packed(tokens, ranks)
+        return packed(sums_by(sequences.example, sequences.length, examples) + media_of_examples(items), ranks)
     if mode == "none":
         return np.arange(examples) * ranks // max(examples, 1)
     assert language is not None, f"mode {mode!r} follows the plan of the language phase"
