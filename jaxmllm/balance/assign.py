@@ -203,16 +203,21 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, search: bo
       search: try best fit too, which is slow.
     """
     capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
+
+    def filling(row_of: Longs) -> Filling:
+        amounts, most = (length, np.ones_like(length), cost), (capacity, spec.max_segments, 0)
+        return Filling.of(row_of, amounts, most, len(capacity))
+
     row_of = deal(length, cost, capacity, spec.max_segments)
-    filling = None if row_of is None else Filling.of(row_of, length, capacity, spec.max_segments)
-    if filling is None or not relieve(filling, len(length) <= HANDFUL):
+    filled = None if row_of is None else filling(row_of)
+    if filled is None or not relieve(filled, len(length) <= HANDFUL):
         row_of = best_fit(length, capacity, spec.max_segments) if search else None
         if row_of is None:
             return None
-        filling = Filling.of(row_of, length, capacity, spec.max_segments)
+        filled = filling(row_of)
     classes = np.split(np.arange(len(capacity)), np.cumsum(counts * spec.ranks)[:-1])
-    level(filling, cost, [rows for rows in classes if len(rows)], spec.ranks)
-    return _arrange(filling.row_of, cost, counts, spec)
+    level(filled, [rows for rows in classes if len(rows)], spec.ranks)
+    return _arrange(filled.row_of, cost, counts, spec)
 
 
 @dataclass(frozen=True)

@@ -12,74 +12,67 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
+from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.plan import Ints, Longs
 
-DEALT = 32  # at least one row in so many takes part in a round of `deal`
-NONE, NEVER = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
+NEVER = int(np.iinfo(np.int64).max)
 
 
-def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int, fewest: int | None = None) -> Longs | None:
+def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
 
     What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
     an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity get alike in
-    cost while slots last, and small rows are left to small items.
-
-    Items are dealt in rounds, one to every row that would get the next item in turn if they were dealt singly, but to
-    no fewer than `fewest` rows.
+    cost while slots last, and small rows are left to small items. An item that does not fit there goes to the row with
+    most free slots.
 
     Args:
       length: [N] slots.
       cost: [N], sum below 2**53.
       capacity: [rows] slots; some row holds the longest item.
       max_segments: most items in a row.
-      fewest: 1 deals as if singly; by default one row in `DEALT`, for speed.
 
     Returns:
       [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
     """
-    rows, order = len(capacity), np.lexsort((-length, -cost))
-    if len(order) > rows * max_segments:
-        return None
+    order = np.lexsort((-length, -cost))
     total, slots = int(cost.sum()), int(length.sum())
     shift = max(0, total.bit_length() + slots.bit_length() - 62)  # a product must fit int64
-    share = ((cost >> shift) * slots // max(total >> shift, 1))[order]
-    sizes, row_of = length[order], np.empty(len(order), np.int64)
-    room, budget, spare = capacity.copy(), capacity.copy(), np.full(rows, max_segments)
-    done, fewest = 0, fewest or max(1, rows // DEALT)
-    while done < len(order):
-        left = np.minimum(room, budget)
-        if (spare <= 0).any():
-            left[spare <= 0] = NONE
-        ranked = np.argsort(-left, kind="stable")[: len(order) - done]
-        taking, goal = slice(done, done + len(ranked)), ranked
-        fits = sizes[taking] <= room[ranked]
-        if not fits[0]:  # the budget is not kept where slots are short
-            goal = np.argsort(-np.where(spare > 0, room, NONE), kind="stable")[: len(ranked)]
-            fits = sizes[taking] <= room[goal]
-            in_turn = fewest
-        else:
-            after = np.minimum(room[ranked] - sizes[taking], budget[ranked] - share[taking])
-            in_turn = _leading(left[ranked][1:] >= np.maximum.accumulate(after)[:-1]) + 1
-        if fits[0]:
-            count = min(max(in_turn, fewest), _leading(fits))
-        else:
-            goal = goal[capacity[goal] >= sizes[done]]
-            count = fewest
-        count = min(count, _leading(spare[goal] > 0))
-        if not count:
-            return None
-        taking, goal = slice(done, done + count), goal[:count]
-        row_of[order[taking]] = goal
-        room[goal] -= sizes[taking]
-        budget[goal] -= share[taking]
-        spare[goal] -= 1
-        done += count
-    return row_of
+    share = (cost >> shift) * slots // max(total >> shift, 1)
+    row_of = np.empty(len(order), np.int64)
+    return row_of if _deal(row_of, order, length, share, capacity, max_segments) else None
+
+
+@compiled
+def _deal(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
+    room, budget, spare = capacity.copy(), capacity.copy(), np.full(len(capacity), max_segments)
+    by_left = [(-capacity[row], row) for row in range(len(capacity))]  # entries of what was left once stay until met
+    heapify(by_left)
+    for item in order:
+        while by_left and (
+            not spare[by_left[0][1]] or -by_left[0][0] != min(room[by_left[0][1]], budget[by_left[0][1]])
+        ):
+            heappop(by_left)
+        if not by_left:
+            return False
+        row = by_left[0][1]
+        if length[item] > room[row]:  # the budget is not kept where slots are short
+            row = -1
+            for other in range(len(capacity)):
+                if spare[other] and capacity[other] >= length[item] and (row < 0 or room[other] > room[row]):
+                    row = other
+            if row < 0:
+                return False
+        row_of[item] = row
+        room[row] -= length[item]
+        budget[row] -= share[item]
+        spare[row] -= 1
+        heappush(by_left, (-min(room[row], budget[row]), row))
+    return True
 
 
 def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
@@ -120,11 +113,6 @@ def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None
         room[row] -= wanted
         segments[row] -= 1
     return row_of
-
-
-def _leading(true: NDArray[np.bool_]) -> int:
-    """How many of the first entries are all true."""
-    return len(true) if true.all() else int(true.argmin())
 
 
 def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:

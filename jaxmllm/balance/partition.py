@@ -35,10 +35,10 @@ def packed(costs: Longs, ranks: int) -> Longs:
     """
     costs = _checked(costs, ranks)
     room = np.full(ranks, max(int(costs.sum()), 1), np.int64)
-    rank = deal(costs, costs, room, max(len(costs), 1), fewest=1)
+    rank = deal(costs, costs, room, max(len(costs), 1))
     assert rank is not None, "every rank has room for all"
-    filling = Filling.of(rank, np.zeros_like(costs), np.zeros_like(room), len(costs))
-    level(filling, costs, [np.arange(ranks)], ranks)
+    filling = Filling.of(rank, (np.zeros_like(costs), np.ones_like(costs), costs), (0, len(costs), 0), ranks)
+    level(filling, [np.arange(ranks)], ranks)
     return filling.row_of
 
 

@@ -22,11 +22,11 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.balance.assign import item_costs, rank_floor
-from jaxmllm.balance.level import Filling, even_out
+from jaxmllm.balance.level import SLOTS, Filling, even_out
 from jaxmllm.balance.pack import lay_out, sums_by
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
 from jaxmllm.balance.routes import media_of_examples
-from jaxmllm.balance.trade import Places, Rows, trade
+from jaxmllm.balance.trade import Places, bring_home
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean
@@ -64,9 +64,9 @@ def place_items_near(
         if placed[phase].microbatches and spec.ranks > 1:
             goal = home[items.phases[phase].example]
             places = Places(
-                node=nodes[phase],
+                node=nodes[phase].astype(np.int64),
                 block=_blocks(grid.encoder),
-                wanted_node=nodes["language"][goal],
+                wanted_node=nodes["language"][goal].astype(np.int64),
                 wanted_block=_blocks(grid.language)[goal],
                 tokens=items.phases[phase].tokens.astype(np.int64),
             )
@@ -77,41 +77,37 @@ def place_items_near(
 def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
     """The language plan after trades that give every rank about as many media tokens to take in: a rank that encodes
     as much as all others but takes in little has to send nearly all of it."""
-    movable = _movable(plan, length, spec)
-    filling = Filling(movable.row_of, movable.length, movable.left.slots, movable.left.segments)
-    even_out(filling, tokens[movable.items], movable.cost, movable.left.cost, spec.ranks)
-    return movable.moved(plan, filling.row_of)
+    movable = _movable(plan, length, spec, tokens)
+    even_out(movable.filling, spec.ranks)
+    return movable.moved(plan)
 
 
 def _trade_items(plan: PhasePlan, length: Longs, spec: PhaseSpec, places: Places, worth: int) -> PhasePlan:
     """The plan after trades that bring items home."""
     movable = _movable(plan, length, spec)
-    if not len(movable.items):
-        return plan
-    at_home = trade(movable.row_of, movable.length, movable.cost, movable.left, places.of(movable.items), worth)
-    return movable.moved(plan, at_home)
+    bring_home(movable.filling, places.of(movable.items), worth)
+    return movable.moved(plan)
 
 
 @dataclass(frozen=True)
 class _Movable:
-    """The items in rows of one rank each; longer rows, which all ranks share, are left alone. All [N]."""
+    """The items in rows of one rank each; longer rows, which all ranks share, are left alone."""
 
-    items: Longs
-    row_of: Longs  # microbatch * R + rank
-    length: Longs
-    cost: Longs
-    left: Rows
+    items: Longs  # [N]
+    filling: Filling  # of rows microbatch * R + rank
     ranks: int
 
-    def moved(self, plan: PhasePlan, row_of: Longs) -> PhasePlan:
-        """The plan with the items in other rows."""
+    def moved(self, plan: PhasePlan) -> PhasePlan:
+        """The plan with the items where they lie now."""
+        row_of, length = self.filling.row_of, self.filling.amounts[SLOTS, :-1]
         changed = {name: getattr(plan, name).copy() for name in ("microbatch", "rank", "offset", "segment")}
         changed["microbatch"][self.items], changed["rank"][self.items] = np.divmod(row_of, self.ranks)
-        changed["offset"][self.items], changed["segment"][self.items] = lay_out(row_of, self.length)
+        changed["offset"][self.items], changed["segment"][self.items] = lay_out(row_of, length)
         return replace(plan, **changed)
 
 
-def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec) -> _Movable:
+def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec, *further: Longs) -> _Movable:
+    """With amounts further than cost, which nothing limits."""
     items = np.flatnonzero(plan.capacity[plan.microbatch] <= spec.capacities[0])
     ranks, rows = spec.ranks, plan.microbatches * spec.ranks
     row_of, length = plan.microbatch[items].astype(np.int64) * ranks + plan.rank[items], length[items].astype(np.int64)
@@ -121,13 +117,12 @@ def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec) -> _Movable:
     floor = rank_floor(cost, ranks)
     most = np.maximum(load.max(axis=1, initial=0), mean + mean // MARGIN)[:, None]
     most_of_rank = max(int(total.max(initial=0)), floor + floor // MARGIN)
-    left = Rows(
-        slots=np.repeat(plan.capacity.astype(np.int64), ranks) - sums_by(row_of, length, rows),
-        # Each row has its part of what its rank may take on.
-        cost=np.minimum(most - load, (most_of_rank - total) // max(plan.microbatches, 1)).reshape(-1),
-        segments=spec.max_segments - np.bincount(row_of, minlength=rows),
-    )
-    return _Movable(items, row_of, length, cost, left, ranks)
+    # Each row has its part of what its rank may take on.
+    costs = load + np.minimum(most - load, (most_of_rank - total) // max(plan.microbatches, 1))
+    slots = np.repeat(plan.capacity.astype(np.int64), ranks)
+    amounts = length, np.ones_like(length), cost, *(amount[items] for amount in further)
+    limits = slots, spec.max_segments, costs.reshape(-1), *(0 for _ in further)
+    return _Movable(items, Filling.of(row_of, amounts, limits, rows), ranks)
 
 
 def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:

@@ -7,203 +7,153 @@ Balancing deals items to rows without regard to where their tokens are needed; w
 in which row hardly matters to it, but decides what the exchange has to carry. No trade lets a row overflow or get
 costlier than it may, so the balance stays.
 
-Many items trade at a time: every one that is not at home looks for one or two items of nearly its length in a row of
-its home, and of those trades the ones are made that save most, as long as the room of their rows lasts.
-
-Letters: N items, R ranks, M microbatches.
+Letters: N items, R ranks, E ranks of a block.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxmllm.balance.pack import running_sums
-from jaxmllm.balance.plan import Ints, Longs
+from jaxmllm.balance.compiled import compiled
+from jaxmllm.balance.level import COST, Filling
+from jaxmllm.balance.plan import Longs
 
-NEAREST = 1  # partners tried on either side of an item's length: more cost time and find little
-APART = (1, 2, 3, 5, 8)  # two items of a row may go for one if they are so many places apart by length ...
-MUCH = 6  # ... but single ones do, which is quicker, while a sweep saves so many times what is worth one
+PAIRED = 16  # items of a row that are tried two at a time: all pairs of many would take long
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where items may lie and where they would rather.
 
     The benefit of an item on a rank is its tokens for the right node, and once more for the right block.
     """
 
-    node: Ints  # [R]
+    node: Longs  # [R]
     block: Longs  # [R] ranks that share their devices with one language rank, by number
-    wanted_node: Ints  # [N]
+    wanted_node: Longs  # [N]
     wanted_block: Longs  # [N]
     tokens: Longs  # [N]
 
-    def benefit(self, item: Longs, rank: Longs) -> Longs:
-        near = (self.node[rank] == self.wanted_node[item]).astype(np.int64)
-        return self.tokens[item] * (near + (self.block[rank] == self.wanted_block[item]))
-
     def of(self, items: Longs) -> Places:
         """Those of some items."""
-        wanted = self.wanted_node[items], self.wanted_block[items]
-        return Places(self.node, self.block, *wanted, self.tokens[items])
-
-    def with_nothing(self) -> Places:
-        """The same with one more item that is of no benefit anywhere."""
-        wanted = np.append(self.wanted_node, np.int32(-1)), np.append(self.wanted_block, -1)
-        return Places(self.node, self.block, *wanted, np.append(self.tokens, 0))
+        return Places(self.node, self.block, self.wanted_node[items], self.wanted_block[items], self.tokens[items])
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What every row can still take, all [M * R] by microbatch * R + rank."""
+class _Away(NamedTuple):
+    """The items away from home in each row, as lists: in what order does not matter. N is nothing."""
 
-    slots: Longs
-    cost: Longs
-    segments: Longs
-
-    def copy(self) -> Rows:
-        return Rows(self.slots.copy(), self.cost.copy(), self.segments.copy())
+    first: Longs  # [rows]
+    after: Longs  # [N] the next one of the same row
 
 
-def trade(row_of: Longs, length: Longs, cost: Longs, left: Rows, places: Places, worth: int) -> Longs:
+def bring_home(filling: Filling, places: Places, worth: int) -> None:
     """Let items trade places until that saves little.
 
     Args:
-      row_of: [N] microbatch * R + rank.
-      length: [N] slots.
-      cost: [N].
-      left: by row; negative amounts allow no more either.
+      filling: of rows microbatch * R + rank; changed in place. Rows that have too much already may only get less.
       places: of the items.
-      worth: benefit, above 0, below which a sweep is the last over the rows of its microbatch.
-
-    Returns:
-      [N] new row of each item.
+      worth: benefit, above 0, below which a pass over all items is the last.
     """
-    ranks = len(places.node)
     homes = np.argsort(places.block, kind="stable").reshape(int(places.block.max()) + 1, -1)  # [blocks, E]
-    state = _State(
-        row_of=np.append(row_of, -1),
-        amounts=(np.append(length, 0), np.append(cost, 0), np.append(np.ones_like(length), 0)),
-        left=left.copy(),
-        by_length=np.lexsort((cost, length)),
-        places=places.with_nothing(),
-    )
-    rows = range(len(left.slots) // ranks)
-    homes_of = [microbatch * ranks + rank[places.wanted_block] for microbatch in rows for rank in homes.T]
-    goals: deque[tuple[Longs, tuple[int, ...]]] = deque((goal, ()) for goal in homes_of)
-    while goals:
-        goal, apart = goals.popleft()
-        saved = _sweep(state, goal, apart)
-        if saved >= MUCH * worth:
-            goals.append((goal, apart))
-        elif saved >= (worth if apart else worth // MUCH):
-            goals.append((goal, APART))
-    return state.row_of[:-1]
+    most_first = np.argsort(-places.tokens, kind="stable")
+    while _trade_all(filling, places, homes, most_first) >= worth:
+        pass
 
 
-@dataclass(frozen=True)
-class _State:
-    """Where items lie and what their rows can still take, kept up to date. Item N is nothing."""
-
-    row_of: Longs  # [N + 1]
-    amounts: tuple[Longs, Longs, Longs]  # [N + 1] of each item, in the order of `Rows`
-    left: Rows
-    by_length: Longs  # [N] items
-    places: Places
-
-    def resources(self) -> tuple[tuple[Longs, Longs], ...]:
-        """What each row has left, and what each item takes of it."""
-        return tuple(zip((self.left.slots, self.left.cost, self.left.segments), self.amounts, strict=True))
-
-    def sum_of(self, partner: tuple[Longs, Longs], amount: Longs) -> Longs:
-        return amount[partner[0]] + amount[partner[1]]
-
-    def swap(self, ours: Longs, partner: tuple[Longs, Longs]) -> None:
-        a, b = self.row_of[ours], self.row_of[partner[0]]
-        for left, amount in self.resources():
-            more = self.sum_of(partner, amount) - amount[ours]
-            np.subtract.at(left, a, more)
-            np.add.at(left, b, more)
-        self.row_of[ours], self.row_of[partner[0]], self.row_of[partner[1]] = b, a, a
-        self.row_of[-1] = -1
+@compiled
+def _trade_all(filling: Filling, places: Places, homes: Longs, order: Longs) -> int:
+    """Every item away from home makes the best trade there is with a row of its home; returns the benefit of all."""
+    nothing, rows, ranks = len(filling.row_of), filling.left.shape[1], len(places.node)
+    away = _Away(np.full(rows, nothing), np.empty(nothing, np.int64))
+    for item in order[::-1]:
+        if not _at_home(places, item, filling.row_of[item] % ranks):
+            _add(away, filling.row_of[item], item)
+    saved = 0
+    for item in order:
+        source = filling.row_of[item]
+        if _at_home(places, item, source % ranks):
+            continue
+        gain, goal, one, other = _best(filling, places, away, homes[places.wanted_block[item]], item)
+        if gain:
+            saved += gain
+            _move(filling, places, away, item, source, goal)
+            _move(filling, places, away, one, goal, source)
+            if other != nothing:
+                _move(filling, places, away, other, goal, source)
+    return saved
 
 
-def _sweep(state: _State, goal: Longs, apart: tuple[int, ...]) -> int:
-    """Every item away from home offers itself to row `goal` [N] of its home; returns the benefit of what was done."""
-    places, length = state.places, state.amounts[0]
-    ranks, nothing = len(places.node), len(state.by_length)
-    at_home = places.block[state.row_of % ranks] == places.wanted_block
-    away = state.by_length[~at_home[state.by_length]]
-    if not len(away):
-        return 0
-    one, other = _partners(state.row_of, away, nothing, apart)
-    reach = 2 * int(length[away[-1]]) + 1
-    key = state.row_of[one] * reach + length[one] + length[other]
-    order = np.argsort(key, kind="stable")
-    middle = np.searchsorted(key[order], goal[away] * reach + length[away])
-    near = order[np.clip(middle[:, None] + np.arange(-NEAREST, NEAREST), 0, len(order) - 1)]
-    a, b = state.row_of[away][:, None], goal[away][:, None]
-    more = length[one[near]] + length[other[near]] - length[away][:, None]
-    fits = (state.row_of[one[near]] == b) & (more <= state.left.slots[a]) & (-more <= state.left.slots[b]) & (a != b)
-    offer, choice = np.nonzero(fits)
-    ours, found = away[offer], near[offer, choice]
-    fits = _fits(state, ours, (one[found], other[found]))
-    ours, one, other = ours[fits], one[found[fits]], other[found[fits]]
-    here, there = state.row_of[ours] % ranks, goal[ours] % ranks
-    gain = places.benefit(ours, there) - places.benefit(ours, here)
-    for theirs in (one, other):
-        gain += places.benefit(theirs, here) - places.benefit(theirs, there)
-    misfit = np.abs(length[one] + length[other] - length[ours])
-    order = np.lexsort((misfit, -gain))[: np.count_nonzero(gain > 0)]
-    order = order[_names_first((ours[order], one[order], other[order]), nothing)]
-    order = order[_affordable(state, ours[order], (one[order], other[order]))]
-    state.swap(ours[order], (one[order], other[order]))
-    return int(gain[order].sum())
+@compiled
+def _best(filling: Filling, places: Places, away: _Away, homes: Longs, item: int) -> tuple[int, int, int, int]:
+    """(benefit, row, partner, second partner or nothing) of an item's best trade; of equals, that of likest cost."""
+    amounts, nothing, ranks = filling.amounts, len(filling.row_of), len(places.node)
+    source, here = filling.row_of[item], filling.row_of[item] % ranks
+    most, misfit, best = 0, 0, (source, nothing, nothing)
+    seconds, gains = np.full(PAIRED + 1, nothing), np.zeros(PAIRED + 1, np.int64)
+    for first in range(0, filling.left.shape[1], ranks):
+        for there in homes:
+            goal, own, count = first + there, _gain(places, item, here, there), 1
+            one = away.first[goal]
+            while one != nothing:
+                theirs = _gain(places, one, there, here)
+                for second in range(count):  # nothing first, then those before
+                    other, gain = seconds[second], own + theirs + gains[second]
+                    if gain < max(most, 1):
+                        continue
+                    miss = abs(amounts[COST, item] - amounts[COST, one] - amounts[COST, other])
+                    if (gain > most or miss < misfit) and _fits(filling, source, goal, item, one, other):
+                        most, misfit, best = gain, miss, (goal, one, other)
+                if count <= PAIRED:
+                    seconds[count], gains[count] = one, theirs
+                    count += 1
+                one = away.after[one]
+    return most, best[0], best[1], best[2]
 
 
-def _partners(row_of: Longs, away: Longs, nothing: int, apart: tuple[int, ...]) -> tuple[Longs, Longs]:
-    """Items, each alone (with `nothing`) and together with others of its row so many places apart."""
-    listed = away[np.argsort(row_of[away], kind="stable")]
-    ones, others = [listed], [np.full_like(listed, nothing)]
-    for places in apart:
-        one, other = listed[:-places], listed[places:]
-        alike = row_of[one] == row_of[other]
-        ones.append(one[alike])
-        others.append(other[alike])
-    return np.concatenate(ones), np.concatenate(others)
+@compiled
+def _at_home(places: Places, item: int, rank: int) -> bool:
+    return places.block[rank] == places.wanted_block[item]
 
 
-def _fits(state: _State, ours: Longs, partner: tuple[Longs, Longs]) -> NDArray[np.bool_]:
-    """Which trades fit if no other is made."""
-    a, b = state.row_of[ours], state.row_of[partner[0]]
-    fits = np.ones(len(ours), np.bool_)
-    for left, amount in state.resources():
-        more = state.sum_of(partner, amount) - amount[ours]
-        fits &= (more <= np.maximum(left[a], 0)) & (-more <= np.maximum(left[b], 0))
-    return fits
+@compiled
+def _gain(places: Places, item: int, here: int, there: int) -> int:
+    """Benefit of an item's going from rank `here` to rank `there`."""
+    node, block = places.wanted_node[item], places.wanted_block[item]
+    gain = int(places.node[there] == node) - int(places.node[here] == node)
+    gain += int(places.block[there] == block) - int(places.block[here] == block)
+    return gain * places.tokens[item]
 
 
-def _names_first(columns: tuple[Longs, ...], nothing: int) -> NDArray[np.bool_]:
-    """Which of the trades name no item that an earlier one names."""
-    turn = np.arange(len(columns[0]))
-    first = np.full(nothing + 1, len(turn))
-    for items in columns:
-        np.minimum.at(first, items, turn)
-    return np.logical_and.reduce([(first[items] == turn) | (items == nothing) for items in columns])
+@compiled
+def _fits(filling: Filling, source: int, goal: int, item: int, one: int, other: int) -> bool:
+    """Whether both rows can take what they would get."""
+    amounts, left = filling.amounts, filling.left
+    for kind in range(len(amounts)):
+        more = amounts[kind, item] - amounts[kind, one] - amounts[kind, other]
+        if more > max(left[kind, goal], 0) or -more > max(left[kind, source], 0):
+            return False
+    return True
 
 
-def _affordable(state: _State, ours: Longs, partner: tuple[Longs, Longs]) -> NDArray[np.bool_]:
-    """Which trades all fit, made in this order, if what a row gets back counts for nothing yet."""
-    row = np.concatenate([state.row_of[ours], state.row_of[partner[0]]])
-    order = np.lexsort((np.tile(np.arange(len(ours)), 2), row))
-    grouped = row[order]
-    fits = np.ones(len(row), np.bool_)
-    for left, amount in state.resources():
-        more = state.sum_of(partner, amount) - amount[ours]
-        use = np.maximum(np.concatenate([more, -more]), 0)[order]
-        fits[order] &= (running_sums(grouped, use) + use <= left[grouped]) | (use == 0)
-    return fits[: len(ours)] & fits[len(ours) :]
+@compiled
+def _move(filling: Filling, places: Places, away: _Away, item: int, source: int, goal: int) -> None:
+    """Of an item that is away from home."""
+    filling.row_of[item] = goal
+    filling.left[:, source] += filling.amounts[:, item]
+    filling.left[:, goal] -= filling.amounts[:, item]
+    before = away.first[source]
+    if before == item:
+        away.first[source] = away.after[item]
+    else:
+        while away.after[before] != item:
+            before = away.after[before]
+        away.after[before] = away.after[item]
+    if not _at_home(places, item, goal % len(places.node)):
+        _add(away, goal, item)
+
+
+@compiled
+def _add(away: _Away, row: int, item: int) -> None:
+    away.after[item] = away.first[row]
+    away.first[row] = item

@@ -11,15 +11,25 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance import placement
 from jaxmllm.balance.assign import item_costs
+from jaxmllm.balance.level import Filling
 from jaxmllm.balance.plan import PhasePlan, PhaseSpec
 from jaxmllm.balance.step_plan import place_items, plan_step, validate
-from jaxmllm.balance.trade import Places, Rows, trade
+from jaxmllm.balance.trade import Places, bring_home
 
 
 def places_of(tokens, wanted, ranks, node):
     """Ranks on their own devices, `node` of them in a node."""
-    nodes, ranks = np.arange(ranks, dtype=np.int32) // node, np.arange(ranks)
+    nodes, ranks = np.arange(ranks) // node, np.arange(ranks)
     return Places(nodes, ranks, nodes[wanted], wanted, tokens)
+
+
+def trade(row, length, cost, left, places):
+    """New rows of the items; `left`: what each row can still take of slots, cost and segments."""
+    slots, costs, segments = left
+    amounts = np.stack([np.append(amount, 0) for amount in (length, np.ones_like(length), cost)])
+    filling = Filling(row.copy(), amounts, np.stack([slots, segments, costs]))
+    bring_home(filling, places, 1)
+    return filling.row_of
 
 
 def slow_benefit(row, places):
@@ -52,7 +62,7 @@ def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items,
     wanted = random.integers(0, ranks, items)
     places = places_of(4 * length, wanted, ranks, 2)
     segments = random.integers(0, 3, rows)
-    new = trade(row, length, cost, Rows(room, costs, segments), places, 1)
+    new = trade(row, length, cost, (room, costs, segments), places)
 
     def sums(where, amount):
         return np.bincount(where, weights=amount, minlength=rows)
@@ -61,14 +71,14 @@ def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items,
     assert (sums(new, length) - sums(row, length) <= room).all()
     assert (sums(new, cost) - sums(row, cost) <= costs).all()
     assert slow_benefit(new, places) >= slow_benefit(row, places)
-    again = trade(row, length, cost, Rows(room, costs, segments), places, 1)
+    again = trade(row, length, cost, (room, costs, segments), places)
     np.testing.assert_array_equal(new, again)
 
 
 def test_two_items_of_one_length_change_places():
     length, nothing = np.array([5, 7, 5]), np.zeros(2, np.int64)
     places = places_of(length, np.array([1, 0, 0]), 2, 1)
-    new = trade(np.array([0, 0, 1]), length, length, Rows(nothing, nothing, nothing), places, 1)
+    new = trade(np.array([0, 0, 1]), length, length, (nothing, nothing, nothing), places)
     assert new.tolist() == [1, 0, 0]
 
 
@@ -76,16 +86,16 @@ def test_two_items_of_one_length_change_places():
 def test_an_item_changes_places_with_two(segments):
     length, nothing = np.array([9, 4, 5]), np.zeros(2, np.int64)
     places = places_of(length, np.array([1, 0, 0]), 2, 1)
-    new = trade(np.array([0, 1, 1]), length, length, Rows(nothing, nothing, nothing + segments), places, 1)
+    new = trade(np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), places)
     assert new.tolist() == ([1, 0, 0] if segments else [0, 1, 1])
 
 
 def test_no_trade_beyond_the_room_of_a_row():
     length, row = np.array([5, 6]), np.array([0, 1])
     places, nothing, much = places_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
-    kept = trade(row, length, length, Rows(nothing, much, nothing), places, 1)
+    kept = trade(row, length, length, (nothing, much, nothing), places)
     assert kept.tolist() == [0, 1]
-    traded = trade(row, length, length, Rows(np.array([1, 0]), much, nothing), places, 1)
+    traded = trade(row, length, length, (np.array([1, 0]), much, nothing), places)
     assert traded.tolist() == [1, 0]
 
 
