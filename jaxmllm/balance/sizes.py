@@ -17,8 +17,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.balance.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
+from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.cost import PhaseTime
 from jaxmllm.balance.long import select
 from jaxmllm.balance.pack import running_sums, sums_by
@@ -56,6 +58,7 @@ USUAL_HOPS, MOST_HOPS = 16, 40  # of a round: more of fewer slots waste less, fe
 COLUMNS = [column.name for column in fields(PhaseItems)]
 
 Capacities = tuple[int, ...]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -270,17 +273,18 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
         return cost
 
     above = cache(lambda length: np.array([load.above(length) for load in loads]).T)
-    bound = cache(lambda capacities: _least_cost(capacities, loads, above))
+    wanted, tolls = (np.array([getattr(load, name) for load in loads]) for name in ("wanted", "toll"))
+    bounds = cache(lambda capacities: _least_costs(capacities, wanted, tolls, above))
 
     def expected(capacities: Capacities, few: slice) -> float:
         """The bound of all loads, times what packing a few of them takes over their own bound."""
-        of_few = _least_cost(capacities, loads[few], lambda length: above(length)[:, few])
-        return bound(capacities) * packed(capacities, loads[few]) / of_few
+        bound = bounds(capacities)
+        return bound.sum() * packed(capacities, loads[few]) / bound[few].sum()
 
     most = PACKED_ITEMS // (PACKED[0] * max(len(load.items.length) for load in loads))
     few = max(1, min(PACKED_BATCHES, most))
     candidates = _candidates(needs, loads, least, largest)
-    hopeful = _best(candidates, bound, PACKED[0])
+    hopeful = _best(candidates, lambda capacities: bounds(capacities).sum(), PACKED[0])
     better = _best(hopeful, lambda capacities: expected(capacities, slice(0, few, 4)), PACKED[1])
     return _best(better, lambda capacities: expected(capacities, slice(few)), 1)[0]
 
@@ -313,26 +317,41 @@ def _best(candidates: Iterable[Capacities], cost: Callable[[Capacities], float],
     return sorted(candidates, key=lambda capacities: (cost(capacities), len(capacities), capacities))[:count]
 
 
-def _least_cost(capacities: Capacities, loads: Sequence[_Load], above: Callable[[int], Longs]) -> float:
-    """Slots and tolls of the fewest rows that may hold each load, filled as far as rows get; summed over the loads.
+def _least_costs(capacities: Capacities, wanted: Longs, tolls: Floats, above: Callable[[int], Longs]) -> Floats:
+    """Slots and tolls of the fewest rows that may hold each of n loads, filled as far as rows get: [n].
 
     Args:
-      above: `_Load.above` of all loads: [2, loads].
+      wanted, tolls: of the loads.
+      above: `_Load.above` of all loads: [2, n].
     """
     sizes = np.array(capacities, np.int64)
     below = (*capacities[1:], 0)
     half = capacities[0] // 2  # of the items above it, no two share a row
-    slots = np.stack([above(bound)[0] for bound in below], axis=1)
-    slots[:, -1] = [load.wanted for load in loads]
+    slots = np.stack([*(above(bound)[0] for bound in below[:-1]), wanted], axis=1)
     rows = np.stack([above(max(bound, half))[1] for bound in below], axis=1)
     rows = np.maximum(rows, slots > 0)
-    firsts = np.arange(slots[:, -1].min() // sizes[0], max(slots[:, -1].max() // sizes[0] + 1, rows.max()) + 1)
+    firsts = np.arange(wanted.min() // sizes[0], max(wanted.max() // sizes[0] + 1, rows.max()) + 1)
     counts = (row_steps(capacities) + firsts[:, None, None] * (np.arange(len(sizes)) == 0)).reshape(-1, len(sizes))
     counts = counts[counts[:, 0] >= 0]
-    enough = (np.cumsum(counts * sizes, axis=1)[:, None] >= slots) & (np.cumsum(counts, axis=1)[:, None] >= rows)
-    chosen = counts[enough.all(axis=2).argmax(axis=0)]
-    tolls = np.array([load.toll for load in loads])
-    return float((chosen @ sizes).sum() + (chosen.sum(axis=1) * tolls).sum())
+    chosen = counts[_first_enough(counts, sizes, slots, rows, np.searchsorted(counts @ sizes, wanted))]
+    return chosen @ sizes + chosen.sum(axis=1) * tolls
+
+
+@compiled
+def _first_enough(counts: Longs, sizes: Longs, slots: Longs, rows: Longs, first: Longs) -> Longs:
+    """Place of the first counts [any, K], from `first` [n] on, that meet the needs `slots` and `rows` [n, K]: [n]."""
+    chosen = np.zeros(len(first), np.int64)
+    for load in range(len(first)):
+        for place in range(first[load], len(counts)):
+            held, number, enough = 0, 0, True
+            for size in range(len(sizes)):
+                held += counts[place, size] * sizes[size]
+                number += counts[place, size]
+                enough &= held >= slots[load, size] and number >= rows[load, size]
+            if enough:
+                chosen[load] = place
+                break
+    return chosen
 
 
 def checked_capacities(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
