@@ -111,7 +111,7 @@ class VisionConfig(TowerConfig):
 
 
 class AudioConfig(TowerConfig):
-    """Log-mel encoder: a convolutional stem (stride 4 in all) inside chunks of `chunk_frames` frames."""
+    """Log-mel encoder: a convolutional stem (stride 4 in all) inside chunks of `chunk_frames` frames of a clip."""
 
     mel_bins: PositiveInt = 80
     chunk_frames: PositiveInt = 64

@@ -542,7 +542,7 @@ def compare_config(
     )
     samples, items = _generated(examples, seed, config.model)
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
-    needs = phase_needs(config, model, modalities(config.model, config.data), largest)
+    needs = phase_needs(config, model, modalities(config.model, config.data, model.split_phases), largest)
     grids = exchange_grids(model)
     nodes, backend = rank_places(config, model), exchange_backend(config, model)
     earlier, later = [choose_sizes(samples, needs, grids, each.balance, nodes, backend) for each in by_mode]

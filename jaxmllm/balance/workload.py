@@ -8,7 +8,7 @@
     multi_image          two to eight images with text between them
 
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision slots are patches,
-merge**2 of them a token; audio slots are frames of 10 ms, padded to whole chunks; the language sequence of an example
+merge**2 of them a token; audio slots are frames of 10 ms, padded to whole tokens; the language sequence of an example
 counts its text, the tokens of its media and two frame tokens around each. Media stand evenly between equal pieces of
 the text. Examples are independent draws from the mix; one seed makes one batch.
 
@@ -118,7 +118,7 @@ def generate(
       seed: of everything drawn; a sequence of integers makes families of batches, as for numpy.
       examples: B.
       mix: weight of each task of `TASKS`; need not add up to one.
-      model: what a token and a chunk of media are.
+      model: what a token of media is.
 
     Returns:
       Items of every phase of the model; `examples` is 0 .. B - 1, and all text tokens are targets.
@@ -261,8 +261,9 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
         patches = images.size * _slots_per_token("vision", model)
         phases["vision"] = _items(images.example, patches, patches, images.size, text)
     if model.audio is not None:
-        tokens, slots = _ceil(clips.size, _slots_per_token("audio", model)), _whole_chunks(clips.size, model.audio)
-        phases["audio"] = _items(clips.example, slots, clips.size, tokens, text)
+        frames = _slots_per_token("audio", model)
+        tokens = _ceil(clips.size, frames)
+        phases["audio"] = _items(clips.example, tokens * frames, clips.size, tokens, text)
     length = text.copy()
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
@@ -282,15 +283,15 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
 
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     images, image = task.images[1], round(task.image.most)
-    frames = np.array([0 if task.clip is None else task.clip.most * FRAMES_PER_SECOND]).astype(np.int64)
+    seconds, frames = 0 if task.clip is None else task.clip.most, _slots_per_token("audio", model)
+    clip = math.ceil(seconds * FRAMES_PER_SECOND / frames)
     if phase == "vision":
         return image * _slots_per_token("vision", model) if images else 0
     if phase == "audio":
-        assert model.audio is not None
-        return int(_whole_chunks(frames, model.audio)[0])
+        return clip * frames
     length = task.text.most + images * (image + FRAME_TOKENS)
     if task.clip is not None:
-        length += FRAME_TOKENS + int(_ceil(frames, _slots_per_token("audio", model))[0])
+        length += FRAME_TOKENS + clip
         length += 0 if task.speech is None else task.clip.most * task.speech.most
     return math.ceil(length)
 
@@ -301,10 +302,6 @@ def _slots_per_token(phase: str, model: ModelConfig) -> int:
     if phase == "audio" and model.audio is not None:
         return STEM_STRIDE * model.audio.merge
     return 1
-
-
-def _whole_chunks(frames: Longs, audio: AudioConfig) -> Longs:
-    return _ceil(frames, audio.chunk_frames) * audio.chunk_frames
 
 
 def _ceil(amount: Longs, parts: int) -> Longs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,9 @@ SHOWN = 5  # refusals quoted in an error
 _RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.sounds.max_seconds or split the clip"}
 
 
-def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
-    """The modalities of the model's encoders by phase, in model order."""
+def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> dict[str, Modality]:
+    """The modalities of the model's encoders by phase, in model order; `split`: phases whose rows are split into parts
+    (context parallelism)."""
     made: dict[str, Modality] = {}
     for phase in model.encoders:
         if phase == "vision" and model.vision is not None:
@@ -47,6 +48,7 @@ def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
                 model.audio.chunk_frames,
                 model.audio.merge,
                 data.sounds.max_seconds,
+                whole_chunks=phase in split,
             )
     return made
 

@@ -29,7 +29,7 @@ TOLERANCE = 8  # frames by which header and body of a lossy file may disagree; p
 
 @dataclass(frozen=True)
 class Sounds:
-    """The audio modality. A shape is (frames, 1); a clip occupies whole chunks of `chunk_frames` slots.
+    """The audio modality. A shape is (frames, 1); a clip occupies the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are zero and not real.
     """
@@ -41,6 +41,7 @@ class Sounds:
     chunk_frames: int
     merge: int
     max_seconds: float
+    whole_chunks: bool = False  # a clip occupies whole chunks of slots, as the tower needs where rows are split
 
     name = "audio"
     part = "audio"
@@ -53,7 +54,7 @@ class Sounds:
 
     @property
     def granule(self) -> int:
-        return self.chunk_frames
+        return self.chunk_frames if self.whole_chunks else self.slots_per_token
 
     @property
     def slots_per_token(self) -> int:
@@ -65,7 +66,7 @@ class Sounds:
         return self._shape(_header(path), path)
 
     def length(self, shape: Shape) -> int:
-        return _ceil(shape[0], self.chunk_frames) * self.chunk_frames
+        return _ceil(shape[0], self.granule) * self.granule
 
     def real(self, shape: Shape) -> int:
         return shape[0]

@@ -1,11 +1,11 @@
-"""The audio tower: a convolutional stem inside fixed-size chunks, then a transformer over each clip."""
+"""The audio tower: a convolutional stem inside fixed-size chunks of each clip, then a transformer over the clip."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmllm.config import AudioConfig, ComponentConfig
 from jaxmllm.models.layers import (
@@ -27,15 +27,19 @@ STRIDE = 4  # frames behind one token of the transformer: two convolutions of st
 
 
 class HalvingConvolution(nnx.Module):
-    """Convolution of width 3 and stride 2 with zero padding at the start, written as one matrix product."""
+    """Convolution of width 3 and stride 2 over spans of T slots, written as one matrix product."""
 
     def __init__(self, in_width: int, width: int, rngs: nnx.Rngs):
         self.kernel = parameter(rngs, (3 * in_width, width), (None, "embed"), 3 * in_width)
         self.bias = bias((width,), (None,))
 
-    def __call__(self, x: Float[Array, "R N T I"], layout: Layout) -> Float[Array, "R N T/2 D"]:
+    def __call__(
+        self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/2"], layout: Layout
+    ) -> Float[Array, "R N T/2 D"]:
+        """Outputs that are `first` see zeros before their two slots."""
         even, odd = x[:, :, 0::2], x[:, :, 1::2]
         before = jnp.pad(odd[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
+        before = jnp.where(first[..., None], 0, before)
         windows = jnp.concatenate([before, even, odd], axis=-1)
         return jax.nn.gelu(windows @ weight(self.kernel, layout, x.dtype) + weight(self.bias, layout, x.dtype))
 
@@ -43,8 +47,8 @@ class HalvingConvolution(nnx.Module):
 class AudioTower(nnx.Module):
     """Log-mel frames -> features at a quarter of the frame rate, bidirectional inside each clip.
 
-    The stem sees one chunk at a time, so a clip's features depend neither on its neighbours in the row nor on
-    where it stands.
+    The stem sees one chunk of a clip at a time, so a clip's features depend neither on its neighbours in the row nor
+    on where it stands.
     """
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
@@ -63,8 +67,13 @@ class AudioTower(nnx.Module):
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/4 D"]:
         """What the first layer reads."""
         ranks, slots, mels = rows.features.shape
-        x = rows.features.astype(dtype).reshape(ranks, -1, self.config.chunk_frames, mels)
-        x = self.stem_width(self.stem_mels(x, layout), layout)
+        # Split rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
+        span = self.config.chunk_frames if layout.parts > 1 else slots
+        x = rows.features.astype(dtype).reshape(ranks, -1, span, mels)
+        first = rows.positions[:, ::STRIDE, 0] % (self.config.chunk_frames // STRIDE) == 0
+        first = first.reshape(ranks, -1, span // STRIDE)
+        first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(ranks, -1, span // 2)
+        x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
         return layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
 
     def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:

@@ -67,6 +67,11 @@ class MLLM:
     def trainable(self) -> frozenset[str]:
         return frozenset(name for name, component in self.components.items() if not component.settings.freeze)
 
+    @property
+    def split_phases(self) -> frozenset[str]:
+        """Encoder phases whose rows are split into parts (context parallelism)."""
+        return frozenset(phase for phase in self.config.encoders if self.layout(phase).parts > 1)
+
     def layout(self, phase: str) -> Layout:
         return self.components[phase].layout
 

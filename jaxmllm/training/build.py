@@ -108,7 +108,8 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
-    corpus, held_out = open_corpora(config, tokenizer, modalities(config.model, config.data), model)
+    media = modalities(config.model, config.data, model.split_phases)
+    corpus, held_out = open_corpora(config, tokenizer, media, model)
     order = example_order(corpus.members, config.run.seed)
     fewest, most = SAMPLED_BATCHES
     count = min(max(SAMPLED_EXAMPLES // config.data.batch_size, fewest), most)

@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def data(*sources: SourceConfig) -> DataConfig:
     return DataConfig.model_validate({"sources": sources, "batch_size": 2, "images": {"min_pixels": 64}})
 
 
-MODALITIES = modalities(MODEL, data())
+MODALITIES = modalities(MODEL, data(), ())
 
 
 def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
@@ -67,7 +68,9 @@ def test_modalities_follow_the_model() -> None:
     assert list(MODALITIES) == ["vision", "audio"]
     assert MODALITIES["vision"] == Images(4, 2, 64, 1024 * 1024)
     assert MODALITIES["audio"] == Sounds(16_000, 400, 160, 40, 32, 2, 60.0)
-    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), data()) == {}
+    split = {"vision": MODALITIES["vision"], "audio": replace(MODALITIES["audio"], whole_chunks=True)}
+    assert modalities(MODEL, data(), {"vision", "audio"}) == split
+    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), data(), ()) == {}
 
 
 def test_numbering(corpus: Corpus) -> None:
@@ -164,17 +167,17 @@ def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:
     ("limits", "kept", "words"),
     [
         (
-            {"vision": 23, "audio": 64},
+            {"vision": 23, "audio": 56},
             ["f1", "f2", "s1"],
             "a.png takes 24 slots .* holds 23: lower data.images.max_pixels",
         ),
         (
-            {"audio": 63},
+            {"audio": 55},
             ["f1", "s0", "s1"],
-            "c.wav takes 64 slots .* data.sounds.max_seconds .*phases.audio.capacities",
+            "c.wav takes 56 slots .* data.sounds.max_seconds .*phases.audio.capacities",
         ),
         ({"language": 10}, ["s1"], "tokens long, .* holds 10: .*phases.language.capacities"),
-        ({"vision": 24, "audio": 64, "language": 100}, ["f0", "f1", "f2", "s0", "s1"], None),
+        ({"vision": 24, "audio": 56, "language": 100}, ["f0", "f1", "f2", "s0", "s1"], None),
     ],
 )
 def test_examples_longer_than_a_row(limits: dict[str, int], kept: list[str], words: str | None, corpus: Corpus) -> None:

@@ -1,6 +1,7 @@
 import io
 import math
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxmllm.data.mpeg import count_samples
 from jaxmllm.data.sounds import Sounds, log_mel, mel_filters
 
 SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
+SPLIT = replace(SOUNDS, whole_chunks=True)
 
 
 def noise(count: int) -> np.ndarray:
@@ -82,7 +84,7 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
     shape = SOUNDS.measure(tmp_path / name)
     assert shape == (70, 1)
     got = SOUNDS.load(tmp_path / name, shape)
-    assert got.shape == (96, 40) == (SOUNDS.length(shape), SOUNDS.features) and got.dtype == SOUNDS.dtype
+    assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.features) and got.dtype == SOUNDS.dtype
     assert not got[70:].any() and np.isfinite(got).all()
     band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
     assert abs(int(np.median(got[5:65].argmax(1))) - band) <= 1
@@ -100,12 +102,14 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
         soundfile.write(tmp_path / "a.wav", noise(samples), 16_000)
         shape = SOUNDS.measure(tmp_path / "a.wav")
         assert shape == (frames, 1)
-        assert len(SOUNDS.load(tmp_path / "a.wav", shape)) == SOUNDS.length(shape) == math.ceil(frames / 32) * 32
+        assert len(SOUNDS.load(tmp_path / "a.wav", shape)) == SOUNDS.length(shape) == math.ceil(frames / 8) * 8
+        assert len(SPLIT.load(tmp_path / "a.wav", shape)) == SPLIT.length(shape) == math.ceil(frames / 32) * 32
         assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
     assert [SOUNDS.tokens((frames, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
-    assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
+    assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(8)]
+    assert SPLIT.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
     assert SOUNDS.token_positions((33, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
-    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride) == (8, 4)
+    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride, SOUNDS.granule, SPLIT.granule) == (8, 4, 8, 32)
 
 
 def test_short_clips_at_odd_rates(tmp_path: Path) -> None:

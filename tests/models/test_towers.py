@@ -130,8 +130,8 @@ def halving_convolution(p, frames):
 
 
 def audio_tower(p, config, frames, real):
-    """One clip of whole chunks, `real` frames of it data -> [n / 4, D]."""
-    chunks = np.split(frames, len(frames) // config.chunk_frames)
+    """One clip, `real` frames of it data -> [n / 4, D]."""
+    chunks = np.split(frames, range(config.chunk_frames, len(frames), config.chunk_frames))
     x = np.concatenate(
         [halving_convolution(p["stem_width"], halving_convolution(p["stem_mels"], chunk)) for chunk in chunks]
     )
@@ -283,22 +283,60 @@ def test_vision_tower_in_windows(full_layers):
         close(features[here], vision_tower(params["vision"], config, pixels[here], positions[here]))
 
 
-def test_audio_tower_and_projector(encoders):
-    clips = [(0, 0, 32, 27), (0, 32, 48, 16), (1, 0, 128, 125), (2, 0, 16, 1), (2, 16, 48, 18), (7, 0, 48, 41)]
-    slots, rng = 128, np.random.default_rng(2)
-    frames = np.zeros((8, slots, AUDIO.mel_bins), np.float32)
+def audio_rows(clips, slots=128):
+    """Rows of `clips` [(row, start, stop, frames [real, F])]."""
+    features, segments = np.zeros((8, slots, AUDIO.mel_bins)), np.zeros((8, slots), np.int32)
     positions = np.zeros((8, slots, 2), np.int32)
-    for row, start, stop, real in clips:
-        frames[row, start : start + real] = rng.standard_normal((real, AUDIO.mel_bins))
+    for number, (row, start, stop, frames) in enumerate(clips, 1):
+        features[row, start : start + len(frames)] = frames
+        segments[row, start : start + len(frames)] = number
         positions[row, start:stop, 0] = np.arange(stop - start) // 4
-    segments = packed([(row, start, start + real) for row, start, _, real in clips], slots)
-    features, tokens = encode(encoders, "audio", encoder_rows(frames, positions, segments, 8, stride=4))
+    return encoder_rows(features, positions, segments, 8, stride=4)
+
+
+def test_audio_tower_and_projector(encoders):
+    """Most clips end inside a chunk of 16 frames, where the next one begins."""
+    places = [(0, 0, 32, 27), (0, 32, 40, 8), (0, 40, 48, 1), (0, 48, 104, 49), (1, 0, 128, 125), (2, 8, 32, 18)]
+    rng = np.random.default_rng(2)
+    clips = [(*place, rng.standard_normal((real, AUDIO.mel_bins))) for *place, real in [*places, (7, 0, 48, 41)]]
+    rows = audio_rows(clips)
+    features, tokens = encode(encoders, "audio", rows)
     params = encoders[1]
-    for row, start, stop, real in clips:
-        want = audio_tower(params["audio"], AUDIO, frames[row, start:stop], real)
+    for row, start, stop, frames in clips:
+        want = audio_tower(params["audio"], AUDIO, rows.features[row, start:stop], len(frames))
         close(features[row, start // 4 : stop // 4], want)
         want = mlp(want.reshape(-1, 2 * AUDIO.width), params["projector.audio"]["mlp"])
         close(tokens[row, start // 8 : stop // 8], want)
+
+
+def test_clips_have_the_gradients_that_they_have_alone(encoders):
+    """Packed behind one another, or each at the start of a row of its own: for frames and for all parameters."""
+    model, params = encoders
+    rng = np.random.default_rng(5)
+    sizes = [(32, 27), (8, 8), (8, 1), (56, 49), (24, 18)]  # slots, frames
+    frames = [rng.standard_normal((real, AUDIO.mel_bins)) for _, real in sizes]
+    d_tokens = [rng.standard_normal((slots // 8, TIED.width)) for slots, _ in sizes]
+    starts = np.cumsum([0, *(slots for slots, _ in sizes[:-1])])
+    places = {"packed": [(0, start) for start in starts], "alone": [(row, 0) for row in range(len(sizes))]}
+
+    def gradients(places):
+        spans = [(row, start, start + slots) for (row, start), (slots, _) in zip(places, sizes, strict=True)]
+        rows = audio_rows([(*span, clip) for span, clip in zip(spans, frames, strict=True)])
+
+        def loss(params, features):
+            read = rows._replace(features=features)
+            tokens = model.project(params, "audio", model.features(params, "audio", read), rows.places)
+            of_clips = zip(spans, d_tokens, strict=True)
+            return sum((tokens[row, start // 8 : stop // 8] * d).sum() for (row, start, stop), d in of_clips)
+
+        d_params, d_features = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, rows.features)
+        used = {name: d_params[name] for name in ("audio", "projector.audio")}
+        return used, [d_features[row, start:stop] for row, start, stop in spans]
+
+    with jax.enable_x64(True):
+        packed, alone = (jax.device_get(gradients(places[name])) for name in ("packed", "alone"))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(alone))
+    jax.tree.map(close, packed, alone)
 
 
 def test_nothing_leaks_from_one_image_to_the_next(encoders):

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxmllm.balance.plan import PhaseSpec
-from jaxmllm.config import parse_config
+from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.corpus import modalities
-from jaxmllm.training.build import attention_block
+from jaxmllm.training.build import attention_block, granule
 from tests.support import tiny_config
 
 
@@ -29,4 +29,19 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
 ):
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
     rows = PhaseSpec(phase, 4, tuple(capacities), 8, 1, 1, 1, long_capacity=long_capacity)
-    assert attention_block(config, rows, modalities(config.model, config.data), parts) == expected
+    split = {phase} if parts > 1 else ()
+    assert attention_block(config, rows, modalities(config.model, config.data, split), parts) == expected
+
+
+def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole_chunks(tmp_path):
+    """Chunks are of 32 frames, tokens of 8."""
+
+    def of(block, parts):
+        config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
+        media = modalities(config.model, config.data, {"audio"} if parts > 1 else ())
+        return granule(config, "audio", media, parts)
+
+    assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
+    assert [of(block, 2) for block in (8, 32)] == [64, 256]
+    with pytest.raises(ConfigError, match=r"blocks of 16 slots, .* multiple of 32, .* audio tower .* raise it to 8"):
+        of(4, 2)
