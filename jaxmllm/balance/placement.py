@@ -5,10 +5,11 @@ ranks trade examples of like cost until all take in about as many media tokens. 
 their encoder rows freely, for every rank waits for the costliest row of the microbatch anyway; after that, items of
 like length trade places (trade.py).
 
-    benefit[row, rank] = tokens for the rank's node + tokens for the rank's own devices
+    benefit[row, rank] = weight of the items for the rank's node + of those for the rank's own devices
 
-Few ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each (node-wise
-placement as in OrchMLLM, arXiv 2503.23830, but row by row).
+An item weighs the square of its tokens, for short ones find others to trade with afterwards. Few ranks get the
+assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each (node-wise placement as in
+OrchMLLM, arXiv 2503.23830, but row by row).
 
 Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
 """
@@ -159,16 +160,16 @@ def place_rows(
         if not plan.microbatches or ranks == 1:
             continue
         goal, near = home[wanted.example], (nodes[phase], nodes["language"])
-        tokens, rank = wanted.tokens.astype(np.int64), plan.rank.astype(np.int64)
+        rank, weight = plan.rank.astype(np.int64), wanted.tokens.astype(np.int64) ** 2
         each = item_costs(phases[phase], wanted.length)
         cost = sums_by(plan.microbatch * np.int64(ranks) + rank, each, plan.microbatches * ranks).reshape(-1, ranks)
         rank_of = np.empty_like(cost)
         for microbatch in range(plan.microbatches):
             own = np.flatnonzero(plan.microbatch == microbatch)
-            rank_of[microbatch] = _match(rank[own], goal[own], tokens[own], grid, *near)
+            rank_of[microbatch] = _match(rank[own], goal[own], weight[own], grid, *near)
         floor = rank_floor(each, ranks)
         if not _even_out(rank_of, cost, max(int(cost.sum(axis=0).max()), floor + floor // MARGIN)):
-            rank_of[:] = _match(rank, goal, tokens, grid, *near)
+            rank_of[:] = _match(rank, goal, weight, grid, *near)
         placed[phase] = replace(plan, rank=rank_of[plan.microbatch, rank].astype(np.int32))
     return placed
 
@@ -200,14 +201,14 @@ def _even_out(rank_of: Longs, cost: Longs, limit: int) -> bool:
 
 
 def _match(
-    row: Longs, goal: Longs, tokens: Longs, grid: ExchangeGrid, encoder_node: Ints, language_node: Ints
+    row: Longs, goal: Longs, weight: Longs, grid: ExchangeGrid, encoder_node: Ints, language_node: Ints
 ) -> Longs:
     """A rank for each of R rows, every rank once: [R].
 
     Args:
       row: [N] row of each item, 0 .. R - 1.
       goal: [N] language rank that needs the item.
-      tokens: [N].
+      weight: [N] of having it there.
       encoder_node, language_node: node of each rank.
     """
     ranks = grid.encoder.size
@@ -215,15 +216,15 @@ def _match(
     nodes = int(max(encoder_node.max(), language_node.max())) + 1
     node_goal, block_goal = language_node[goal].astype(np.int64), language_block[goal]
     if ranks <= EXACT_RANKS:
-        to_node = sums_by(row * nodes + node_goal, tokens, ranks * nodes).reshape(ranks, nodes)
-        to_block = sums_by(row * len(grid.encoder) + block_goal, tokens, grid.encoder.shape[0] * ranks)
+        to_node = sums_by(row * nodes + node_goal, weight, ranks * nodes).reshape(ranks, nodes)
+        to_block = sums_by(row * len(grid.encoder) + block_goal, weight, grid.encoder.shape[0] * ranks)
         benefit = to_node[:, encoder_node] + to_block.reshape(ranks, -1)[:, encoder_block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
-    node_of = _greedy(row, node_goal, tokens, np.bincount(encoder_node, minlength=nodes), ranks)
+    node_of = _greedy(row, node_goal, weight, np.bincount(encoder_node, minlength=nodes), ranks)
     inside = node_of[row] == node_goal
     room = np.full(len(grid.encoder), grid.encoder.shape[1])
     # A block of several ranks may span nodes; then the node decides and the block is left to chance.
-    block_of = _greedy(row[inside], block_goal[inside], tokens[inside], room, ranks, fill=False)
+    block_of = _greedy(row[inside], block_goal[inside], weight[inside], room, ranks, fill=False)
     return _deal(node_of, block_of, encoder_node, encoder_block)
 
 
@@ -234,12 +235,12 @@ def _blocks(ranks: Ints) -> Longs:
     return block
 
 
-def _greedy(row: Longs, group: Longs, tokens: Longs, room: Longs, rows: int, fill: bool = True) -> Longs:
+def _greedy(row: Longs, group: Longs, weight: Longs, room: Longs, rows: int, fill: bool = True) -> Longs:
     """A group for each row: repeatedly every row asks for the group that needs most of its tokens among those with
     room, and groups take those with most tokens: [rows], -1 where none is left (never with `fill`)."""
     groups = len(room)
     key, index = np.unique(row * groups + group, return_inverse=True)
-    gain = sums_by(index, tokens, len(key))
+    gain = sums_by(index, weight, len(key))
     key = key[np.lexsort((key, -gain))]  # best first
     row, group = np.divmod(key, groups)
     taken, room = np.full(rows, -1, np.int64), room.astype(np.int64)

@@ -3,9 +3,9 @@
     row of rank a [ . i . . . ]  --i-->      row of i's home b [ j . k . . ]     j and k are as long as i together,
                   [ . j k . . ]  <--j, k--                     [ i . . . . ]     and not at home
 
-Balancing deals items to rows without regard to where their tokens are needed; which of two items of like length lies
-in which row hardly matters to it, but decides what the exchange has to carry. No trade lets a row overflow or get
-costlier than it may, so the balance stays.
+i may also take along another item of its row. Balancing deals items to rows without regard to where their tokens are
+needed; which of two items of like length lies in which row hardly matters to it, but decides what the exchange has to
+carry. No trade lets a row overflow or get costlier than it may, so the balance stays.
 
 Letters: N items, R ranks, E ranks of a block.
 """
@@ -20,7 +20,8 @@ from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.level import COST, Filling
 from jaxmllm.balance.plan import Longs
 
-PAIRED = 16  # items of a row that are tried two at a time: all pairs of many would take long
+TOGETHER = 8  # an item goes alone or with one of fewer than so many others of its row
+PAIRED = 32  # the first items of a row are also tried two at a time, fewer than so many: all pairs would take long
 
 
 class Places(NamedTuple):
@@ -74,41 +75,55 @@ def _trade_all(filling: Filling, places: Places, homes: Longs, order: Longs) -> 
         source = filling.row_of[item]
         if _at_home(places, item, source % ranks):
             continue
-        gain, goal, one, other = _best(filling, places, away, homes[places.wanted_block[item]], item)
+        gain, goal, companion, one, other = _best(filling, places, away, homes[places.wanted_block[item]], item)
         if gain:
             saved += gain
-            _move(filling, places, away, item, source, goal)
-            _move(filling, places, away, one, goal, source)
-            if other != nothing:
-                _move(filling, places, away, other, goal, source)
+            for given in (item, companion):
+                _move(filling, places, away, given, source, goal)
+            for taken in (one, other):
+                _move(filling, places, away, taken, goal, source)
     return saved
 
 
 @compiled
-def _best(filling: Filling, places: Places, away: _Away, homes: Longs, item: int) -> tuple[int, int, int, int]:
-    """(benefit, row, partner, second partner or nothing) of an item's best trade; of equals, that of likest cost."""
-    amounts, nothing, ranks = filling.amounts, len(filling.row_of), len(places.node)
+def _best(filling: Filling, places: Places, away: _Away, homes: Longs, item: int) -> tuple[int, int, int, int, int]:
+    """(benefit, row, companion, partner, second partner) of an item's best trade, companion and second partner perhaps
+    nothing; of equals that of likest cost."""
+    cost, nothing, ranks = filling.amounts[COST], len(filling.row_of), len(places.node)
     source, here = filling.row_of[item], filling.row_of[item] % ranks
-    most, misfit, best = 0, 0, (source, nothing, nothing)
-    seconds, gains = np.full(PAIRED + 1, nothing), np.zeros(PAIRED + 1, np.int64)
+    most, misfit, best = 0, 0, (source, nothing, nothing, nothing)
+    companions, given = np.full(TOGETHER, nothing), np.zeros(TOGETHER, np.int64)
+    seconds, taken = np.full(PAIRED, nothing), np.zeros(PAIRED, np.int64)
+    many, companion = 1, away.first[source]
+    while companion != nothing and many < TOGETHER:
+        if companion != item:
+            companions[many] = companion
+            many += 1
+        companion = away.after[companion]
     for first in range(0, filling.left.shape[1], ranks):
         for there in homes:
+            for number in range(many):
+                given[number] = _gain(places, companions[number], here, there)
             goal, own, count = first + there, _gain(places, item, here, there), 1
             one = away.first[goal]
             while one != nothing:
                 theirs = _gain(places, one, there, here)
-                for second in range(count):  # nothing first, then those before
-                    other, gain = seconds[second], own + theirs + gains[second]
-                    if gain < max(most, 1):
-                        continue
-                    miss = abs(amounts[COST, item] - amounts[COST, one] - amounts[COST, other])
-                    if (gain > most or miss < misfit) and _fits(filling, source, goal, item, one, other):
-                        most, misfit, best = gain, miss, (goal, one, other)
-                if count <= PAIRED:
-                    seconds[count], gains[count] = one, theirs
+                for second in range(count if count < PAIRED else 1):  # nothing, and then those before it
+                    for number in range(many):
+                        gain = own + given[number] + theirs + taken[second]
+                        if gain < max(most, 1):
+                            continue
+                        companion, other = companions[number], seconds[second]
+                        miss = abs(cost[item] + cost[companion] - cost[one] - cost[other])
+                        if gain == most and miss >= misfit:
+                            continue
+                        if _fits(filling, source, goal, item, companion, one, other):
+                            most, misfit, best = gain, miss, (goal, companion, one, other)
+                if count < PAIRED:
+                    seconds[count], taken[count] = one, theirs
                     count += 1
                 one = away.after[one]
-    return most, best[0], best[1], best[2]
+    return most, best[0], best[1], best[2], best[3]
 
 
 @compiled
@@ -119,6 +134,8 @@ def _at_home(places: Places, item: int, rank: int) -> bool:
 @compiled
 def _gain(places: Places, item: int, here: int, there: int) -> int:
     """Benefit of an item's going from rank `here` to rank `there`."""
+    if item == len(places.tokens):  # nothing
+        return 0
     node, block = places.wanted_node[item], places.wanted_block[item]
     gain = int(places.node[there] == node) - int(places.node[here] == node)
     gain += int(places.block[there] == block) - int(places.block[here] == block)
@@ -126,11 +143,11 @@ def _gain(places: Places, item: int, here: int, there: int) -> int:
 
 
 @compiled
-def _fits(filling: Filling, source: int, goal: int, item: int, one: int, other: int) -> bool:
+def _fits(filling: Filling, source: int, goal: int, item: int, companion: int, one: int, other: int) -> bool:
     """Whether both rows can take what they would get."""
     amounts, left = filling.amounts, filling.left
     for kind in range(len(amounts)):
-        more = amounts[kind, item] - amounts[kind, one] - amounts[kind, other]
+        more = amounts[kind, item] + amounts[kind, companion] - amounts[kind, one] - amounts[kind, other]
         if more > max(left[kind, goal], 0) or -more > max(left[kind, source], 0):
             return False
     return True
@@ -138,7 +155,9 @@ def _fits(filling: Filling, source: int, goal: int, item: int, one: int, other: 
 
 @compiled
 def _move(filling: Filling, places: Places, away: _Away, item: int, source: int, goal: int) -> None:
-    """Of an item that is away from home."""
+    """Of an item that is away from home, or of nothing."""
+    if item == len(filling.row_of):
+        return
     filling.row_of[item] = goal
     filling.left[:, source] += filling.amounts[:, item]
     filling.left[:, goal] -= filling.amounts[:, item]

@@ -90,6 +90,14 @@ def test_an_item_changes_places_with_two(segments):
     assert new.tolist() == ([1, 0, 0] if segments else [0, 1, 1])
 
 
+def test_an_item_comes_home_with_a_companion_of_its_row():
+    """No partner of item 0 alone leaves both rows within their room."""
+    length, nothing = np.array([9, 3, 7, 5]), np.zeros(4, np.int64)
+    places = places_of(length, np.array([1, 2, 0, 0]), 4, 1)
+    new = trade(np.array([0, 0, 1, 1]), length, length, (nothing, nothing, nothing), places)
+    assert new.tolist() == [1, 1, 0, 0]
+
+
 def test_no_trade_beyond_the_room_of_a_row():
     length, row = np.array([5, 6]), np.array([0, 1])
     places, nothing, much = places_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
