@@ -50,29 +50,36 @@ def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Long
 @compiled
 def _deal(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
     room, budget, spare = capacity.copy(), capacity.copy(), np.full(len(capacity), max_segments)
-    by_left = [(-capacity[row], row) for row in range(len(capacity))]  # entries of what was left once stay until met
+    by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
     for item in order:
-        while by_left and (
-            not spare[by_left[0][1]] or -by_left[0][0] != min(room[by_left[0][1]], budget[by_left[0][1]])
-        ):
-            heappop(by_left)
-        if not by_left:
+        row = -1
+        while by_left and row < 0:
+            left, top = by_left[0]
+            if spare[top] and -left == min(room[top], budget[top]):
+                row = top
+            else:  # full, or what it once had left
+                heappop(by_left)
+        if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
+            row = _roomiest(room, spare, capacity, length[item])
+        if row < 0:
             return False
-        row = by_left[0][1]
-        if length[item] > room[row]:  # the budget is not kept where slots are short
-            row = -1
-            for other in range(len(capacity)):
-                if spare[other] and capacity[other] >= length[item] and (row < 0 or room[other] > room[row]):
-                    row = other
-            if row < 0:
-                return False
         row_of[item] = row
         room[row] -= length[item]
         budget[row] -= share[item]
         spare[row] -= 1
         heappush(by_left, (-min(room[row], budget[row]), row))
     return True
+
+
+@compiled
+def _roomiest(room: Longs, spare: Longs, capacity: Longs, length: int) -> int:
+    """The row with most room among those that may take another item and could hold this one if empty; -1 if none."""
+    best = -1
+    for row in range(len(room)):
+        if spare[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
+            best = row
+    return best
 
 
 def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:

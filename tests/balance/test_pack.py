@@ -51,8 +51,8 @@ def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 12))
-def test_dealing_in_rounds_equals_dealing_singly(costs, rows):
-    """Rows of one size with room for all: loads as when each item goes to the lightest row."""
+def test_items_are_dealt_to_the_lightest_row(costs, rows):
+    """Where rows are of one size and have room for all."""
     capacity = np.full(rows, max(sum(costs), 1))
     row_of = deal(long(costs), long(costs), capacity, max(len(costs), 1))
     load = [0] * rows
