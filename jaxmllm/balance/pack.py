@@ -110,16 +110,22 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
 
 def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, in the order given, into the first row that has room. Arguments and result as above."""
-    room, segments = capacity.tolist(), [max_segments] * len(capacity)
     row_of = np.empty(len(length), np.int64)
-    for item, wanted in enumerate(length.tolist()):
-        row = next((row for row, free in enumerate(room) if free >= wanted and segments[row]), None)
-        if row is None:
-            return None
+    return row_of if _first_fit(row_of, length, capacity.copy(), np.full(len(capacity), max_segments)) else None
+
+
+@compiled
+def _first_fit(row_of: Longs, length: Longs, room: Longs, spare: Longs) -> bool:
+    for item in range(len(length)):
+        row = 0
+        while row < len(room) and (room[row] < length[item] or not spare[row]):
+            row += 1
+        if row == len(room):
+            return False
         row_of[item] = row
-        room[row] -= wanted
-        segments[row] -= 1
-    return row_of
+        room[row] -= length[item]
+        spare[row] -= 1
+    return True
 
 
 def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
