@@ -21,7 +21,7 @@ from jaxmllm.balance.level import COST, Filling
 from jaxmllm.balance.plan import Longs
 
 TOGETHER = 8  # an item goes alone or with one of fewer than so many others of its row
-PAIRED = 32  # the first items of a row are also tried two at a time, fewer than so many: all pairs would take long
+PAIRED = 12  # the first items of a row are also tried two at a time, fewer than so many: all pairs would take long
 
 
 class Places(NamedTuple):
