@@ -20,7 +20,7 @@ from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.level import COST, Filling
 from jaxmllm.balance.plan import Longs
 
-TOGETHER = 8  # an item goes alone or with one of fewer than so many others of its row
+TOGETHER = 6  # an item goes alone or with one of fewer than so many others of its row
 PAIRED = 12  # the first items of a row are also tried two at a time, fewer than so many: all pairs would take long
 
 
