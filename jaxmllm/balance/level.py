@@ -134,7 +134,7 @@ def _trade(filling: Filling, order: Longs, heavy: Longs, light: Longs, turn: int
       order: [N] items; those that a row offers are spread evenly over it, and others every `turn`.
       heavy, light: [pairs] different rows.
       weight: the amount that is to be alike; heavy rows have less left of it.
-      limits: no row may take more of the amounts before this one than it has left; `weight` is none of them.
+      limits: of the amounts before this one, but for `weight`, no row may take more than it has left.
     """
     start = np.zeros(filling.left.shape[1] + 1, np.int64)
     start[1:] = np.cumsum(np.bincount(filling.row_of, minlength=len(start) - 1))
@@ -145,6 +145,7 @@ def _trade(filling: Filling, order: Longs, heavy: Longs, light: Longs, turn: int
 def _trade_pairs(
     filling: Filling, order: Longs, start: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int
 ) -> int:
+    """`_trade`; the items of row r are those from start[r] on in a list by row."""
     row_of, amounts, left = filling
     by_row, free = np.empty(len(order), np.int64), start.copy()
     for item in order:
@@ -156,11 +157,7 @@ def _trade_pairs(
     for pair in range(len(heavy)):
         rows = heavy[pair], light[pair]
         for side in range(2):
-            first, many = start[rows[side]], start[rows[side] + 1] - start[rows[side]]
-            count = min(many, OFFERED)
-            for number in range(count):
-                place = number if many <= OFFERED else (number * many + turn % many) // OFFERED
-                offered[side, number + 1] = by_row[first + place]
+            count = _offer(offered[side], by_row[start[rows[side]] : start[rows[side] + 1]], turn)
             choices[side] = 1 + count * (count + 1) // 2
             for choice in range(choices[side]):
                 one, other = offered[side, ONE[choice]], offered[side, OTHER[choice]]
@@ -181,6 +178,15 @@ def _trade_pairs(
                     left[:, rows[side]] += amounts[:, item]
                     left[:, rows[1 - side]] -= amounts[:, item]
     return gained
+
+
+@compiled
+def _offer(offered: Longs, items: Longs, turn: int) -> int:
+    """Put items of a row into `offered` from 1 on: all, or some evenly spread; returns how many."""
+    many, count = len(items), min(len(items), OFFERED)
+    for number in range(count):
+        offered[number + 1] = items[number if many <= OFFERED else (number * many + turn % many) // OFFERED]
+    return count
 
 
 @compiled
