@@ -1,7 +1,8 @@
 """Loops of the planner, compiled: plain Python over integer arrays, as fast as C.
 
 A function is compiled when it is first called with arrays of some types, which takes seconds, and kept on disk beside
-its module or in the user's cache directory.
+its module or in the user's cache directory. What is kept counts until that module changes, whatever becomes of others:
+so compiled functions call those of their own module alone.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Places(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """The items away from home in each row, as lists: in what order does not matter. N is nothing."""
+    """The items away from home in each row, as lists, at first those of most tokens first. N is nothing."""
 
     first: Longs  # [rows]
     after: Longs  # [N] the next one of the same row
