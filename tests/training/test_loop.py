@@ -19,7 +19,8 @@ from jaxmllm.data.sample import make_sample
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
-from jaxmllm.training.loop import TrainingError, train
+from jaxmllm.training.loop import train
+from jaxmllm.training.report import TrainingError
 from tests.support import assert_close, scaled, tiny_config, without_targets
 
 KINDS = {"picture", "sound", "both", "text"}
