@@ -12,14 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.data.messages import shown
+
 Shape = tuple[int, int]
 
 
 class MediaError(ValueError):
-    """A media file that cannot be used. `reason` is a short stable word for counting; the message names the file."""
+    """A media file that cannot be used. `reason` is a short stable word for counting; the message names the file and
+    is one line, whatever stands in its path or in the words of a library (see `shown`)."""
 
     def __init__(self, reason: str, message: str):
-        super().__init__(message)
+        super().__init__(shown(message))
         self.reason = reason
 
 
