@@ -85,7 +85,7 @@ def train(run: Run) -> dict[str, Any]:
                     report.write(pending, writer, progress)
                 pending = Pending(step, batch, metrics, waited)
 
-                stopped = stop.should_stop(step)
+                stopped = stop.should_stop()
                 last = stopped or step == config.run.steps
                 if last or due(step, config.checkpoint.every):
                     report.write(pending, writer, progress)  # never keep a state that the limits forbid

@@ -1,9 +1,10 @@
 """Stopping cleanly: SIGTERM or SIGINT once asks for a last checkpoint, twice does what it always did.
 
-The processes of a run must stop after the same step, yet the signal may reach only one of them, and the hosts
-may be some steps apart. So a process that has the signal leaves a notice with the coordinator; a thread in every
-process looks for it and answers with the last step its host has begun; all stop after the largest answer plus one.
-No device and no collective takes part, and the answer needs no help from a host that waits for its devices.
+The processes of a run must stop at the same place, yet the signal may reach only one of them, and the hosts may be
+some steps apart. All of them ask `should_stop` in the same sequence, once per training step and once per evaluation
+batch, so the number of the call is the place. A process that has the signal leaves a notice with the coordinator; a
+thread in every process looks for it and answers with the last call its host has made; all stop at the largest answer
+plus one. No device and no collective takes part, and the answer needs no help from a host that waits for its devices.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class StopSignals:
         with StopSignals() as stop:
             for step in range(first, last):
                 ...
-                if stop.should_stop(step): save and leave
+                if stop.should_stop(): save and leave
 
-    `requested` tells whether this process has had the signal. `should_stop` must be called for every step in
-    turn, by all processes, and returns True after the same step in each.
+    `requested` tells whether this process has had the signal. All processes call `should_stop` in the same sequence:
+    its n-th call returns the same in each of them, and once it was True it stays True.
     """
 
     def __init__(self) -> None:
@@ -70,9 +71,9 @@ class StopSignals:
         if self._agreement is not None:
             self._agreement.close()
 
-    def should_stop(self, step: int) -> bool:
-        """Whether `step` is the last one. With several processes, raises `RuntimeError` if one does not answer."""
-        return self.requested if self._agreement is None else self._agreement.should_stop(step)
+    def should_stop(self) -> bool:
+        """Whether to stop here. With several processes, raises `RuntimeError` if one does not answer."""
+        return self.requested if self._agreement is None else self._agreement.should_stop()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -86,7 +87,7 @@ class StopSignals:
 
 
 class Agreement:
-    """One process's part in choosing the last step, under the keys below `prefix` of the shared board."""
+    """One process's part in choosing the last call of `should_stop`, under the keys below `prefix` of the shared board."""
 
     def __init__(
         self,
@@ -101,9 +102,9 @@ class Agreement:
         self._board, self._prefix, self._process, self._processes = board, prefix, process, processes
         self._requested, self._poll, self._patience = requested, poll_seconds, patience_seconds
         self._lock = threading.Lock()
-        self._step = -1
+        self._calls = 0
         self._answered = False
-        self._last_step: int | None = None
+        self._last_call: int | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop-agreement", daemon=True)
 
@@ -111,16 +112,16 @@ class Agreement:
         """Begin to look for notices."""
         self._thread.start()
 
-    def should_stop(self, step: int) -> bool:
-        """Whether `step` is the agreed last one."""
+    def should_stop(self) -> bool:
+        """Whether this call is the agreed last one, or a later one."""
         with self._lock:
-            # A step that was begun before the answer is covered by it; the agreed step is a later one.
+            self._calls += 1
+            # A call made before the answer is covered by it; the agreed call is a later one.
             if not self._answered:
-                self._step = step
                 return False
-        if self._last_step is None:
-            self._last_step = max(self._answers()) + 1
-        return step >= self._last_step
+        if self._last_call is None:
+            self._last_call = max(self._answers()) + 1
+        return self._calls >= self._last_call
 
     def close(self) -> None:
         """Stop looking. A process that leaves early still answers, so that no other waits for it."""
@@ -139,15 +140,15 @@ class Agreement:
     def _answer(self) -> None:
         with self._lock:
             if not self._answered:
-                self._board.key_value_set(f"{self._prefix}/step/{self._process}", str(self._step))
+                self._board.key_value_set(f"{self._prefix}/calls/{self._process}", str(self._calls))
                 self._answered = True
 
     def _answers(self) -> list[int]:
         deadline = time.monotonic() + self._patience
         while True:
-            answers = self._board.key_value_dir_get(f"{self._prefix}/step/")
+            answers = self._board.key_value_dir_get(f"{self._prefix}/calls/")
             if len(answers) == self._processes:
-                return [int(step) for _, step in answers]
+                return [int(calls) for _, calls in answers]
             if time.monotonic() > deadline:
                 here = sorted(int(key.rpartition("/")[2]) for key, _ in answers)
                 raise RuntimeError(

@@ -88,7 +88,7 @@ PROGRAM = """
             if step == 8:
                 print("running", flush=True)
             time.sleep(0.01)
-            if stop.should_stop(step):
+            if stop.should_stop():
                 break
         checkpoints.save(step, state)
         checkpoints.wait()
