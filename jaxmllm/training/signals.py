@@ -87,7 +87,7 @@ class StopSignals:
 
 
 class Agreement:
-    """One process's part in choosing the last call of `should_stop`, under the keys below `prefix` of the shared board."""
+    """One process's part in choosing the last call of `should_stop`, under the keys below `prefix` of the board."""
 
     def __init__(
         self,
