@@ -18,7 +18,6 @@ padding included, over an equal share of the FLOPs of the data alone.
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections import defaultdict
@@ -26,9 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.assign import item_costs
@@ -37,9 +34,8 @@ from jaxmllm.balance.plan import BatchItems, Longs, Mode, PhaseItems, PhaseSpec,
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.pipeline import batch_examples
-from jaxmllm.training.build import USER_ERRORS, Groundwork, lay_groundwork, plan_spec
+from jaxmllm.training.build import USER_ERRORS, Groundwork, lay_groundwork, plan_spec, planning_mesh
 from jaxmllm.training.programs import LANGUAGE
-from sharding.mesh import abstract_mesh
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
 PADDED = {"padded": False, "padded alike": True}
@@ -182,14 +178,6 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float:
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
 
 
-def make_plan_mesh(config: Config, ranks: int | None) -> AbstractMesh:
-    """The config's mesh, or one of that many data ranks. `mesh.data: -1` takes the devices of this machine."""
-    sizes = config.mesh.model_dump()
-    if ranks is not None:
-        sizes |= {"data": ranks, "fsdp": 1}
-    return abstract_mesh(sizes, jax.device_count() if -1 in sizes.values() else math.prod(sizes.values()))
-
-
 def main(command: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.set_defaults(seed=None)
@@ -203,7 +191,7 @@ def main(command: Sequence[str] | None = None) -> int:
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     try:
         config = load_config(options.config, [*options.overrides, *seed])
-        ground = lay_groundwork(config, make_plan_mesh(config, options.ranks))
+        ground = lay_groundwork(config, planning_mesh(config, options.ranks))
         records = measure(config, ground, options.steps)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 Auto = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float64"]
+Remat = Literal["none", "dots", "full"]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see models/attention.py
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
@@ -151,14 +152,26 @@ class ComponentConfig(Section):
     freeze: bool = False
     learning_rate_scale: float = Field(1.0, ge=0.0)
     compute_dtype: DType = "float32"
-    remat: Literal["none", "dots", "full"] = "full"
+    remat: Remat = "full"  # what the backward pass computes again; see models/layers.py
     attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = {}
 
 
+class ProjectorConfig(ComponentConfig):
+    """A projector is one MLP: its backward pass keeps what it needs by default, and it has no attention."""
+
+    remat: Remat = "none"
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> ProjectorConfig:
+        if self.attention != "auto":
+            raise ValueError(f"attention ({self.attention}): a projector has none; leave the key out")
+        return self
+
+
 class ProjectorComponents(Section):
-    vision: ComponentConfig = ComponentConfig()
-    audio: ComponentConfig = ComponentConfig()
+    vision: ProjectorConfig = ProjectorConfig()
+    audio: ProjectorConfig = ProjectorConfig()
 
 
 class ComponentsConfig(Section):
@@ -254,13 +267,23 @@ class BalanceConfig(Section):
     calibration: str | None = None  # file of python -m jaxmllm.balance.calibrate; none: items are balanced by FLOPs
 
 
+AxisSize = PositiveInt | Literal[-1]
+
+
 class MeshConfig(Section):
     """Devices along each mesh axis; -1 on at most one axis takes the rest."""
 
-    data: int = -1
-    fsdp: PositiveInt = 1
-    context: PositiveInt = 1  # parts of a row; see `sequence` in sharding/rules.py
-    tensor: PositiveInt = 1
+    data: AxisSize = -1
+    fsdp: AxisSize = 1
+    context: AxisSize = 1  # parts of a row; see `sequence` in sharding/rules.py
+    tensor: AxisSize = 1
+
+    @model_validator(mode="after")
+    def _check_rest(self) -> MeshConfig:
+        free = [name for name, size in self.model_dump().items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take the rest of the devices")
+        return self
 
 
 class PipelineConfig(Section):
@@ -354,6 +377,13 @@ class Config(Section):
                 "model.vision.window: towers that attend in windows cannot be cut into stages; "
                 "set pipeline.stages: 1, or leave the window out"
             )
+        for name in (*self.model.encoders, "language"):
+            remat = getattr(self.components, name).remat
+            if self.pipeline.stages > 1 and remat != "full":
+                raise ValueError(
+                    f"components.{name}.remat ({remat}): with pipeline.stages, layers are computed again except where "
+                    "pipeline.kept_residuals says; set that, and leave remat out"
+                )
         return self
 
     @property

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxmllm.config import Config, ConfigError, dump_config, load_config, parse_config
+from sharding.mesh import mesh_shape
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -100,6 +101,10 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
         ("model.language.head_size=15", "model.language: head_size (15) must be even"),
         ("model.language.rope_sections=[1, 2, 3]", "rope_sections (1, 2, 3) must add up to head_size / 2 = 8"),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
+        ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
+        ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),
+        ("mesh.tensor=-1", "mesh: data and tensor are -1, but only one axis can take the rest"),
+        ("components.projector.vision.attention=jax", "components.projector.vision: attention (jax): a projector has"),
         ("model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, chunk_frames: 20}", "chunk_frames (20) must be"),
     ],
 )
@@ -141,6 +146,19 @@ def test_overrides_reach_scalars_lists_sections_and_absent_sections(path):
     assert (config.data.sources[0].path, config.data.sources[0].weight) == ("b=c.jsonl", 2.0)
     assert config.model.encoders == ()
     assert config.run.seed == 2  # the last one wins
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "context", "tensor"])
+def test_any_one_axis_of_the_mesh_takes_the_rest(path, axis):
+    sizes = load_config(path, ["mesh.data=2", f"mesh.{axis}=-1", "pipeline.stages=2"]).mesh_sizes
+    assert mesh_shape(sizes, 32)[list(sizes).index(axis)] == (16 if axis == "data" else 8)
+
+
+def test_with_stages_the_pipeline_says_what_is_computed_again(path):
+    dots = "components.vision.remat=dots"
+    assert load_config(path, [dots]).components.vision.remat == "dots"
+    assert "components.vision.remat (dots): with pipeline.stages" in refusal(path, dots, "pipeline.stages=2")
+    load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])  # there is no such tower
 
 
 def test_an_override_fills_a_section_left_empty(path):

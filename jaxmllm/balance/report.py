@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -500,7 +499,6 @@ def compare_config(
 
     Raises one of `USER_ERRORS` of training/build.py.
     """
-    import jax
     import jax.numpy as jnp
 
     from jaxmllm.data.corpus import modalities
@@ -513,14 +511,13 @@ def compare_config(
         lay_groundwork,
         phase_needs,
         plan_spec,
+        planning_mesh,
         rank_places,
         vocabulary,
     )
-    from sharding.mesh import abstract_mesh
 
     config = load_config(path, overrides)
-    sizes = config.mesh.model_dump() | ({} if ranks is None else {"data": ranks, "fsdp": 1})
-    mesh = abstract_mesh(sizes, jax.device_count() if -1 in sizes.values() else math.prod(sizes.values()))
+    mesh = planning_mesh(config, ranks)
     ranks = mesh.shape["data"] * mesh.shape["fsdp"]
     examples = config.data.batch_size if per_rank is None else ranks * per_rank
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": examples})})

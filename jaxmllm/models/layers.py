@@ -249,8 +249,8 @@ def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs
 def run_stack(
     blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat, full_layers: tuple[int, ...] = ()
 ) -> Float[Array, "R C D"]:
-    """Scan over the layers. `remat`: none keeps all, dots keeps matrix products, full keeps layer inputs alone. Where
-    rows have windows, all layers but the full ones attend in them."""
+    """Scan over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`). Where rows
+    have windows, all layers but the full ones attend in them."""
     graph, parameters = nnx.split(blocks)
     layers = jax.tree.leaves(parameters)[0].shape[0]
     windowed = ~np.isin(np.arange(layers), full_layers)
@@ -259,9 +259,13 @@ def run_stack(
         parameters, windowed = layer
         return nnx.merge(graph, parameters)(x, rows.seen_by(windowed)), None
 
-    if remat == "full":
-        layer = jax.checkpoint(layer)
-    elif remat == "dots":
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    x, _ = jax.lax.scan(layer, x, (parameters, windowed))
+    x, _ = jax.lax.scan(checkpointed(layer, remat), x, (parameters, windowed))
     return x
+
+
+def checkpointed(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """The function, with what its backward pass keeps: none keeps all, dots matrix products, full arguments alone."""
+    if remat == "none":
+        return function
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(function, policy=policy)

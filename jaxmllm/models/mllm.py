@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.language import Decoder
+from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
@@ -110,7 +111,12 @@ class MLLM:
     ) -> Float[Array, "R T O"]:
         """Turn a tower's features into language tokens, those of the whole row in the order of the pool."""
         component = self.components[f"projector.{phase}"]
-        tokens = component.module(params)(features.astype(component.dtype), component.layout)
+
+        def tokens_of(params: Params, features: Array) -> Array:
+            tokens: Array = component.module(params)(features.astype(component.dtype), component.layout)
+            return tokens
+
+        tokens = checkpointed(tokens_of, component.settings.remat)({component.name: params[component.name]}, features)
         return take_slots(component.layout, tokens, places)
 
     def hidden(

@@ -39,7 +39,7 @@ from jaxmllm.training.metrics import CompilationCounter
 from jaxmllm.training.pipeline import PipelinePrograms
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
 from jaxmllm.training.step import Step
-from sharding.mesh import MeshError, make_mesh
+from sharding.mesh import MeshError, abstract_mesh, make_mesh
 from sharding.pipeline.graph import PipelineError
 from sharding.route import Exchange, rank_nodes
 
@@ -115,6 +115,25 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
     count = min(max(SAMPLED_EXAMPLES // config.data.batch_size, fewest), most)
     samples = sample_batches(order, corpus, config.data.batch_size, count)
     return Groundwork(model, corpus, held_out, order, samples)
+
+
+def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
+    """The config's mesh for commands that plan without running: -1 takes the devices of this machine. With `ranks`, so
+    many data ranks stand for the data and fsdp axes.
+
+    Raises `ConfigError` where that leaves an axis open, or for a pipeline, whose rows such commands do not plan.
+    """
+    if config.pipeline.stages > 1:
+        raise ConfigError(
+            f"pipeline.stages ({config.pipeline.stages}): this command plans steps without a pipeline; "
+            "set pipeline.stages=1"
+        )
+    sizes = config.mesh.model_dump()
+    if ranks is not None:
+        sizes |= {"data": ranks, "fsdp": 1}
+        for axis in (name for name, size in sizes.items() if size == -1):
+            raise ConfigError(f"mesh.{axis} is -1, but --ranks leaves no devices to count; set mesh.{axis} to a number")
+    return abstract_mesh(sizes, jax.device_count() if -1 in sizes.values() else math.prod(sizes.values()))
 
 
 def build_run(config: Config) -> Run:

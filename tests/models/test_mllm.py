@@ -12,6 +12,7 @@ from jaxmllm.config import (
     LanguageConfig,
     ModelConfig,
     ProjectorComponents,
+    ProjectorConfig,
     VisionConfig,
 )
 from jaxmllm.data.masks import finish_language_row
@@ -82,9 +83,28 @@ def test_options_of_the_decoder_add_their_parameters():
 
 
 def test_frozen_components_are_not_trainable():
-    frozen = ComponentConfig(freeze=True)
-    model = build(vision=frozen, projector=ProjectorComponents(audio=frozen))
+    projectors = ProjectorComponents(audio=ProjectorConfig(freeze=True))
+    model = build(vision=ComponentConfig(freeze=True), projector=projectors)
     assert model.trainable == {"projector.vision", "audio", "language"}
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_projector_computes_again_what_it_is_told_to(remat):
+    """The gradient is the same, of the values kept for it only the arguments stay."""
+
+    def gradient(remat):
+        model = build(projector=ProjectorComponents(vision=ProjectorConfig(remat=remat)))
+        params = model.init(0, "float32")
+        features, places = jnp.ones((4, 16, 8)), jnp.tile(jnp.arange(4), (4, 1))
+
+        def loss(params):
+            return jnp.square(model.project(params, "vision", features, places)).sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)), jax.jit(jax.grad(loss))(params)["projector.vision"]
+
+    (plain, kept), (checkpointed, again) = gradient("none"), gradient(remat)
+    assert "remat" in checkpointed and "remat" not in plain
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), kept, again)
 
 
 def test_a_projector_runs_on_the_ranks_of_its_tower():

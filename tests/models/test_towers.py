@@ -12,6 +12,7 @@ from jaxmllm.config import (
     LanguageConfig,
     ModelConfig,
     ProjectorComponents,
+    ProjectorConfig,
     VisionConfig,
 )
 from jaxmllm.data.masks import finish_encoder_row, finish_language_row
@@ -161,8 +162,9 @@ def randomized(model, seed=1):
 def build(**towers):
     wide = ComponentConfig(compute_dtype="float64")
     spread = ComponentConfig(compute_dtype="float64", layout={"batch": ["data", "fsdp", "tensor"]})
+    projector = ProjectorConfig(compute_dtype="float64")
     settings = ComponentsConfig(
-        vision=wide, audio=spread, language=wide, projector=ProjectorComponents(vision=wide, audio=wide)
+        vision=wide, audio=spread, language=wide, projector=ProjectorComponents(vision=projector, audio=projector)
     )
     return build_model(ModelConfig(**towers), VOCABULARY, settings, MESH)
 

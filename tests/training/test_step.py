@@ -12,6 +12,7 @@ from jaxmllm.config import (
     ModelConfig,
     OptimizerConfig,
     ProjectorComponents,
+    ProjectorConfig,
     VisionConfig,
 )
 from jaxmllm.data.masks import finish_encoder_row, finish_language_row
@@ -32,8 +33,14 @@ FROZEN = ComponentConfig(freeze=True, compute_dtype="float64")
 WIDE = ComponentConfig(compute_dtype="float64")
 
 
+def projector_config(settings):
+    """The same settings for a projector."""
+    return ProjectorConfig(**settings.model_dump(exclude={"remat"}))
+
+
 def make_step(mesh=MESH, vision=WIDE, projector=WIDE, language=WIDE, **optimizer):
-    settings = ComponentsConfig(vision=vision, language=language, projector=ProjectorComponents(vision=projector))
+    projectors = ProjectorComponents(vision=projector_config(projector))
+    settings = ComponentsConfig(vision=vision, language=language, projector=projectors)
     model = build_model(CONFIG, VOCABULARY, settings, mesh)
     return Step(model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), steps=20, sources=SOURCES)
 
