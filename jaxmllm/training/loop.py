@@ -21,6 +21,7 @@ from jaxmllm.config import Config, dump_config
 from jaxmllm.data.pipeline import train_iterator
 from jaxmllm.training.build import Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
+from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar
 from jaxmllm.training.profiler import ProfilerWindow
@@ -55,7 +56,6 @@ def train(run: Run) -> dict[str, Any]:
     """
     config = run.config
     started = time.monotonic()
-    report = Report(run)
     with (
         Checkpoints(run.directory / "checkpoints", config.checkpoint.keep) as checkpoints,
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
@@ -65,11 +65,11 @@ def train(run: Run) -> dict[str, Any]:
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         batches = train_iterator(run.batches, step, config.run.steps, config.data.workers, config.data.prefetch)
-        pending: Pending | None = None
+        report, completions = Report(run, writer, progress), Completions()
         stopped = False
         try:
             if config.evaluation.at_start and step == 0:
-                report.evaluate(step, state, writer, progress)
+                report.evaluate(step, state)
             while step < config.run.steps and not stopped:
                 asked = time.monotonic()
                 batch = next(batches)
@@ -78,23 +78,26 @@ def train(run: Run) -> dict[str, Any]:
                     progress.print(f"step {step + 1}: masked: {failure}")
                 if jax.process_count() > 1 and due(step + 1, config.balance.check_every):
                     check_digests(step + 1, multihost_utils.process_allgather(_digest_bytes(batch.digest)))
-                profiler.before_step(step, state.step)
+                if profiler.before_step(step, state.step):
+                    report.settle()
+                began = time.monotonic()
                 state, metrics = run.programs.train(state, run.programs.put(batch))
                 step += 1
-                if pending is not None:
-                    report.write(pending, writer, progress)
-                pending = Pending(step, batch, metrics, waited)
+                report.follow(Pending(step, batch, metrics, waited, began, completions.of(metrics)))
 
                 stopped = stop.should_stop()
                 last = stopped or step == config.run.steps
-                if last or due(step, config.checkpoint.every):
-                    report.write(pending, writer, progress)  # never keep a state that the limits forbid
-                    pending = None
+                saves = last or due(step, config.checkpoint.every)
+                evaluates = run.evaluation is not None and not stopped and (last or due(step, config.evaluation.every))
+                if saves or evaluates:
+                    report.settle()  # never keep a state that the limits forbid
+                if saves:
                     checkpoints.save(step, run.programs.to_saved(state))
-                if not stopped and (last or due(step, config.evaluation.every)):
-                    report.evaluate(step, state, writer, progress)
+                if evaluates:
+                    report.evaluate(step, state)
         finally:
             batches.close()
+            completions.close()
             profiler.close(state.step)
             progress.close()
         checkpoints.wait()

@@ -1,4 +1,4 @@
-"""What a run says about itself: metric records, a summary, a progress bar, rates and the count of compilations.
+"""What a run says about itself: metric records, a summary, a progress bar and the count of compilations.
 
     write(step, values) --> metrics.jsonl   one JSON object a line: {"step": 7, "time": ..., "loss": 2.3, ...}
                         --> tensorboard/    numbers only
@@ -13,7 +13,6 @@ import json
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -237,25 +236,6 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-# ---------------------------------------------------------------------------- rates
-
-
-class RateMeter:
-    """Amounts a second over the last `window` updates, e.g. of examples and of real tokens by phase."""
-
-    def __init__(self, window: int = 20, start: float | None = None) -> None:
-        first = time.monotonic() if start is None else start
-        self._marks: deque[tuple[float, dict[str, float]]] = deque([(first, {})], maxlen=window + 1)
-
-    def update(self, amounts: Mapping[str, float], now: float | None = None) -> dict[str, float]:
-        """Count `amounts`, done between the last update and `now` (seconds of the monotonic clock); the rates."""
-        self._marks.append((time.monotonic() if now is None else now, dict(amounts)))
-        (start, _), *counted = self._marks
-        seconds = max(counted[-1][0] - start, 1e-9)
-        names = dict.fromkeys(name for _, part in counted for name in part)
-        return {name: sum(part.get(name, 0.0) for _, part in counted) / seconds for name in names}
 
 
 # ---------------------------------------------------------------------------- compilations

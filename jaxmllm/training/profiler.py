@@ -18,17 +18,19 @@ class ProfilerWindow:
         self._window = range(start, start + steps)
         self._open = False
 
-    def before_step(self, step: int, pending: Any = None) -> None:
-        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of `pending`."""
+    def before_step(self, step: int, pending: Any = None) -> bool:
+        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of `pending`. Whether
+        this was one."""
         wanted = step in self._window
         if wanted == self._open:
-            return
+            return False
         jax.block_until_ready(pending)
         if wanted:
             jax.profiler.start_trace(self.directory)
         else:
             jax.profiler.stop_trace()
         self._open = wanted
+        return True
 
     def close(self, pending: Any = None) -> None:
         """Close a trace that the run's end has cut short."""

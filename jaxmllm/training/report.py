@@ -6,8 +6,8 @@ held-out batches --evaluate--> eval/... records            all steps --summary--
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ import jax
 
 from jaxmllm.data.fill import HostStep
 from jaxmllm.training.build import Run
+from jaxmllm.training.clock import RateMeter, StepClock
 from jaxmllm.training.evaluate import evaluate
-from jaxmllm.training.metrics import MetricsWriter, ProgressBar, RateMeter
+from jaxmllm.training.metrics import MetricsWriter, ProgressBar
 from jaxmllm.training.step import TrainState
 
 SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
@@ -34,38 +35,50 @@ class Pending:
     batch: HostStep
     metrics: dict[str, jax.Array]
     waited: float  # seconds for data
+    began: float  # when its programs were started
+    completed: Future[float]  # when they had run
 
 
 @dataclass
 class Report:
-    """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs."""
+    """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs.
+
+    Metrics of a step are read when the next one was started, so that the devices always have work.
+    """
 
     run: Run
+    writer: MetricsWriter
+    progress: ProgressBar
     evaluation: dict[str, Any] | None = None
     loss: float | None = None
+    _pending: Pending | None = None
+    _clock: StepClock = field(default_factory=StepClock)
     _rates: RateMeter = field(default_factory=RateMeter)
-    _last: float = field(default_factory=time.monotonic)
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def write(self, pending: Pending, writer: MetricsWriter, progress: ProgressBar) -> None:
-        """Read the metrics of a step, which waits until it has run; raise `TrainingError` past a limit."""
-        values = jax.device_get(pending.metrics)
-        record = self._record(pending, values)
-        self.loss = record["loss"]
-        if due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
-            writer.write(pending.step, record)
-        progress.update(pending.step, {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record})
-        self._enforce(pending.step, values)
+    def follow(self, started: Pending) -> None:
+        """Write the step before the one just started; raises `TrainingError` past a limit."""
+        before, self._pending = self._pending, started
+        if before is not None:
+            self._write(before)
 
-    def evaluate(self, step: int, state: TrainState, writer: MetricsWriter, progress: ProgressBar) -> None:
-        """Measure the held-out set, if there is one; the time it takes counts for no step."""
+    def settle(self) -> None:
+        """Wait for the step that still runs and write it: what follows is no step, and its time counts for none.
+
+        Raises `TrainingError` past a limit.
+        """
+        before, self._pending = self._pending, None
+        if before is not None:
+            self._write(before)
+        self._clock.pause()
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Measure the held-out set, if there is one; all steps must be settled."""
         if self.run.evaluation is None:
             return
-        began = time.monotonic()
         self.evaluation = evaluate(self.run.programs, state.params, self.run.evaluation, self.run.sources)
-        writer.write(step, {f"eval/{name}": value for name, value in _flat(self.evaluation).items()})
-        progress.print(f"step {step}: held-out {_text(self.evaluation)}")
-        self._last += time.monotonic() - began
+        self.writer.write(step, {f"eval/{name}": value for name, value in _flat(self.evaluation).items()})
+        self.progress.print(f"step {step}: held-out {_text(self.evaluation)}")
 
     def summary(self, steps: int, seconds: float) -> dict[str, Any]:
         """The content of summary.json; fractions and ratios are over all steps of this process."""
@@ -84,9 +97,19 @@ class Report:
             "wall_seconds": seconds,
         }
 
+    def _write(self, pending: Pending) -> None:
+        """Read the metrics of a step, which waits until it has run."""
+        values = jax.device_get(pending.metrics)
+        record = self._record(pending, values)
+        self.loss = record["loss"]
+        if due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
+            self.writer.write(pending.step, record)
+        shown: dict[str, Any] = {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record}
+        self.progress.update(pending.step, shown)
+        self._enforce(pending.step, values)
+
     def _record(self, pending: Pending, values: dict[str, Any]) -> dict[str, Any]:
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
+        seconds = self._clock.seconds(pending.began, pending.completed.result())
         statistics, run = pending.batch.statistics, self.run
         amounts = {"examples/s": float(len(pending.batch.examples))}
         for phase in run.programs.spec.phases:
@@ -103,7 +126,7 @@ class Report:
         ):
             if targets:
                 record[f"loss/{source}"] = loss
-        record |= self._rates.update(amounts, now)
+        record |= self._rates.update(amounts, seconds)
         record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in SUMMED}
         record |= run.programs.route_metrics(statistics)
         if run.peak_flops is not None:

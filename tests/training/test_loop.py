@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -30,14 +32,54 @@ PHASES = ("vision", "audio", "language")
 # ---------------------------------------------------------------------------- the run folder
 
 
+STEP_SECONDS, EVALUATION_SECONDS = 0.6, 0.6  # of the devices below, at the least
+
+
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    """A whole run: its folder and the summary it returned."""
+    """A whole run on slow devices: its folder and the summary it returned."""
     folder = tmp_path_factory.mktemp("finished")
     tree = tiny_config(data, run={"directory": str(folder), "steps": 6}, checkpoint={"every": 2, "keep": 2})
     tree |= {"mesh": {"data": 4, "fsdp": 2}, "evaluation": {"every": 3}}
     tree["logging"] |= {"tensorboard": True, "peak_flops": 1e12}
-    return folder, train(build_run(parse_config(tree))), tree
+    run = build_run(parse_config(tree))
+    slow_down(run.programs)
+    return folder, train(run), tree
+
+
+def slow_down(programs) -> None:
+    """Let every step take the devices `STEP_SECONDS` longer, one after another, and every evaluation
+    `EVALUATION_SECONDS`, while the host goes on, as it does where devices are real."""
+    devices = ThreadPoolExecutor(1)
+    train_at_once, totals_at_once = programs.train, programs.totals
+
+    def late(array, seconds):
+        return Late(array, devices.submit(lambda: (jax.block_until_ready(array), time.sleep(seconds))))
+
+    def slow_train(state, batch):
+        state, metrics = train_at_once(state, batch)
+        return state, metrics | {"loss": late(metrics["loss"], STEP_SECONDS)}
+
+    def slow_totals(sums):
+        totals = totals_at_once(sums)
+        return totals._replace(loss=late(totals.loss, EVALUATION_SECONDS))
+
+    programs.train, programs.totals = slow_train, slow_totals
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """An array that becomes ready after some other work."""
+
+    array: jax.Array
+    work: Future
+
+    def block_until_ready(self):
+        self.work.result(60)
+        return self.array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.block_until_ready(), dtype)
 
 
 def test_run_folder(finished):
@@ -91,6 +133,21 @@ def test_summary(finished):
         assert min(fractions) <= summary["real_token_fraction"][phase] <= max(fractions)
         costs = [record[f"{phase}/max_over_mean"] for record in steps]
         assert min(costs) <= summary["max_over_mean_cost"][phase] <= max(costs)
+
+
+def test_times_of_a_run_are_those_of_its_steps(finished):
+    """Bounds that hold however loaded the machine is: no step is much faster than its devices, and all of them together
+    take less than the run without its evaluations."""
+    folder, summary, _ = finished
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    seconds = [record["step_seconds"] for record in steps]
+    assert min(seconds) > 0.75 * STEP_SECONDS, seconds  # also before an evaluation, and at the end
+    assert sum(seconds) < summary["wall_seconds"] - 2 * EVALUATION_SECONDS
+    flops = [record["mfu"] * record["step_seconds"] * 8e12 for record in steps]
+    assert max(flops) < 4 * min(flops)  # batches of 16 examples differ, but not that much
+    for number, record in enumerate(steps, 1):
+        assert record["examples/s"] == pytest.approx(16 * number / sum(seconds[:number]))
 
 
 # ---------------------------------------------------------------------------- evaluation

@@ -1,4 +1,4 @@
-"""Metric records, rates, progress and the count of compilations."""
+"""Metric records, progress and the count of compilations."""
 
 import io
 import json
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.config import ConfigError
-from jaxmllm.training.metrics import CompilationCounter, MetricsWriter, ProgressBar, RateMeter, read_metrics
+from jaxmllm.training.metrics import CompilationCounter, MetricsWriter, ProgressBar, read_metrics
 
 
 def strict_json(text: str) -> Any:
@@ -130,13 +130,6 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     progress.update(42, {"loss": 1.25})
     progress.close()
     assert "42/100" in stream.getvalue() and "loss 1.25" in stream.getvalue()
-
-
-def test_rates_over_a_window() -> None:
-    meter = RateMeter(window=2, start=0.0)
-    assert meter.update({"examples": 8, "vision": 100}, now=2.0) == {"examples": 4.0, "vision": 50.0}
-    assert meter.update({"examples": 8}, now=4.0) == {"examples": 4.0, "vision": 25.0}
-    assert meter.update({"examples": 24}, now=6.0) == {"examples": 8.0}
 
 
 def test_one_compilation_a_shape_and_none_for_repeats() -> None:

@@ -1,0 +1,86 @@
+"""How long steps take: what `step_seconds`, MFU and rates are computed from.
+
+    step k     |<-- seconds of k -->|<-- seconds of k + 1 -->|  pause  |<-- seconds of k + 2 -->|
+               began                completed (k)            completed (k + 1) began   completed (k + 2)
+
+A step lasts from the completion of the step before it, so waiting for data counts: throughput is what a run really
+has. Where something else came in between (an evaluation, a checkpoint, the start of the run) it lasts from the moment
+its programs were started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+JOIN_SECONDS = 10.0  # for arrays that are still being computed when a run ends by an error
+
+
+class Completions:
+    """Notes the times at which arrays become ready, in the order given, in a thread of its own.
+
+    The host reads a step's metrics late, after it may have waited for data; the thread sees when the step was done.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="step-completions", daemon=True)
+        self._thread.start()
+
+    def of(self, arrays: Any) -> Future[float]:
+        """The time at which all arrays of a tree are ready, or have failed."""
+        completed: Future[float] = Future()
+        self._asked.put((arrays, completed))
+        return completed
+
+    def close(self) -> None:
+        """End the thread; arrays that never become ready are given up."""
+        self._asked.put(None)
+        self._thread.join(JOIN_SECONDS)
+
+    def _watch(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            arrays, completed = asked
+            with contextlib.suppress(Exception):  # whoever reads the arrays gets the same error, in the main thread
+                jax.block_until_ready(arrays)
+            completed.set_result(self._clock())
+
+
+class StepClock:
+    """Seconds of every step, from the times at which steps began and were completed."""
+
+    def __init__(self) -> None:
+        self._previous: float | None = None
+
+    def seconds(self, began: float, completed: float) -> float:
+        """Seconds of the next step, whose programs were started at `began` and done at `completed`."""
+        start = began if self._previous is None else self._previous
+        self._previous = completed
+        return max(completed - start, 1e-9)
+
+    def pause(self) -> None:
+        """Something else than the next step begins, once the last one was completed."""
+        self._previous = None
+
+
+class RateMeter:
+    """Amounts per second over the last `window` steps, e.g. of examples and of real tokens by phase."""
+
+    def __init__(self, window: int = 20) -> None:
+        self._steps: deque[tuple[float, dict[str, float]]] = deque(maxlen=window)
+
+    def update(self, amounts: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Count the `amounts` of one step that took `seconds`; the rates."""
+        self._steps.append((seconds, dict(amounts)))
+        total = sum(seconds for seconds, _ in self._steps)
+        names = dict.fromkeys(name for _, part in self._steps for name in part)
+        return {name: sum(part.get(name, 0.0) for _, part in self._steps) / total for name in names}

@@ -1,0 +1,55 @@
+"""The clock of steps: completions seen while the host waits for something else, seconds, rates."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from jaxmllm.training.clock import Completions, RateMeter, StepClock
+
+
+@dataclass
+class Work:
+    """An array that becomes ready, or fails, when the test says so."""
+
+    done: threading.Event
+    error: Exception | None = None
+
+    def block_until_ready(self) -> "Work":
+        assert self.done.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def test_completions_are_noted_when_they_happen_in_order() -> None:
+    times = iter([3.0, 5.0, 8.0])
+    first, second, third = (Work(threading.Event()) for _ in range(3))
+    second.error = RuntimeError("the device is gone")
+    completions = Completions(lambda: next(times))
+    noted = [completions.of({"loss": work}) for work in (first, second, third)]
+    assert not noted[0].done()
+    second.done.set()
+    first.done.set()
+    assert [each.result(60) for each in noted[:2]] == [3.0, 5.0]
+    assert not noted[2].done()
+    third.done.set()
+    assert noted[2].result(60) == 8.0
+    completions.close()
+
+
+def test_a_step_lasts_from_the_completion_of_the_one_before_unless_something_came_between() -> None:
+    clock = StepClock()
+    assert clock.seconds(began=100.0, completed=102.0) == 2.0  # a run starts by itself
+    assert clock.seconds(began=100.5, completed=105.0) == 3.0  # it was started while the first one ran
+    assert clock.seconds(began=107.0, completed=108.0) == 3.0  # the devices waited for data
+    clock.pause()
+    assert clock.seconds(began=200.0, completed=204.0) == 4.0
+    assert clock.seconds(began=201.0, completed=204.0) > 0  # a clock too coarse for the step
+
+
+def test_rates_are_over_the_seconds_of_steps() -> None:
+    meter = RateMeter(window=2)
+    assert meter.update({"examples": 8, "vision": 100}, seconds=2.0) == {"examples": 4.0, "vision": 50.0}
+    assert meter.update({"examples": 8}, seconds=2.0) == {"examples": 4.0, "vision": 25.0}
+    assert meter.update({"examples": 24}, seconds=2.0) == pytest.approx({"examples": 8.0})
