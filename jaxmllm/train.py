@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxmllm.config import ConfigError, load_config
+from jaxmllm.training.signals import StopSignals
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,6 +39,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    with StopSignals() as stop:
+        return run(options, stop)
+
+
+def run(options: argparse.Namespace, stop: StopSignals) -> int:
+    """Train as the command line says; returns the exit code."""
     try:
         config = load_config(options.config, options.overrides)
     except ConfigError as error:
@@ -57,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         check_folder(config, options.resume)
-        train(build_run(config))
+        train(build_run(config), stop)
     except (*USER_ERRORS, *RUN_ERRORS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from jaxmllm.config import Config, dump_config
 from jaxmllm.data.pipeline import train_iterator
@@ -47,21 +49,23 @@ def check_folder(config: Config, resume: bool) -> None:
     check_compatible(saved, config)
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Train to the last step, or to a SIGTERM; returns the summary that it also writes to summary.json.
+def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
+    """Train to the last step or until `stop` says so; returns the summary that it also writes to summary.json.
 
-    Goes on from the latest checkpoint of the run folder, if there is one; `check_folder` says whether that is meant.
-    Raises `TrainingError` after too many non-finite updates or undecodable media, `CheckpointError` when the
-    checkpoint does not fit.
+    Without `stop`, signals are received from here on. Goes on from the latest checkpoint of the run folder, if there is
+    one; `check_folder` says whether that is meant. Raises `TrainingError` after too many non-finite updates or
+    undecodable media, `CheckpointError` when the checkpoint does not fit.
     """
     config = run.config
     started = time.monotonic()
     with (
         Checkpoints(run.directory / "checkpoints", config.checkpoint.keep) as checkpoints,
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
-        StopSignals() as stop,
+        nullcontext(stop) if stop else StopSignals() as stop,
     ):
         state, step = _begin(run, checkpoints, writer)
+        board = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
+        stop.begin_training(board, jax.process_index(), jax.process_count())
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         batches = train_iterator(run.batches, step, config.run.steps, config.data.workers, config.data.prefetch)

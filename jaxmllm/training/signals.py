@@ -1,4 +1,11 @@
-"""Stopping cleanly: SIGTERM or SIGINT once asks for a last checkpoint, twice does what it always did.
+"""Stopping cleanly: one SIGTERM or SIGINT saves what there is to save and ends the run, a second one ends it at once.
+
+    signal --C handler--> pipe --thread--> before training: one line, exit 128 + n
+                                           in training:     `requested`, and `should_stop` returns True soon
+                                           the second:      one line, exit 128 + n
+
+A thread reads the signals from a pipe that the C handler writes to, because the main thread sees none while it
+compiles or waits for devices. Before training there is nothing to save, a resumed run has lost nothing either.
 
 The processes of a run must stop at the same place, yet the signal may reach only one of them, and the hosts may be
 some steps apart. All of them ask `should_stop` in the same sequence, once per training step and once per evaluation
@@ -10,6 +17,7 @@ plus one. No device and no collective takes part, and the answer needs no help f
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
@@ -17,16 +25,17 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-import jax
-from orbax.checkpoint import multihost
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.
+SAME_REQUEST_SECONDS = 0.5
+TELL_SECONDS = 2.0  # that telling the other processes may take before this one ends without their knowing
+END_OF_SIGNALS = b"\0"  # what `__exit__` writes to the pipe; no signal has this number
 
-_serial = itertools.count()  # every process opens its contexts in the same order, so this names one everywhere
+_serial = itertools.count()  # every process begins to train in the same order, so this names one run everywhere
 
 
 class Board(Protocol):
-    """The part of the coordinator's key-value store that an agreement needs."""
+    """A key-value store that all processes of a run share."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -34,32 +43,34 @@ class Board(Protocol):
 
 
 class StopSignals:
-    """Context manager around the training loop; enter it in the main thread.
+    """Context manager around a run; enter it in the main thread, as early as there is something to interrupt.
 
         with StopSignals() as stop:
+            build                     # here a signal ends the process
+            stop.begin_training()     # from here on it asks to stop
             for step in range(first, last):
                 ...
                 if stop.should_stop(): save and leave
 
-    `requested` tells whether this process has had the signal. All processes call `should_stop` in the same sequence:
-    its n-th call returns the same in each of them, and once it was True it stays True.
+    `requested` tells whether this process has had a signal. All processes call `should_stop` in the same sequence:
+    its n-th call returns the same in each of them, and once it was True it stays True. `tell`, where it is set, is
+    called with a line before a signal ends the process, to let the others know.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: dict[signal.Signals, Any] = {}
+        self.tell: Callable[[str], None] | None = None
+        self._training = False
+        self._first_signal: float | None = None
         self._agreement: Agreement | None = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if jax.process_count() > 1:
-            self._agreement = Agreement(
-                multihost.get_jax_distributed_client(),
-                f"jaxmllm/stop/{next(_serial)}",
-                jax.process_index(),
-                jax.process_count(),
-                lambda: self.requested,
-            )
-            self._agreement.start()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._thread.start()
+        self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -67,9 +78,24 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        for number, previous in self._previous.items():
+            # None: a handler not installed from Python, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.write(self._write_end, END_OF_SIGNALS)
+        self._thread.join()
+        os.close(self._read_end)
+        os.close(self._write_end)
         if self._agreement is not None:
             self._agreement.close()
+
+    def begin_training(self, board: Board | None = None, process: int = 0, processes: int = 1) -> None:
+        """From now on a signal asks to stop; several processes agree on the place by way of `board`."""
+        if board is not None and processes > 1:
+            prefix = f"jaxmllm/stop/{next(_serial)}"
+            self._agreement = Agreement(board, prefix, process, processes, lambda: self.requested)
+            self._agreement.start()
+        self._training = True
 
     def should_stop(self) -> bool:
         """Whether to stop here. With several processes, raises `RuntimeError` if one does not answer."""
@@ -77,13 +103,31 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
 
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
-            # None: a handler not installed from Python, which cannot be put back.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous = {}
+    def _watch(self) -> None:
+        while (received := os.read(self._read_end, 1)) != END_OF_SIGNALS:
+            if received[0] in SIGNALS:
+                self._receive(signal.Signals(received[0]))
+
+    def _receive(self, number: signal.Signals) -> None:
+        self.requested = True
+        now = time.monotonic()
+        first, self._first_signal = self._first_signal, self._first_signal or now
+        if first is not None and now - first < SAME_REQUEST_SECONDS:
+            return
+        if first is not None:
+            self._end(number, f"stopped by a second signal, {number.name}: nothing more is saved")
+        elif not self._training:
+            self._end(number, f"stopped by {number.name} before the first step: there is nothing to save")
+
+    def _end(self, number: signal.Signals, line: str) -> None:
+        """End the process from this thread, since the main thread may be anywhere."""
+        os.write(2, f"{line}\n".encode())
+        if self.tell is not None:
+            teller = threading.Thread(target=self.tell, args=(line,), daemon=True)
+            teller.start()
+            teller.join(TELL_SECONDS)
+        os._exit(128 + number)
 
 
 class Agreement:

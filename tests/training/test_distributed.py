@@ -63,6 +63,7 @@ PROGRAM = """
     import sys, time
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from orbax.checkpoint import multihost
     from jaxmllm.training.checkpoint import Checkpoints
     from jaxmllm.training.distributed import initialize_distributed
     from jaxmllm.training.signals import StopSignals
@@ -82,6 +83,7 @@ PROGRAM = """
     update = jax.jit(step_forward, out_shardings=shardings, donate_argnums=0)
     with Checkpoints(sys.argv[1], keep=1) as checkpoints, StopSignals() as stop:
         state = checkpoints.restore(abstract)
+        stop.begin_training(multihost.get_jax_distributed_client(), jax.process_index(), jax.process_count())
         for step in range(int(state["step"]) + 1, 10_000):
             state = update(state)
             jax.block_until_ready(state)

@@ -1,33 +1,91 @@
-"""Stopping: in one process at once, in several after the same step."""
+"""Stopping: one signal asks, two end the process; several processes stop at the same place."""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from jaxmllm.training.signals import Agreement, StopSignals
+from jaxmllm.training.signals import SAME_REQUEST_SECONDS, Agreement, StopSignals
+
+WAITING = """
+import signal, sys, time
+from jaxmllm.training.signals import StopSignals
+with StopSignals() as stop:
+    stop.tell = lambda line: print("told:", line, flush=True)
+    if sys.argv[1] == "training":
+        stop.begin_training()
+    print("ready", flush=True)
+    # A main thread that sees no signal, as one that is inside a compiler or waits for devices.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    while not (stop.requested and sys.argv[2] == "leaves"):
+        time.sleep(0.01)
+    print("saved", stop.should_stop(), flush=True)
+"""
+
+
+def waiting(*arguments: str) -> subprocess.Popen[str]:
+    """A process that is ready for signals, in a group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_first_signal_asks_second_does_what_it_did(number: signal.Signals) -> None:
+def test_a_signal_in_training_asks_and_handlers_are_put_back(number: signal.Signals) -> None:
     seen: list[int] = []
     before = signal.signal(number, lambda *_: seen.append(number))
     try:
         with StopSignals() as stop:
+            stop.begin_training()
             assert not stop.should_stop()
             os.kill(os.getpid(), number)
-            assert stop.requested and stop.should_stop()
-            assert seen == []
-            os.kill(os.getpid(), number)
-            assert seen == [number]
+            assert stop.requested and stop.should_stop() and stop.should_stop()
+            os.kill(os.getpid(), number)  # the same request, delivered twice
+            time.sleep(0.05)
         with StopSignals() as stop:
             assert not stop.requested
+        assert seen == []
         os.kill(os.getpid(), number)
-        assert seen == [number, number], "the handler is put back"
+        assert seen == [number], "the handler is put back"
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_that_the_main_thread_cannot_see_asks_all_the_same() -> None:
+    process = waiting("training", "leaves")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("saved True\n", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_training_ends_the_process_with_one_line(number: signal.Signals) -> None:
+    process = waiting("building", "stays")
+    os.killpg(process.pid, number)
+    line = f"stopped by {number.name} before the first step: there is nothing to save"
+    assert process.communicate(timeout=20) == (f"told: {line}\n", f"{line}\n")
+    assert process.returncode == 128 + number
+
+
+def test_a_second_signal_ends_the_process_at_once_with_one_line() -> None:
+    process = waiting("training", "stays")
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(2 * SAME_REQUEST_SECONDS)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    line = "stopped by a second signal, SIGINT: nothing more is saved"
+    assert process.communicate(timeout=20) == (f"told: {line}\n", f"{line}\n")
+    assert process.returncode == 128 + signal.SIGINT
 
 
 class MemoryBoard:
