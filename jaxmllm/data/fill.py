@@ -47,6 +47,7 @@ from jaxmllm.balance.plan import (
 )
 from jaxmllm.balance.routes import route_tables
 from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
+from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import MediaError, Modality, Shape
 
 LANGUAGE = "language"
@@ -242,6 +243,8 @@ def _encoder_rows(
         expected = (slots.stop - slots.start, modality.features)
         if features.shape != expected:
             raise MisalignmentError(f"{span.path} was loaded as {features.shape}, but the plan has room for {expected}")
+        if features.dtype.kind == "f" and not np.isfinite(features).all():
+            return shown(f"{span.path} was loaded as numbers that are not finite; leave it out, or write it again")
         np.copyto(row["features"][rank, slots], features, casting="same_kind")
         first = slots.start // modality.slots_per_token
         row["valid"][rank, first : first + int(items.tokens[item])] = True

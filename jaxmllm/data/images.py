@@ -12,6 +12,7 @@ import math
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.data.modality import MediaError, Shape, require_file
+from jaxmllm.data.modality import MediaError, Shape, open_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200
@@ -88,7 +89,7 @@ class Images:
     def measure(self, path: Path) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
         extreme_aspect_ratio."""
-        with closing(_open(path)) as image:
+        with open_file(path) as file, closing(_open(file, path)) as image:
             return self._shape(image, path)
 
     def length(self, shape: Shape) -> int:
@@ -102,7 +103,7 @@ class Images:
 
     def load(self, path: Path, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
-        with closing(_open(path)) as image:
+        with open_file(path) as file, closing(_open(file, path)) as image:
             if (found := self._shape(image, path)) != shape:
                 raise MediaError("shape_changed", f"{path} was indexed as {shape} patches but is {found} now")
             try:
@@ -167,11 +168,10 @@ class Images:
         return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.features)
 
 
-def _open(path: Path) -> Image.Image:
+def _open(file: FileIO, path: Path) -> Image.Image:
     """Read the header only."""
-    require_file(path)
     try:
-        return Image.open(path, formats=FORMATS)
+        return Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise MediaError("image_too_large", f"{path}: {error}") from error
     except Exception as error:  # what broken headers raise depends on the format

@@ -34,7 +34,7 @@ from jaxmllm.data.conversation import MAX_ID, Conversation, ConversationError, p
 from jaxmllm.data.modality import MediaError, Modality, Shape
 from jaxmllm.data.text import Tokenizer, modality_of, render
 
-VERSION = 2  # of the cache file and of everything lengths depend on that is no setting
+VERSION = 3  # of the cache file and of everything lengths depend on that is no setting
 CHUNK = 2048  # lines whose media are measured together
 THREADS = 16  # that read headers: they wait for the disk, above all on network file systems
 

@@ -6,6 +6,9 @@ conversation. Slots are what rows are packed with: patches of an image, log-mel 
 
 from __future__ import annotations
 
+import os
+import stat
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,14 +29,29 @@ class MediaError(ValueError):
         self.reason = reason
 
 
-def require_file(path: Path) -> None:
-    """Raise `MediaError("missing_file")` unless `path` is a regular file (a device or a pipe could hang the reader)."""
+def open_file(path: Path) -> FileIO:
+    """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move its position.
+
+    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader waiting for ever or
+    fill its memory (a pipe, a socket, a device such as /dev/zero).
+    """
     try:
-        if path.is_file():
-            return
+        # Asked before opening, which may wake a device, and once more of what was opened: paths can change in between.
+        if stat.S_ISREG(path.stat().st_mode):
+            file = FileIO(path, "rb", opener=_open_without_waiting)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            file.close()
+        raise MediaError("missing_file", f"{path} is no regular file (but a folder, a pipe or a device)")
+    except FileNotFoundError as error:
+        raise MediaError("missing_file", f"{path} does not exist") from error
     except OSError as error:
-        raise MediaError("missing_file", f"{path} cannot be read: {error}") from error
-    raise MediaError("missing_file", f"{path} does not exist or is no file")
+        raise MediaError("missing_file", f"{path} cannot be read: {error.strerror}") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe would wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class Modality(Protocol):

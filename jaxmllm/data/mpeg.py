@@ -1,6 +1,22 @@
-"""The length of an MP3 file from its frame headers (ISO/IEC 11172-3 section 2.4.2.3), without decoding."""
+"""MP3 streams from their frame headers (ISO/IEC 11172-3 section 2.4.2.3), without decoding and in little memory.
+
+    ID3v2 tags | info frame: how many frames follow | frame | frame | ... | ID3v1, APE, lyrics, zeros
+
+An MP3 file has no length of its own. Where the first frame stores one (Xing, Info, VBRI), decoders believe it and leave
+out what lies beyond it; where none does, libsndfile guesses from the size and the first bit rate, wrong by factors.
+So frames are counted here, and a count that is not stored is put in front of the stream (`info_frame`).
+"""
 
 from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from jaxmllm.data.modality import MediaError
+
+DECODER_DELAY = 529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
 
 _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no fixed frame size
     1: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -8,35 +24,210 @@ _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no 
 }
 _RATES = (44_100, 48_000, 32_000)
 _DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> what the rates are divided by: MPEG 1, 2, 2.5
+_HEAD = 64  # bytes of a frame that hold its header and what an info frame stores
+_ROOMY = 9  # bit rate of an info frame made here: of 200 bytes and more at every sample rate
+_TAGS = 16  # tags in front of a stream; more are no music
+_BLOCK = 1 << 16
 
 
-def count_samples(data: bytes) -> int | None:
-    """Samples a channel of a Layer III stream; None when its first frame already says so (Xing, Info, VBRI), or
-    when there is no such frame."""
-    place = _after_id3(data)
-    first = _frame(data, place)
-    if first is None or any(tag in data[place : place + first[0]] for tag in (b"Xing", b"Info", b"VBRI")):
+@dataclass(frozen=True)
+class Frame:
+    """One frame header: its four bytes, the size of the frame in bytes, and what it decodes to."""
+
+    header: int
+    size: int
+    samples: int
+    rate: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Where the frames of a file begin, and what its info frame says, if `has_info`: `stored` frames follow, the stream
+    has `stored_bytes` (None: it does not say). Decoders read the count if it is `understood` (not that of VBRI)."""
+
+    start: int
+    first: Frame
+    has_info: bool
+    stored: int | None
+    stored_bytes: int | None
+    understood: bool
+
+    def samples(self, frames: int) -> int:
+        """Samples of each channel that `frames` decode to behind a frame made by `info_frame`."""
+        return frames * self.first.samples - DECODER_DELAY
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The `frames` that hold sound (not the info frame), in the bytes from `begin` to `end` of the file."""
+
+    frames: int
+    begin: int
+    end: int
+
+
+def open_stream(file: FileIO, path: Path) -> Stream:
+    """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the stored size shows it,
+    truncated_audio and joined_audio."""
+    start = after_id3(file)
+    head = _read(file, start, _HEAD)
+    first = _frame(head)
+    if first is None:
+        raise MediaError("broken_audio_header", f"{path} holds no MP3 (MPEG Layer III) frame where its stream begins")
+    has_info, stored, stored_bytes = _info(head, first)
+    size = os.fstat(file.fileno()).st_size
+    if stored_bytes is not None and stored_bytes > size:
+        raise MediaError(
+            "truncated_audio",
+            f"{path} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
+        )
+    if stored_bytes is not None:
+        second = _read(file, start + stored_bytes, _HEAD)
+        if (frame := _frame(second)) is not None and _info(second, frame)[0]:
+            raise _joined(path, f"a second stream begins at byte {start + stored_bytes}")
+    understood = stored is not None and head[36:40] != b"VBRI"
+    return Stream(start, first, has_info, stored, stored_bytes, understood)
+
+
+def scan(file: FileIO, stream: Stream, path: Path, max_frames: int) -> Scan:
+    """Walk over the frames, at most `max_frames` of them.
+
+    Raises `MediaError`: truncated_audio (the last frame is cut, or there are fewer than stored), joined_audio (another
+    stream follows), wrong_audio_length (more frames than stored), undecodable_audio (bytes between frames).
+    """
+    size = os.fstat(file.fileno()).st_size
+    begin = stream.start + (stream.first.size if stream.has_info else 0)
+    place = begin
+    frames = 0
+    while frames < max_frames:
+        head = _read(file, place, _HEAD)
+        frame = _frame(head)
+        if frame is None:
+            _check_tail(file, place, frames == stream.stored, path)
+            break
+        if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
+            raise _joined(path, f"{frame.rate} Hz in {frame.channels} channels begin at byte {place}")
+        if _info(head, frame)[0]:
+            raise _joined(path, f"a second stream begins at byte {place}")
+        if place + frame.size > size:
+            raise MediaError(
+                "truncated_audio", f"{path} ends within an MP3 frame, at byte {size}: the file is cut; copy it again"
+            )
+        place += frame.size
+        frames += 1
+    if stream.stored is not None and frames < stream.stored:
+        raise MediaError(
+            "truncated_audio", f"{path} has {frames} MP3 frames where its header says {stream.stored}; copy it again"
+        )
+    if stream.stored is not None and frames > stream.stored:
+        raise MediaError(
+            "wrong_audio_length",
+            f"{path} goes on after the {stream.stored} MP3 frames that its header tells of; encode the clip again",
+        )
+    return Scan(frames, begin, place)
+
+
+def info_frame(stream: Stream, frames: int) -> bytes:
+    """A frame without sound that stores the number of frames that follow it, in the format of `stream`.
+
+    What is decoded behind it has DECODER_DELAY samples less than the frames hold.
+    """
+    header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
+    header = header & ~(15 << 12) | _ROOMY << 12  # the first frame itself may be too small to hold the number
+    bare = _frame(header.to_bytes(4, "big"))
+    assert bare is not None
+    body = bytearray(bare.size)
+    body[:4] = header.to_bytes(4, "big")
+    place = _info_place(bare)
+    body[place : place + 12] = b"Info" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")
+    return bytes(body)
+
+
+def after_id3(file: FileIO) -> int:
+    """Where the stream begins, behind ID3v2 tags: each stores its size in four bytes of seven bits."""
+    place = 0
+    for _ in range(_TAGS):
+        head = _read(file, place, 10)
+        if head[:3] != b"ID3" or len(head) < 10:
+            break
+        place += _id3_size(head)
+    return place
+
+
+def is_frame(head: bytes) -> bool:
+    """Whether bytes begin with the header of an MP3 frame."""
+    return _frame(head) is not None
+
+
+def _frame(head: bytes) -> Frame | None:
+    """The frame whose header these bytes begin with."""
+    if len(head) < 4:
         return None
-    samples = 0
-    while (frame := _frame(data, place)) is not None and place + frame[0] <= len(data):
-        place, samples = place + frame[0], samples + frame[1]
-    return samples
-
-
-def _after_id3(data: bytes) -> int:
-    """Where the stream begins: an ID3v2 tag stores its size in four bytes of seven bits."""
-    if data[:3] != b"ID3" or len(data) < 10:
-        return 0
-    return 10 + (data[6] << 21 | data[7] << 14 | data[8] << 7 | data[9])
-
-
-def _frame(data: bytes, place: int) -> tuple[int, int] | None:
-    """(bytes, samples) of the frame whose header stands at `place`."""
-    header = int.from_bytes(data[place : place + 4], "big")
+    header = int.from_bytes(head[:4], "big")
     version, layer, rate, kbits = header >> 19 & 3, header >> 17 & 3, header >> 10 & 3, header >> 12 & 15
     if header >> 21 != 0x7FF or version == 1 or layer != 1 or rate == 3 or kbits in (0, 15):
         return None
     generation = 1 if version == 3 else 2
     samples = 1152 if generation == 1 else 576
     hertz = _RATES[rate] // _DIVIDERS[version]
-    return samples // 8 * 1000 * _KBITS[generation][kbits] // hertz + (header >> 9 & 1), samples
+    size = samples // 8 * 1000 * _KBITS[generation][kbits] // hertz + (header >> 9 & 1)
+    return Frame(header, size, samples, hertz, 1 if header >> 6 & 3 == 3 else 2)
+
+
+def _info_place(frame: Frame) -> int:
+    """Where an info frame holds its tag: behind the header, its checksum and the side information."""
+    side = {(1152, 2): 32, (1152, 1): 17, (576, 2): 17, (576, 1): 9}[frame.samples, frame.channels]
+    return 4 + side
+
+
+def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
+    """Whether a frame is an info frame, and the frames and bytes that it stores."""
+    if head[36:40] == b"VBRI" and len(head) >= 54:
+        return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
+    for place in (_info_place(frame), _info_place(frame) + 2):  # some writers leave room for a checksum
+        if head[place : place + 4] not in (b"Xing", b"Info"):
+            continue
+        flags = int.from_bytes(head[place + 4 : place + 8], "big")
+        values = [int.from_bytes(head[place + at : place + at + 4], "big") for at in (8, 12)]
+        stored = values.pop(0) if flags & 1 else None
+        return True, stored or None, values[0] if flags & 2 else None  # 0: the writer could not go back
+    return False, None, None
+
+
+def _check_tail(file: FileIO, place: int, complete: bool, path: Path) -> None:
+    """Raise `MediaError` unless what follows the last frame, from byte `place` on, are tags or zeros; where the stream
+    is known to be `complete`, anything but another stream may follow."""
+    while head := _read(file, place, 32):
+        if head[:3] == b"ID3" and len(head) >= 10:
+            place += _id3_size(head)
+            if is_frame(_read(file, place, 4)):
+                raise _joined(path, f"a second stream begins at byte {place}")
+        elif head[:8] == b"APETAGEX" and len(head) == 32:
+            place += 32 + int.from_bytes(head[12:16], "little")
+        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete:
+            return
+        elif not any(block := _read(file, place, _BLOCK)):
+            place += len(block)
+        elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
+            raise MediaError("truncated_audio", f"{path} ends within the header of an MP3 frame; copy it again")
+        else:
+            raise MediaError(
+                "undecodable_audio", f"{path} holds something else than MP3 frames at byte {place}; encode it again"
+            )
+
+
+def _joined(path: Path, what: str) -> MediaError:
+    return MediaError(
+        "joined_audio",
+        f"{path} holds several MP3 streams ({what}), and decoders end after the first; encode it as one or split it",
+    )
+
+
+def _id3_size(head: bytes) -> int:
+    return 10 + (head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9])
+
+
+def _read(file: FileIO, place: int, count: int) -> bytes:
+    file.seek(place)
+    return file.read(count)

@@ -6,12 +6,18 @@
 The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-windowed power spectrum, log10,
 at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame i is about sample i * hop, so that
 clips shorter than one window have frames too, and their number follows from the header alone.
+
+Nothing of a clip is left out or made up: a file whose body does not have the length that was measured, or that goes on
+where decoders end, is refused (containers.py, mpeg.py). Samples are decoded, averaged and resampled in blocks, so that
+memory goes with seconds and not with the rate or the channels of the file.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +26,17 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from jaxmllm.data.modality import MediaError, Shape, require_file
-from jaxmllm.data.mpeg import count_samples
+from jaxmllm.data import mpeg
+from jaxmllm.data.containers import check_flac, check_last_page, check_pages, check_wave, container
+from jaxmllm.data.modality import MediaError, Shape, open_file
 
 STEM_STRIDE = 4  # frames behind one token of the tower's attention
-TOLERANCE = 8  # frames by which header and body of a lossy file may disagree; padded with silence or cut
+MIN_RATE, MAX_RATE = 1_000, 1_000_000  # Hz; no sound card is outside, a damaged header easily is
+# Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels beyond, which is kept as
+# it is; integers written as floats go thousands beyond, and have to be divided by whoever knows their width.
+MAX_PEAK = 100.0
+_BLOCK = 1 << 18  # samples decoded at once, over all channels
+_FRAMES = 4096  # frames transformed at once
 
 
 @dataclass(frozen=True)
@@ -61,9 +73,11 @@ class Sounds:
         return STEM_STRIDE * self.merge
 
     def measure(self, path: Path) -> Shape:
-        """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, empty_audio,
-        audio_too_long."""
-        return self._shape(_header(path), path)
+        """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
+        empty_audio, audio_too_long, and where it shows at the ends of the file, truncated_audio, joined_audio,
+        wrong_audio_length."""
+        with open_file(path) as file:
+            return self._shape(self._header(file, path), path)
 
     def length(self, shape: Shape) -> int:
         return _ceil(shape[0], self.granule) * self.granule
@@ -75,15 +89,14 @@ class Sounds:
         return _ceil(_ceil(shape[0], STEM_STRIDE), self.merge)
 
     def load(self, path: Path, shape: Shape) -> NDArray[Any]:
-        """float32 [length, mel_bins]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_audio,
-        truncated_audio."""
-        info = _header(path)
-        if (found := self._shape(info, path)) != shape:
-            raise MediaError("shape_changed", f"{path} was indexed as {shape[0]} frames but has {found[0]} now")
-        samples = _fit(_mono(path), info.frames, TOLERANCE * self.hop * info.samplerate / self.sample_rate, path)
-        if info.samplerate != self.sample_rate:
-            samples = soxr.resample(samples, info.samplerate, self.sample_rate)
-        samples = _pad_or_cut(samples, self._samples(info))
+        """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`, shape_changed,
+        undecodable_audio (also samples that are not finite), samples_out_of_range (beyond MAX_PEAK)."""
+        with open_file(path) as file:
+            header = self._header(file, path)
+            if (found := self._shape(header, path)) != shape:
+                raise MediaError("shape_changed", f"{path} was indexed as {shape[0]} frames but has {found[0]} now")
+            samples = _decode(self._checked_body(file, header, path), header, self.sample_rate, path)
+        samples = _pad_or_cut(samples, self._samples(header))  # the resampler rounds by its own rule
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
         slots[: shape[0]] = log_mel(samples, self.sample_rate, self.window, self.hop, self.mel_bins)
         return slots
@@ -101,33 +114,85 @@ class Sounds:
         line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
         return np.repeat(line[:, None], 3, axis=1)
 
-    def _samples(self, info: _Header) -> int:
-        return _ceil(info.frames * self.sample_rate, info.samplerate)
+    def _header(self, file: FileIO, path: Path) -> _Header:
+        """Rate and length, without decoding."""
+        kind = container(file)
+        if os.fstat(file.fileno()).st_size == 0:
+            raise MediaError("empty_audio", f"{path} is an empty file")
+        if kind == "WAV":
+            check_wave(file, path)
+        elif kind == "OGG":
+            check_last_page(file, path)
+        elif kind == "MP3":
+            stream = mpeg.open_stream(file, path)
+            if not stream.understood:
+                frames = self._scan(file, stream, path).frames if stream.stored is None else stream.stored
+                return _Header(kind, stream.first.rate, stream.samples(frames), stream)
+        elif not kind:
+            raise MediaError("broken_audio_header", f"{path} is no WAV, FLAC, OGG or MP3 file")
+        with _open_sound(file.fileno(), path) as sound:
+            return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
 
-    def _shape(self, info: _Header, path: Path) -> Shape:
-        if info.frames <= 0:
+    def _scan(self, file: FileIO, stream: mpeg.Stream, path: Path) -> mpeg.Scan:
+        """All frames of an MP3 stream, or one more than are of use."""
+        longest = int(self.max_seconds * stream.first.rate + mpeg.DECODER_DELAY) // stream.first.samples
+        return mpeg.scan(file, stream, path, (longest if stream.stored is None else stream.stored) + 1)
+
+    def _checked_body(self, file: FileIO, header: _Header, path: Path) -> int | BytesIO:
+        """What libsndfile may decode, as it then does not leave anything out. Reads the whole file."""
+        if header.kind == "OGG":
+            check_pages(file, path)
+        elif header.kind == "FLAC":
+            check_flac(file, header.frames, path)
+        elif header.stream is not None:
+            scan = self._scan(file, header.stream, path)
+            begin = header.stream.start if header.stream.understood else scan.begin
+            file.seek(begin)
+            info = b"" if header.stream.understood else mpeg.info_frame(header.stream, scan.frames)
+            return BytesIO(info + file.read(scan.end - begin))
+        return file.fileno()
+
+    def _samples(self, header: _Header) -> int:
+        return _ceil(header.frames * self.sample_rate, header.rate)
+
+    def _shape(self, header: _Header, path: Path) -> Shape:
+        if header.frames >= 2**62:  # what libsndfile says of streams that never stored their length
+            raise MediaError("broken_audio_header", f"{path} does not say how long it is; encode it again")
+        if not MIN_RATE <= header.rate <= MAX_RATE:
+            raise MediaError(
+                "unsupported_sample_rate",
+                f"{path} has {header.rate} samples per second, which is not within {MIN_RATE} and {MAX_RATE}: its "
+                "header is damaged, or it holds no sound; resample it",
+            )
+        if header.frames <= 0:
             raise MediaError("empty_audio", f"{path} holds no samples")
-        if info.frames > self.max_seconds * info.samplerate:
+        if header.frames > self.max_seconds * header.rate:
             raise MediaError(
                 "audio_too_long",
-                f"{path} lasts {info.frames / info.samplerate:.1f} s, more than data.sounds.max_seconds = "
+                f"{path} lasts {header.frames / header.rate:.1f} s, more than data.sounds.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        return _ceil(self._samples(info), self.hop), 1
+        return _ceil(self._samples(header), self.hop), 1
 
 
 def log_mel(
     samples: NDArray[np.float32], sample_rate: int, window: int, hop: int, mel_bins: int
 ) -> NDArray[np.float32]:
     """Mono samples [n], n >= 1 -> [ceil(n / hop), mel_bins]. Frame i is centred on sample i * hop; the ends are
-    mirrored."""
-    frames = _ceil(len(samples), hop)
-    padded = np.pad(samples, (window // 2, window), mode="reflect")
-    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][:frames]
+    mirrored. Finite wherever the samples are."""
+    # Loud samples are brought within [-1, 1] first: their squares could overflow. Logarithms bring the factor back.
+    peak = max(1.0, float(np.abs(samples).max()))
+    padded = np.pad(samples / np.float32(peak), (window // 2, window), mode="reflect")
+    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: _ceil(len(samples), hop)]
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)
-    power = np.abs(np.fft.rfft(pieces * hann, axis=-1)) ** 2
-    decades = np.log10(np.maximum(power @ mel_filters(sample_rate, window, mel_bins), 1e-10))
-    return ((np.maximum(decades, decades.max() - 8) + 4) / 4).astype(np.float32)
+    filters = mel_filters(sample_rate, window, mel_bins)
+    silence = max(1e-10 / peak**2, 1e-38)  # float32 has nothing positive below
+    decades = np.empty((len(pieces), mel_bins), np.float32)
+    for start in range(0, len(pieces), _FRAMES):
+        power = np.abs(np.fft.rfft(pieces[start : start + _FRAMES] * hann, axis=-1)) ** 2
+        decades[start : start + _FRAMES] = np.log10(np.maximum(power @ filters, silence))
+    decades += np.float32(2 * np.log10(peak))
+    return (np.maximum(decades, decades.max() - 8) + 4) / 4
 
 
 @functools.lru_cache(maxsize=8)
@@ -156,45 +221,60 @@ def _mel_to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class _Header:
-    samplerate: int
+    kind: str  # container
+    rate: int
     frames: int  # samples of each channel
+    stream: mpeg.Stream | None = None  # of an MP3 file
 
 
-def _header(path: Path) -> _Header:
-    """Read rate and length without decoding."""
-    require_file(path)
-    if path.stat().st_size == 0:
-        raise MediaError("empty_audio", f"{path} is an empty file")
+def _open_sound(source: int | BytesIO, path: Path) -> soundfile.SoundFile:
+    """Let libsndfile open a file descriptor, or an MP3 file in memory."""
+    if isinstance(source, int):
+        os.lseek(source, 0, os.SEEK_SET)  # libsndfile begins where the descriptor stands
     try:
-        info = soundfile.info(str(path))
-        # Without a Xing frame, libsndfile estimates the length of an MP3 from its size: off by up to a second.
-        samples = count_samples(path.read_bytes()) if info.format == "MP3" else None
+        return soundfile.SoundFile(source, closefd=False)
     except Exception as error:  # LibsndfileError, and TypeError for raw samples
+        what = getattr(error, "error_string", error)  # without the number of the descriptor
+        raise MediaError("broken_audio_header", f"{path} has no readable header: {what}") from error
+
+
+def _decode(source: int | BytesIO, header: _Header, sample_rate: int, path: Path) -> NDArray[np.float32]:
+    """All samples, mean over channels, resampled: [n]."""
+    resampler = soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
+    pieces = []
+    count = 0
+    with _open_sound(source, path) as sound:
+        while True:
+            try:
+                block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
+            except Exception as error:
+                what = getattr(error, "error_string", error)
+                raise MediaError("undecodable_audio", f"{path} does not decode: {what}") from error
+            count += len(block)
+            _check_range(block, path)
+            mono = block.mean(axis=1)
+            pieces.append(mono if resampler is None else resampler.resample_chunk(mono, last=not len(block)))
+            if not len(block):
+                break
+    if count != header.frames:
         raise MediaError(
-            "broken_audio_header", f"{path} has no readable WAV, FLAC, OGG or MP3 header: {error}"
-        ) from error
-    if info.samplerate <= 0 or info.frames >= 2**62:  # what libsndfile says of streams that never stored their length
-        raise MediaError("broken_audio_header", f"{path} does not say how long it is; encode it again")
-    return _Header(info.samplerate, info.frames if samples is None else samples)
+            "truncated_audio",
+            f"{path} holds {count} samples where its header says {header.frames}; copy it again, or encode it again",
+        )
+    return np.concatenate(pieces)
 
 
-def _mono(path: Path) -> NDArray[np.float32]:
-    """All samples, mean over channels: [n]."""
-    try:
-        samples, _ = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except Exception as error:
-        raise MediaError("undecodable_audio", f"{path} does not decode: {error}") from error
-    mono = samples.mean(axis=1)
-    if not np.isfinite(mono).all():
-        raise MediaError("undecodable_audio", f"{path} holds samples that are not finite")
-    return mono
-
-
-def _fit(samples: NDArray[np.float32], expected: int, tolerance: float, path: Path) -> NDArray[np.float32]:
-    """Give the body the length of its header, if they nearly agree."""
-    if not len(samples) or abs(len(samples) - expected) > tolerance:
-        raise MediaError("truncated_audio", f"{path} holds {len(samples)} samples where its header says {expected}")
-    return _pad_or_cut(samples, expected)
+def _check_range(block: NDArray[np.float32], path: Path) -> None:
+    # Before channels are averaged: opposite values would cancel.
+    peak = float(np.abs(block).max(initial=0))
+    if not np.isfinite(peak):
+        raise MediaError("undecodable_audio", f"{path} holds samples that are not finite; write the clip again")
+    if peak > MAX_PEAK:
+        raise MediaError(
+            "samples_out_of_range",
+            f"{path} has samples up to {peak:.3g}, where full scale is 1 and {MAX_PEAK:g} the most that is taken; if "
+            "they are integers written as floats, divide them by full scale (32768 for 16 bits)",
+        )
 
 
 def _pad_or_cut(samples: NDArray[np.float32], count: int) -> NDArray[np.float32]:

@@ -311,6 +311,30 @@ def test_items_that_do_not_decode_are_counted_and_named():
     assert sum(int(row["failed"].sum()) for phase in MODALITIES for row in step.rows[phase]) == len(broken)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
+    """Whatever a modality lets through: one such number would cost the update of the whole batch."""
+
+    @dataclass(frozen=True)
+    class Overflowing(FakeModality):
+        def load(self, path, shape):
+            features = super().load(Path("whole"), shape)
+            if "broken" in path.name:
+                features[-1, 1] = value
+            return features
+
+    case = make_case(3, broken=True)
+    modalities = {name: Overflowing(name, m.slots_per_token, m.attention_stride) for name, m in MODALITIES.items()}
+    arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
+    step, expected = fill(*arguments, modalities, EVERYWHERE, ATTENTION), case.fill()
+    assert len(step.failures) == len(expected.failures) >= 3
+    assert all("broken was loaded as numbers that are not finite" in message for message in step.failures)
+    for phase in MODALITIES:
+        for row, masked in zip(step.rows[phase], expected.rows[phase], strict=True):
+            for name in ("features", "valid", "failed", "segments"):
+                np.testing.assert_array_equal(row[name], masked[name], err_msg=f"{phase} {name}")
+
+
 def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
     case = make_case(5, broken=True)
     whole = case.fill()

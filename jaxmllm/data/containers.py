@@ -1,0 +1,317 @@
+"""WAV, OGG and FLAC files as containers: whether all of a clip is there, and whether its header says how long it is.
+
+libsndfile decodes what it finds and is silent about the rest: it shortens a cut WAV or OGG, ends at the length that a
+header names, and leaves out a second clip that was joined to the first. So the bytes are checked before it sees them,
+with bounded reads where only the header is of interest (`check_wave`, `check_last_page`), else through the whole file
+(`check_pages`, `check_flac`), in little memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from jaxmllm.data.modality import MediaError
+from jaxmllm.data.mpeg import after_id3, is_frame
+
+_BLOCK = 1 << 20  # bytes read at once
+
+
+def container(file: FileIO) -> str:
+    """WAV, FLAC, OGG or MP3 by the first bytes (behind ID3 tags); empty for anything else."""
+    head = _read(file, after_id3(file), 12)
+    if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
+        return "WAV"
+    if is_frame(head[:4]):
+        return "MP3"
+    return {b"fLaC": "FLAC", b"OggS": "OGG"}.get(head[:4], "")
+
+
+# ---------------------------------------------------------------------------- WAV
+
+STREAMED = 0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
+
+
+def check_wave(file: FileIO, path: Path) -> None:
+    """Compare the data chunk with the file. A size that says "unknown" (STREAMED and more) is not compared: what
+    follows is the clip, whole or not.
+
+    Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length (what follows the
+    chunk is no chunk, so it may be sound), joined_audio (another clip follows).
+    """
+    size = os.fstat(file.fileno()).st_size
+    order: Literal["big", "little"] = "big" if _read(file, 0, 4) == b"RIFX" else "little"
+    place = 12
+    stored_64 = None
+    while len(head := _read(file, place, 8)) == 8:
+        name, count = head[:4], int.from_bytes(head[4:], order)
+        begin = place + 8
+        if name == b"ds64":
+            stored_64 = int.from_bytes(_read(file, begin + 8, 8), "little")
+        if name == b"data":
+            if count == 0xFFFF_FFFF and stored_64 is not None:
+                count = stored_64
+            elif count >= STREAMED and begin + count > size:
+                return
+            if begin + count > size:
+                raise MediaError(
+                    "truncated_audio",
+                    f"{path} holds {size - begin} of the {count} bytes of samples that its header says: the file is "
+                    "cut; copy it again",
+                )
+            _check_after_data(file, begin + count, size, order, path)
+            return
+        place = begin + count + count % 2
+    # No data chunk: libsndfile will say so.
+
+
+def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "little"], path: Path) -> None:
+    """What follows the samples, from byte `end` on, must be chunks, an ID3v1 tag or zeros."""
+    place = end
+    while place < size and not _only_zeros(file, place):
+        head = _read(file, place, 12)
+        if head[:3] == b"TAG" and size - place == 128:
+            return
+        if (head[:4] in (b"RIFF", b"RIFX") and head[8:] == b"WAVE") or head[:4] == b"data":
+            raise _joined(path)
+        count = int.from_bytes(head[4:8], order)
+        if len(head) >= 8 and _is_chunk_name(head[:4]) and place + 8 + count <= size:
+            place += 8 + count
+        elif place % 2:  # chunks of odd sizes are padded by one byte, but not by every program
+            place += 1
+        else:
+            raise MediaError(
+                "wrong_audio_length",
+                f"{path} goes on for {size - end} bytes after the samples that its header tells of, and they may be "
+                "sound; write the clip again",
+            )
+
+
+def _is_chunk_name(name: bytes) -> bool:
+    return name.isascii() and name.decode("ascii").isprintable()
+
+
+# ---------------------------------------------------------------------------- OGG
+
+_PAGE_HEAD = 27
+_LARGEST_PAGE = _PAGE_HEAD + 255 + 255 * 255
+_FIRST, _LAST = 2, 4  # flags of a page of its stream
+_STREAMS = 16  # side by side in one file, at most
+_REVERSED = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
+
+
+@dataclass(frozen=True)
+class _Page:
+    place: int
+    flags: int
+    serial: int
+    number: int
+    content: bytes
+
+    @property
+    def end(self) -> int:
+        return self.place + len(self.content)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the checksum fits. It is a CRC-32 of the same polynomial as zlib's, but runs over the bits of each
+        byte from the other end, from zero and without the final complement."""
+        bare = self.content[:22] + bytes(4) + self.content[26:]
+        mirrored = zlib.crc32(bare.translate(_REVERSED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
+        return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
+
+
+def check_last_page(file: FileIO, path: Path) -> None:
+    """Check that the file ends with the last page of its first stream; reads only both ends.
+
+    Raises `MediaError`: truncated_audio, joined_audio.
+    """
+    first = _page(file, 0)
+    if first is None:
+        return  # libsndfile will say what is wrong with it
+    size = os.fstat(file.fileno()).st_size
+    begin = max(0, size - 2 * _LARGEST_PAGE)
+    tail = _read(file, begin, size - begin)
+    for match in re.finditer(b"OggS", tail):
+        pages = list(_pages(file, begin + match.start()))
+        if pages and pages[0].intact:
+            break
+    else:
+        raise _cut(path, "its end holds no whole page")
+    if not _only_zeros(file, pages[-1].end):
+        raise _cut(path, f"the page at byte {pages[-1].end} is not whole")
+    if pages[-1].serial not in _serials(file, first):
+        raise _joined(path)
+    if not pages[-1].flags & _LAST:
+        raise _cut(path, "its last page is not marked as the last one")
+
+
+def check_pages(file: FileIO, path: Path) -> None:
+    """Check every page: its checksum, its number, and that its stream ends with the file.
+
+    Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages, which libsndfile
+    leaves out without a word).
+    """
+    numbers: dict[int, int] = {}  # of the next page of each stream
+    open_streams: set[int] = set()
+    end, begun = 0, False
+    for page in _pages(file, 0):
+        if page.flags & _FIRST:
+            if begun:
+                raise _joined(path)
+            open_streams.add(page.serial)
+            numbers[page.serial] = page.number
+        begun = begun or not page.flags & _FIRST
+        if not page.intact or numbers.get(page.serial) != page.number:
+            raise MediaError(
+                "undecodable_audio", f"{path} is damaged or lacks a part before byte {page.end}; copy it again"
+            )
+        numbers[page.serial] += 1
+        if page.flags & _LAST:
+            open_streams.discard(page.serial)
+        end = page.end
+    if not _only_zeros(file, end):
+        size = os.fstat(file.fileno()).st_size
+        if size - end < _LARGEST_PAGE and _read(file, end, 4) == b"OggS":
+            raise _cut(path, f"the page at byte {end} is not whole")
+        raise MediaError(
+            "undecodable_audio", f"{path} holds something else than OGG pages at byte {end}; copy it again"
+        )
+    if open_streams:
+        raise _cut(path, "its last page is not marked as the last one")
+
+
+def _page(file: FileIO, place: int) -> _Page | None:
+    """The whole page at a place of the file, if there is one."""
+    head = _read(file, place, _PAGE_HEAD + 255)
+    if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
+        return None
+    table = head[_PAGE_HEAD : _PAGE_HEAD + head[26]]
+    size = _PAGE_HEAD + len(table) + sum(table)
+    content = _read(file, place, size)
+    if len(table) < head[26] or len(content) < size:
+        return None
+    serial, number = int.from_bytes(head[14:18], "little"), int.from_bytes(head[18:22], "little")
+    return _Page(place, head[5], serial, number, content)
+
+
+def _pages(file: FileIO, place: int) -> Iterator[_Page]:
+    """Whole pages that follow one another from a place of the file on."""
+    while (page := _page(file, place)) is not None:
+        yield page
+        place = page.end
+
+
+def _serials(file: FileIO, first: _Page) -> set[int]:
+    """Streams that begin at the beginning of the file, side by side."""
+    serials = {first.serial}
+    for page in islice(_pages(file, first.end), _STREAMS):
+        if not page.flags & _FIRST:
+            break
+        serials.add(page.serial)
+    return serials
+
+
+# ---------------------------------------------------------------------------- FLAC
+
+_FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # the second: the file has frames of varying size
+_FLAC_BEGIN = re.compile(rb"fLaC[\0\x80]\0\0\x22")  # the mark of a file and of its STREAMINFO block, 8 bytes
+_FLAC_HEAD = 16  # bytes of the longest frame header
+_NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)  # first byte of a number of 1, -, 2, 3, .. bytes
+
+
+def check_flac(file: FileIO, samples: int, path: Path) -> None:
+    """Look for frames beyond the `samples` of the header, and for a second clip (RFC 9639, section 9).
+
+    Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
+    """
+    start = after_id3(file)
+    frame_size = max(1, int.from_bytes(_read(file, start + 8, 2), "big"))  # samples; the same for all but the last
+    expected = -(-samples // frame_size)
+    frames = 0
+    for place, data in _overlapping(file, start + 8):
+        second = _FLAC_BEGIN.search(data)
+        for match in _FLAC_FRAME.finditer(data, 0, second.start() if second else len(data)):
+            head = data[match.start() : match.start() + _FLAC_HEAD]
+            number = _flac_number(head)
+            varying = head[1] & 1  # frames are then numbered by their first samples
+            if number == (samples if varying else expected) and (varying or frames == expected):
+                raise MediaError(
+                    "wrong_audio_length",
+                    f"{path} goes on at byte {place + match.start()} after the {samples} samples that its header tells "
+                    "of; encode the clip again",
+                )
+            frames += number == frames and not varying
+        if second:
+            raise _joined(path)
+
+
+def _flac_number(head: bytes) -> int | None:
+    """The number in a frame header; None where its fields or its checksum say that it is none."""
+    if len(head) < 6 or head[2] >> 4 == 0 or head[2] & 15 == 15 or head[3] >> 4 > 10 or head[3] & 1:
+        return None
+    size = next((size for size, limit in enumerate(_NUMBER_SIZES) if head[4] < limit), 7)
+    if size == 1 or head[4] == 0xFF:
+        return None
+    size = max(1, size)
+    number = head[4] & (0x7F if size == 1 else 0x7F >> size)
+    for byte in head[5 : 4 + size]:
+        number = number << 6 | byte & 0x3F
+    frame_size, rate = head[2] >> 4, head[2] & 15  # codes; some say that the value stands behind the number
+    end = 4 + size + {6: 1, 7: 2}.get(frame_size, 0) + {12: 1, 13: 2, 14: 2}.get(rate, 0)
+    return number if end < len(head) and _crc_8(head[:end]) == head[end] else None
+
+
+def _crc_8(data: bytes) -> int:
+    """With the polynomial x^8 + x^2 + x + 1, from zero."""
+    crc = 0
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc << 1 ^ (0x07 if crc & 0x80 else 0)) & 0xFF
+    return crc
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def _read(file: FileIO, place: int, count: int) -> bytes:
+    file.seek(place)
+    return file.read(count)
+
+
+def _overlapping(file: FileIO, place: int) -> Iterator[tuple[int, bytes]]:
+    """(place, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
+    while data := _read(file, place, _BLOCK):
+        yield place, data
+        if len(data) < _BLOCK:
+            return
+        place += _BLOCK - 2 * _FLAC_HEAD
+
+
+def _only_zeros(file: FileIO, place: int) -> bool:
+    """Whether nothing but zeros follows up to the end of the file."""
+    while data := _read(file, place, _BLOCK):
+        if data.strip(b"\0"):
+            return False
+        place += len(data)
+    return True
+
+
+def _joined(path: Path) -> MediaError:
+    return MediaError(
+        "joined_audio",
+        f"{path} holds several clips one after the other, and decoders end after the first; encode them as one, or "
+        "split the file",
+    )
+
+
+def _cut(path: Path, what: str) -> MediaError:
+    return MediaError("truncated_audio", f"{path} is cut ({what}); copy it again, or encode it again")

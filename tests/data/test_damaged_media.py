@@ -1,0 +1,233 @@
+"""What becomes of damaged media: a table of kinds of damage and the reason word that each is refused with.
+
+Sound libraries cut, shorten and skip in silence. Here every kind either is refused when the index is built or masked
+when it is decoded, by name, or loads as a whole with finite features.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from jaxmllm.data.images import Images
+from jaxmllm.data.modality import MediaError
+from jaxmllm.data.sounds import Sounds
+
+SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
+IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
+RATE = 16_000
+NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 32_000)
+
+Change = Callable[[bytes], bytes]
+
+
+def clip(kind: str, samples: np.ndarray = NOISE, rate: int = RATE) -> bytes:
+    buffer = io.BytesIO()
+    options = {
+        "opus": {"format": "OGG", "subtype": "OPUS"},
+        "float.wav": {"format": "WAV", "subtype": "FLOAT"},
+        "rf64.wav": {"format": "RF64"},
+        "bare.mp3": {"format": "MP3"},
+    }.get(kind, {"format": kind.upper()})
+    soundfile.write(buffer, samples, rate, **options)
+    content = buffer.getvalue()
+    return content[content.index(content[:2], 4) :] if kind == "bare.mp3" else content
+
+
+def picture(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (120, 160, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------------- kinds of damage
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def last_byte_gone(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
+
+
+def part_gone(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + content[middle + 300 :]
+
+
+def twice(content: bytes) -> bytes:
+    return content + content
+
+
+def and_(kind: str, rate: int = RATE) -> Change:
+    """Another clip follows."""
+    return lambda content: content + clip(kind, NOISE[:20_000], rate)
+
+
+def then(tail: bytes) -> Change:
+    return lambda content: content + tail
+
+
+def put(mark: bytes, offset: int, form: str, value: int) -> Change:
+    """Write a number `offset` bytes after a mark."""
+
+    def change(content: bytes) -> bytes:
+        place = content.index(mark) + offset
+        return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+
+    return change
+
+
+def data_size(value: int) -> Change:
+    return put(b"data", 4, "<I", value)
+
+
+def flac_total(value: int) -> Change:
+    return put(b"fLaC", 22, ">I", value)  # the lower 32 of 36 bits
+
+
+def mp3_frames(factor: float) -> Change:
+    def change(content: bytes) -> bytes:
+        stored = struct.unpack_from(">I", content, content.index(b"Xing") + 8)[0]
+        return put(b"Xing", 8, ">I", int(stored * factor))(content)
+
+    return change
+
+
+def without_pages(first: int, last: int) -> Change:
+    def change(content: bytes) -> bytes:
+        begins = [i for i in range(len(content)) if content.startswith(b"OggS", i)] + [len(content)]
+        return content[: begins[first]] + content[begins[last] :]
+
+    return change
+
+
+def filled(value: float) -> Change:
+    """The last quarter of the samples of a float WAV get a value."""
+    return lambda content: content[:-32_000] + np.full(8000, value, "<f4").tobytes()
+
+
+ID3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
+
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    # name: (clip, damage, reason)
+    "wav cut in half": ("wav", half, "truncated_audio"),
+    "wav without its last byte": ("wav", last_byte_gone, "truncated_audio"),
+    "wav with a data size that is too long": ("wav", data_size(128_000), "truncated_audio"),
+    "wav with a data size that is too short": ("wav", data_size(30_000), "wrong_audio_length"),
+    "wav with a data size of zero": ("wav", data_size(0), "wrong_audio_length"),
+    "wav joined to another": ("wav", and_("wav"), "joined_audio"),
+    "wav with something behind it": ("wav", then(b"hello" * 5), "wrong_audio_length"),
+    "rf64 cut in half": ("rf64.wav", half, "truncated_audio"),
+    "wav of 200 MHz": ("wav", put(b"fmt ", 12, "<I", 200_000_000), "unsupported_sample_rate"),
+    "wav of 65535 channels": ("wav", put(b"fmt ", 10, "<H", 65_535), "broken_audio_header"),
+    "wav of NaN": ("float.wav", filled(np.nan), "undecodable_audio"),
+    "wav of infinity": ("float.wav", filled(-np.inf), "undecodable_audio"),
+    "wav of amplitude 1e20": ("float.wav", filled(1e20), "samples_out_of_range"),
+    "wav of 16 bits written as floats": ("float.wav", filled(-32768), "samples_out_of_range"),
+    "flac cut in half": ("flac", half, "undecodable_audio"),
+    "flac without its last byte": ("flac", last_byte_gone, "undecodable_audio"),
+    "flac with a flipped byte": ("flac", flipped, "undecodable_audio"),
+    "flac without its total": ("flac", flac_total(0), "broken_audio_header"),
+    "flac with a total that is too long": ("flac", flac_total(64_000), "undecodable_audio"),
+    "flac with a total that is too short": ("flac", flac_total(16_000), "wrong_audio_length"),
+    "flac joined to itself": ("flac", twice, "joined_audio"),
+    "flac joined to another": ("flac", and_("flac"), "joined_audio"),
+    "ogg cut in half": ("ogg", half, "truncated_audio"),
+    "ogg without its last byte": ("ogg", last_byte_gone, "truncated_audio"),
+    "ogg without its last page": ("ogg", without_pages(-2, -1), "truncated_audio"),
+    "ogg without a page in the middle": ("ogg", without_pages(-4, -3), "undecodable_audio"),
+    "ogg with a flipped byte": ("ogg", flipped, "undecodable_audio"),
+    "ogg with something behind it": ("ogg", then(b"hello" * 50_000), "truncated_audio"),
+    "ogg joined to itself": ("ogg", twice, "joined_audio"),
+    "ogg joined to another": ("ogg", and_("ogg"), "joined_audio"),
+    "ogg joined to one of another rate": ("ogg", and_("ogg", 44_100), "joined_audio"),
+    "opus cut in half": ("opus", half, "truncated_audio"),
+    "opus joined to itself": ("opus", twice, "joined_audio"),
+    "mp3 cut in half": ("mp3", half, "truncated_audio"),
+    "mp3 without its last byte": ("mp3", last_byte_gone, "truncated_audio"),
+    "mp3 without a part": ("mp3", part_gone, "truncated_audio"),
+    "mp3 that stores too few frames": ("mp3", mp3_frames(0.5), "wrong_audio_length"),
+    "mp3 that stores too many frames": ("mp3", mp3_frames(2), "truncated_audio"),
+    "mp3 joined to itself": ("mp3", twice, "joined_audio"),
+    "mp3 joined to one behind tags": ("mp3", lambda content: content + ID3 + content, "joined_audio"),
+    "mp3 joined to one that stores no length": ("mp3", and_("bare.mp3"), "wrong_audio_length"),
+    "mp3 without a stored length, cut": ("bare.mp3", half, "truncated_audio"),
+    "mp3 without a stored length, joined to another rate": ("bare.mp3", and_("bare.mp3", 22_050), "joined_audio"),
+    "mp3 without a stored length, joined behind tags": (
+        "bare.mp3",
+        lambda content: content + ID3 + content,
+        "joined_audio",
+    ),
+    "mp3 without a stored length, then something else": ("bare.mp3", then(b"hello" * 99), "undecodable_audio"),
+    "aiff": ("aiff", lambda content: content, "broken_audio_header"),
+    "png cut in half": ("png", half, "undecodable_image"),
+    "png with a flipped byte": ("png", flipped, "undecodable_image"),
+    "jpeg cut in half": ("jpeg", half, "undecodable_image"),
+    "webp cut in half": ("webp", half, "broken_image_header"),
+    "gif cut in half": ("gif", half, "undecodable_image"),
+    "bmp cut in half": ("bmp", half, "undecodable_image"),
+}
+
+# What looks damaged, but is all there: (clip, change, samples of 16 kHz).
+WHOLE: dict[str, tuple[str, Change, int]] = {
+    "wav that was streamed": ("wav", data_size(0xFFFF_FFFF), 32_000),
+    "wav that sox streamed": ("wav", data_size(0x7FFF_F000), 32_000),
+    "wav with a wrong size of all": ("wav", put(b"RIFF", 4, "<I", 0), 32_000),
+    "wav with chunks behind": ("wav", then(b"LIST\x05\0\0\0abcde\0bext\x02\0\0\0ab"), 32_000),
+    "wav with a tag behind": ("wav", then(b"TAG" + bytes(125)), 32_000),
+    "wav with zeros behind": ("wav", then(bytes(100)), 32_000),
+    "rf64": ("rf64.wav", lambda content: content, 32_000),
+    "wav a little beyond full scale": ("float.wav", filled(1.7), 32_000),
+    "flac behind a tag": ("flac", lambda content: ID3 + content, 32_000),
+    "flac before a tag": ("flac", then(b"TAG" + bytes(125)), 32_000),
+    "ogg with zeros behind": ("ogg", then(bytes(100)), 32_000),
+    "mp3 between tags": ("mp3", lambda content: ID3 + content + ID3 + b"TAG" + bytes(125), 32_000),
+    "mp3 that stores zero frames": ("mp3", mp3_frames(0), 58 * 576 - 529),
+    "mp3 without a stored length": ("bare.mp3", lambda content: content, 58 * 576 - 529),
+    "mp3 without a stored length, twice": ("bare.mp3", twice, 2 * 58 * 576 - 529),
+}
+
+
+def make(kind: str, change: Change, folder: Path) -> tuple[Images | Sounds, Path]:
+    of_sound = kind not in ("png", "jpeg", "webp", "gif", "bmp")
+    path = folder / f"a.{kind}"
+    path.write_bytes(change(clip(kind) if of_sound else picture(kind)))
+    return (SOUNDS if of_sound else IMAGES), path
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_damaged_media_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    kind, change, reason = REFUSED[name]
+    modality, path = make(kind, change, tmp_path)
+    with pytest.raises(MediaError) as caught:
+        modality.load(path, modality.measure(path))
+    assert caught.value.reason == reason
+    message = str(caught.value)
+    assert message.startswith(str(path)) and len(message.splitlines()) == 1 and len(message) > len(str(path)) + 10
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
+    kind, change, samples = WHOLE[name]
+    modality, path = make(kind, change, tmp_path)
+    shape = modality.measure(path)
+    features = modality.load(path, shape)
+    assert shape == (-(-samples // 160), 1) and np.isfinite(features).all()
+    sound = features[: shape[0]]
+    loud = sound.max(axis=1) > 0.3  # noise up to the end, but for gaps that MP3 encoders leave between streams
+    assert loud[-30:-8].all() and loud.mean() > 0.95
