@@ -1,6 +1,6 @@
 """The one schema of a run: YAML file + dotted overrides -> frozen, typed records.
 
-    configs/x.yaml --yaml.safe_load--> dict --"a.b=c" overrides--> dict --pydantic--> Config
+    configs/x.yaml --strict_yaml--> dict --"a.b=c" overrides--> dict --pydantic--> Config
 
 Unknown keys and ill-typed values are errors that name the nearest valid key. Only the code that *builds* a
 run reads the whole `Config`; everything below it receives the section it needs.
@@ -12,17 +12,29 @@ import difflib
 import json
 import types
 import typing
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from jaxmllm import strict_yaml
 
 Auto = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float64"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see models/attention.py
+SHOWN = 200  # characters of a value in a message
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
 
@@ -31,9 +43,9 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict about types, no unknown keys."""
+    """Base of all sections: frozen, strict about types, no unknown keys, finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # ---------------------------------------------------------------------------- model
@@ -195,6 +207,13 @@ class SourceConfig(Section):
     root: str | None = None
     weight: PositiveFloat = 1.0
 
+    @field_validator("name", "path", "root")
+    @classmethod
+    def _check_text(cls, value: str | None) -> str | None:
+        if value == "" or any(unicodedata.category(character) == "Cc" for character in value or ""):
+            raise ValueError(f"must be text, not empty and without control characters (got {value!r})")
+        return value
+
 
 class ImagesConfig(Section):
     """Bounds on the area of an image after resizing, in pixels."""
@@ -216,7 +235,7 @@ class DataConfig(Section):
     sources: tuple[SourceConfig, ...]
     evaluation: tuple[SourceConfig, ...] = ()
     root: str | None = None  # folder that the paths of sources are relative to; none: the current one
-    batch_size: PositiveInt  # examples a step, over all hosts
+    batch_size: int = Field(gt=0, le=1 << 20)  # examples a step, over all hosts
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     images: ImagesConfig = ImagesConfig()
     sounds: SoundConfig = SoundConfig()
@@ -225,6 +244,13 @@ class DataConfig(Section):
     prefetch: PositiveInt = 2  # steps prepared ahead
     max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that may be refused by the index
     max_failed_media: int = Field(0, ge=0)  # media items whose body may fail to decode before the run stops
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        if not sources:
+            raise ValueError("must name at least one source (got [])")
+        return sources
 
 
 class PhaseConfig(Section):
@@ -238,6 +264,13 @@ class PhaseConfig(Section):
     block: PositiveInt = 128  # attention block; capacities are multiples of it
     # Language only: slots of a row that all ranks compute together, for one example longer than other rows hold.
     long_capacity: PositiveInt | None = None
+
+    @field_validator("capacities")
+    @classmethod
+    def _check_capacities(cls, capacities: tuple[int, ...] | Auto) -> tuple[int, ...] | Auto:
+        if not capacities:
+            raise ValueError("must be 'auto' or at least one number of slots (got [])")
+        return capacities
 
 
 class PhasesConfig(Section):
@@ -349,7 +382,7 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     directory: str
     steps: PositiveInt
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     param_dtype: DType = "float32"
 
 
@@ -403,11 +436,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"config file {path} does not exist") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+        tree = strict_yaml.read_file(path)
+    except strict_yaml.YamlError as error:
+        raise ConfigError(f"config file {path} {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(tree).__name__}")
     for override in overrides:
@@ -419,51 +450,36 @@ def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
     """Validate a nested dict into a `Config`."""
     try:
         # JSON mode: strict about scalars, yet lists may become tuples.
-        return Config.model_validate_json(json.dumps(_numbers(tree), default=str))
+        return Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise ConfigError(_explain(error, where)) from error
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML; `load_config` reads it back to an equal record."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return strict_yaml.write_text(config.model_dump(mode="json"))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
+    where = f"override {_shortened(override)}"
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+        raise ConfigError(f"{where} is not of the form dotted.key=value")
     *parents, last = key.strip().split(".")
     node = tree
     for depth, name in enumerate(parents):
         if node.get(name) is None:
             node[name] = {}
-        child = node[name]
+        child, path = node[name], ".".join(parents[: depth + 1])
         if isinstance(child, list):
-            raise ConfigError(
-                f"override {override!r}: {'.'.join(parents[: depth + 1])} is a list; give the whole list as its value"
-            )
+            raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
         if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+            raise ConfigError(f"{where}: {path} is a value, not a section")
         node = child
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-
-
-def _numbers(node: Any) -> Any:
-    """YAML 1.1 reads 3e-4 as text; read such text as the number it is."""
-    if isinstance(node, dict):
-        return {str(key): _numbers(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_numbers(value) for value in node]
-    if isinstance(node, str) and "e" in node.lower() and node[:1] in "+-.0123456789":
-        try:
-            return float(node)
-        except ValueError:
-            return node
-    return node
+        node[last] = strict_yaml.read_text(text)
+    except strict_yaml.YamlError as error:
+        raise ConfigError(f"{where}: the value {error}") from error
 
 
 def _explain(error: ValidationError, where: str) -> str:
@@ -486,12 +502,18 @@ def _explain(error: ValidationError, where: str) -> str:
             problems[f"{key}: {item['msg'].removeprefix('Value error, ')}"] = None
         else:
             key = ".".join(str(part) for part in location if not str(part).startswith(BRANCHES))
-            wanted.setdefault((key, repr(item["input"])), []).append(item["msg"].removeprefix("Input should be "))
+            valid = item["msg"].removeprefix("Input should be ")
+            wanted.setdefault((key, _shortened(item["input"])), []).append(valid)
     for (key, value), branches in wanted.items():
         # The schema is checked in JSON's words; the file is YAML.
         valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
         problems[f"{key}: must be {valid} (got {value})"] = None
     return f"{where}: " + "; ".join(problems)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
 def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:

@@ -23,7 +23,8 @@ ARROWS = {
     "jaxmllm/balance/pipeline_sizes.py": {"jaxmllm.config", "sharding"},
     "jaxmllm/balance/calibrate.py": {"jaxmllm.config", "jaxmllm.data", "jaxmllm.training"},  # a command, too
     "jaxmllm/balance/timeline.py": {"jaxmllm.config", "sharding"},  # the same
-    "jaxmllm/config.py": set(),
+    "jaxmllm/config.py": {"jaxmllm.strict_yaml"},
+    "jaxmllm/strict_yaml.py": set(),
     "sharding": set(),
 }
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
         ("run.steps=0", "run.steps: must be greater than 0 (got 0)"),
         ("run.steps=", "run.steps: must be a valid integer (got None)"),
         ("run.directory=5", "run.directory: must be a valid string (got 5)"),
-        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: must be greater than 0"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: must be a finite number (got nan)"),
         ("optimizer.schedule=linear", "optimizer.schedule: must be 'cosine' or 'constant' (got 'linear')"),
         ("logging.tensorboard=1", "logging.tensorboard: must be a valid boolean (got 1)"),
         ("phases.vision.capacities=abc", "phases.vision.capacities: must be a valid list or 'auto' (got 'abc')"),
@@ -236,3 +237,84 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
     assert "must hold a mapping of sections, not NoneType" in refusal(path)
     path.write_text("!!python/object/apply:os.getcwd []\n")
     assert "is not valid YAML" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.sources=[]", "data.sources: must name at least one source"),
+        ("data.sources=[{name: '', path: a}]", "data.sources.0.name: must be text, not empty and"),
+        ('data.sources=[{name: s, path: "a\\nb"}]', "data.sources.0.path: must be text, not empty and"),
+        ("phases.vision.capacities=[]", "phases.vision.capacities: must be 'auto' or at least one number of slots"),
+        ("data.batch_size=99999999999", "data.batch_size: must be less than or equal to 1048576"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: must be a finite number (got inf)"),
+        ("optimizer.learning_rate=1e400", "optimizer.learning_rate: must be a finite number (got inf)"),
+        ("optimizer.weight_decay=.nan", "optimizer.weight_decay: must be a finite number (got nan)"),
+        ("components.vision.learning_rate_scale=.inf", "components.vision.learning_rate_scale: must be a finite"),
+        ("optimizer.learning_rate='1e5'", "optimizer.learning_rate: must be a valid number (got '1e5')"),
+        ('optimizer.learning_rate="1e5"', "optimizer.learning_rate: must be a valid number (got '1e5')"),
+        ("run.seed=9223372036854775808", "run.seed: must be less than 9223372036854775808"),
+        (f"run.seed={'9' * 5000}", "is not valid YAML: a number of 5000 characters is too long (line 1, column 1)"),
+        (f"run.directory={'[' * 2000}", "is not valid YAML: it is nested too deeply"),
+        ("run={steps: 1, steps: 2}", "is not valid YAML: the key 'steps' stands here twice (line 1, column 12)"),
+        (f"run.steps={'x' * 9999}", "x ...)"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused_in_one_line(path, override, message):
+    refused = refusal(path, override)
+    assert message in refused
+    assert "\n" not in refused
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+for before, name in zip("abcdefghi", "bcdefghij", strict=True):
+    BOMB += f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"run: \xff\n", "is not UTF-8: byte 5 is 0xff"),
+        ("run: {}\n".encode("utf-16"), "is not UTF-8: byte 0 is 0xff"),
+        (b"run: {}\nmodel: {}\nrun: {}\n", "the key 'run' stands here twice (line 3, column 1)"),
+        (b"run: {steps: 1, seed: 0, steps: 2}\n", "the key 'steps' stands here twice (line 1"),
+        (BOMB.encode(), "it has more than 100000 values, aliases written out"),
+        (b"a: &a [*a]\n", "it contains itself (line 1"),
+        (b"[" * 2000, "it is nested too deeply"),
+        (b"a: 1" + b":1" * 50_000, "a number of 100001 characters is too long"),
+        (b"a: !!binary aGVsbG8=\n", "no value of the kind !!binary is read here"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "no value of the kind !!python/object/apply:os.getcwd"),
+        (b"a: 1\n--- \nb: 2\n", "but found another document (line 2"),
+        (b"a: 1\x00\n", "special characters are not allowed"),
+        (b"? [a]\n: 2\n", "unhashable key"),
+        (b"a: " + b"x" * (1 << 20), "has 1048579 bytes, more than the 1048576 that are read"),
+    ],
+)
+def test_files_that_are_no_config_are_refused_in_one_line(path, content, message):
+    path.write_bytes(content)
+    refused = refusal(path)
+    assert message in refused and str(path) in refused
+    assert "\n" not in refused
+
+
+def test_a_pipe_or_a_folder_is_no_config(path):
+    path.unlink()
+    os.mkfifo(path)
+    assert refusal(path) == f"config file {path} is no regular file"
+    assert refusal(path.parent) == f"config file {path.parent} is no regular file"
+    assert refusal(Path("/dev/zero")) == "config file /dev/zero is no regular file"
+
+
+def test_aliases_and_merged_keys_are_read(path):
+    rows = "phases:\n  vision: &rows {block: 64, row_classes: 2}\n  audio: *rows\n  language: {<<: *rows, block: 32}\n"
+    path.write_text(MINIMAL + rows)
+    phases = load_config(path).phases
+    assert (phases.audio.block, phases.language.block, phases.language.row_classes) == (64, 32, 2)
+
+
+def test_what_is_quoted_is_text_and_dates_are_text(path):
+    config = load_config(path, ["run.directory='1e5'", "data.root=2026-11-21T10:00:00Z", "data.tokenizer=2026-1-5"])
+    assert config.run.directory == "1e5"
+    assert (config.data.root, config.data.tokenizer) == ("2026-11-21T10:00:00Z", "2026-1-5")
+    path.write_text(dump_config(config))
+    assert load_config(path) == config

@@ -20,6 +20,7 @@ from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.conversation import parse_conversation, parse_json
 from jaxmllm.data.images import Images
 from jaxmllm.data.index import DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import Modality
 from jaxmllm.data.sounds import Sounds
 from jaxmllm.data.text import Rendered, Tokenizer, render
@@ -166,7 +167,11 @@ class Corpus:
         return dict(Counter(rejected.reason for rejected in self.rejected).most_common())
 
     def check_rejected(self, max_rejected: float) -> None:
-        """Raise `DataError` when more than this share of all records was refused, or all of them."""
+        """Raise `DataError` when more than this share of all records was refused, or all of them, or a source has no
+        record at all."""
+        for index in self.indexes:
+            if not len(index) and not index.rejected:
+                raise DataError(f"source {index.source!r}: {shown(index.path)} holds no record; see data.sources")
         rejected = self.rejected
         total = len(self) + len(rejected)
         if len(self) and len(rejected) <= max_rejected * total:

@@ -24,8 +24,13 @@ from jaxmllm.balance.pipeline_plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.plan import BatchItems, Longs, PlanSpec
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.fill import DECODE_THREADS, Examples, HostStep, LocalRanks, fill
+from jaxmllm.data.index import DataError
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
+
+# Examples of an order without end. grain counts batches in floating point, where the largest length that it gives a
+# repeated dataset, 2**63 - 1, is rounded up beyond what `len` can return.
+ENDLESS = 1 << 53
 
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
 
@@ -66,12 +71,12 @@ class StepFiller:
 def example_order(members: Sequence[Member], seed: int) -> grain.MapDataset[int]:
     """Endless weighted mixture of the sources, each reshuffled every epoch: random access to example numbers.
 
-    Raises `ValueError` when a source has no examples.
+    Raises `DataError` when a source has no examples.
     """
     sources = []
     for number, (name, _, examples) in enumerate(members):
         if not len(examples):
-            raise ValueError(f"source {name!r} of data.sources has no usable example; see the refusals of its index")
+            raise DataError(f"source {name!r} of data.sources has no usable example; remove it, or see its refusals")
         sources.append(grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, number)).repeat())
     return grain.MapDataset.mix(sources, [weight for _, weight, _ in members])
 
@@ -86,7 +91,7 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 
 def steps(filler: StepFiller, batch_size: int, seed: int) -> grain.MapDataset[HostStep]:
     """Endless training steps of `batch_size` examples over all hosts: element k is this host's share of step k."""
-    return _steps(example_order(filler.corpus.members, seed), batch_size, filler)
+    return _steps(example_order(filler.corpus.members, seed)[:ENDLESS], batch_size, filler)
 
 
 def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> grain.MapDataset[HostStep]:

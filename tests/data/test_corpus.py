@@ -23,11 +23,9 @@ MODEL = ModelConfig.model_validate(
 )
 
 
-def data(*sources: SourceConfig) -> DataConfig:
-    return DataConfig.model_validate({"sources": sources, "batch_size": 2, "images": {"min_pixels": 64}})
-
-
-MODALITIES = modalities(MODEL, data(), ())
+SOURCES = [{"name": "a", "path": "a.jsonl"}]
+DATA = DataConfig.model_validate({"sources": SOURCES, "batch_size": 2, "images": {"min_pixels": 64}}, strict=False)
+MODALITIES = modalities(MODEL, DATA, ())
 
 
 def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
@@ -69,8 +67,8 @@ def test_modalities_follow_the_model() -> None:
     assert MODALITIES["vision"] == Images(4, 2, 64, 1024 * 1024)
     assert MODALITIES["audio"] == Sounds(16_000, 400, 160, 40, 32, 2, 60.0)
     split = {"vision": MODALITIES["vision"], "audio": replace(MODALITIES["audio"], whole_chunks=True)}
-    assert modalities(MODEL, data(), {"vision", "audio"}) == split
-    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), data(), ()) == {}
+    assert modalities(MODEL, DATA, {"vision", "audio"}) == split
+    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), DATA, ()) == {}
 
 
 def test_numbering(corpus: Corpus) -> None:

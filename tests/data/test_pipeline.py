@@ -195,6 +195,14 @@ def test_each_source_is_a_new_permutation_every_epoch():
     assert tuple(int(neighbour[i]) for i in range(40)) not in seen  # seeds do not replay one another's epochs
 
 
+def test_batches_of_one_example_have_a_length_that_python_can_count():
+    corpus = make_corpus()
+    single = steps(make_filler(corpus), 1, seed=3)[2:5]
+    order = example_order(corpus.members, 3)
+    assert len(single) == 3
+    assert [single[k].examples.tolist() for k in range(3)] == [[order[2 + k]] for k in range(3)]
+
+
 def test_mixture_follows_the_weights_and_loses_nothing():
     order = example_order(make_corpus().members, seed=0)
     drawn = np.array([order[i] for i in range(1600)])

@@ -117,3 +117,18 @@ def test_the_command_itself_fails_with_one_line(config):
     assert ran.returncode == 1
     lines = [line for line in ran.stderr.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: mesh {'data': 3")
+
+
+def test_source_without_a_record(capsys, config, data, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    error = refusal(capsys, config, f"data.sources=[{{name: s, path: {empty}}}]")
+    assert error == f"error: source 's': {empty} holds no record; see data.sources\n"
+    error = refusal(capsys, config, f"data.sources=[{{name: t, path: {data}/train.jsonl}}, {{name: s, path: {empty}}}]")
+    assert error == f"error: source 's': {empty} holds no record; see data.sources\n"
+
+
+def test_config_that_is_no_text(capsys, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"run: \xff")
+    assert refusal(capsys, path) == f"error: config file {path} is not UTF-8: byte 5 is 0xff\n"

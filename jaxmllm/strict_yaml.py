@@ -1,0 +1,126 @@
+"""YAML as config files use it: what `yaml.safe_load` reads, and nothing that surprises.
+
+A key may stand once in a mapping. 3e-4 is a number, what is quoted is text, and so are dates. Aliases may not write out
+to endlessly many values, and files, numbers and nesting are bounded.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_FILE = 1 << 20  # bytes
+MAX_VALUES = 100_000  # once aliases are written out
+MAX_NUMBER = 64  # characters: reading YAML's 1:30:00 takes quadratic time
+KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge"))
+
+
+class YamlError(ValueError):
+    """A text or file that cannot be read; the message is one line without the name of the text."""
+
+
+def read_file(path: Path) -> Any:
+    """The value that a YAML file holds. Raises `YamlError`."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe could keep the reader waiting for ever
+            raise YamlError("is no regular file")
+        if status.st_size > MAX_FILE:
+            raise YamlError(f"has {status.st_size} bytes, more than the {MAX_FILE} that are read")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise YamlError("does not exist") from error
+    except UnicodeDecodeError as error:
+        raise YamlError(f"is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
+    except OSError as error:
+        raise YamlError(f"cannot be read: {error.strerror}") from error
+    return read_text(text)
+
+
+def read_text(text: str) -> Any:
+    """The value of a YAML text: nested dicts, lists, text, numbers, booleans, None. Raises `YamlError`."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check(root)
+        return loader.construct_document(root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise YamlError(f"is not valid YAML: {_problem(error)}") from error
+
+
+def write_text(value: Any) -> str:
+    """YAML that `read_text` reads back to an equal value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    # A date is text: as a date it would come back spelled otherwise.
+    yaml_implicit_resolvers = {  # noqa: RUF012  (as in the base class)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in KINDS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
+# YAML 1.1 wants a point and a sign in 3e-4 and 1e5; people, and YAML 1.2, do not.
+_SCIENTIFIC = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("+-.0123456789"))
+
+
+def _check(root: yaml.Node) -> None:
+    """Raise `yaml.MarkedYAMLError` for what the head of this file rules out, before anything is made of the nodes."""
+    sizes: dict[int, int] = {}  # values below a node, by identity: an alias is the same node again
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        key = id(node)
+        if key in open_nodes:
+            raise _error(node, "it contains itself")
+        if key not in sizes:
+            open_nodes.add(key)
+            sizes[key] = 1 + sum(map(size, _children(node)))
+            open_nodes.remove(key)
+        if sizes[key] > MAX_VALUES:
+            raise _error(node, f"it has more than {MAX_VALUES} values, aliases written out")
+        return sizes[key]
+
+    size(root)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if node.tag not in KINDS:
+        raise _error(node, f"no value of the kind {node.tag.replace('tag:yaml.org,2002:', '!!')} is read here")
+    if isinstance(node, yaml.SequenceNode):
+        return node.value
+    if isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                raise _error(key, f"the key {key.value!r} stands here twice")
+            names.add(str(key.value))
+        return [part for pair in node.value for part in pair]
+    if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:
+        raise _error(node, f"a number of {len(node.value)} characters is too long")
+    return []
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())
