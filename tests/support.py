@@ -21,9 +21,8 @@ from jaxmllm.balance.pipeline_sizes import PipelineSizes
 from jaxmllm.balance.plan import PlanSpec
 from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.fill import HostStep, LocalRanks
+from jaxmllm.data.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.pipeline import StepFiller
 from jaxmllm.training.build import lay_groundwork, make_programs
 from jaxmllm.training.programs import LANGUAGE, Programs
 from sharding.mesh import make_mesh

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.balance.long import is_long
+from jaxmllm.balance.pipeline_plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.plan import (
     BatchItems,
     Ints,
@@ -46,6 +47,7 @@ from jaxmllm.balance.plan import (
     StepPlan,
 )
 from jaxmllm.balance.routes import route_tables
+from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import MediaError, Modality, Shape
@@ -93,6 +95,21 @@ class Examples(Protocol):
 
     def example(self, i: int) -> Example: ...
     def source_of(self, i: int) -> int: ...
+
+
+class Lengths(Protocol):
+    """What planning asks of a corpus."""
+
+    def gather(self, examples: Longs) -> BatchItems: ...
+
+
+class Corpus(Examples, Lengths, Protocol):
+    """What the pipeline asks of a corpus."""
+
+    @property
+    def members(self) -> tuple[tuple[str, float, Longs], ...]: ...
+    @property
+    def modalities(self) -> Mapping[str, Modality]: ...
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,24 @@ def fill(
         digest=plan.digest(),
         runs=plan.runs,
     )
+
+
+@dataclass(frozen=True)
+class StepFiller:
+    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill the local rows."""
+
+    corpus: Corpus
+    spec: PlanSpec
+    local: LocalRanks
+    attention: AttentionSpec
+    pipeline: PipelineSpec | None = None
+    threads: int = DECODE_THREADS  # that decode the media of one step
+
+    def __call__(self, step: int, examples: Longs) -> HostStep:
+        items = self.corpus.gather(examples)
+        plan = plan_pipeline(items, self.spec, self.pipeline) if self.pipeline else plan_step(items, self.spec)
+        where = (self.corpus, self.corpus.modalities, self.local, self.attention)
+        return fill(step, examples, items, plan, self.spec, *where, threads=self.threads)
 
 
 @dataclass(frozen=True)

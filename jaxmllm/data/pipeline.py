@@ -1,71 +1,26 @@
-"""The grain pipeline: element k is this host's share of step k, a pure function of (config, seed, step).
+"""The steps of a run: element k is this host's share of step k, a pure function of (config, seed, step).
 
     sources --shuffle, repeat, mix--> order --batch--> examples of step k --gather--> lengths
         --plan_step--> plan (the same on every host) --fill--> HostStep (rows of the local ranks)
 
-Nothing is buffered between steps, so the state of the data is the step number: a run resumes by slicing, with any
-number of hosts, workers or devices.
+Nothing is kept between steps, so the state of the data is the step number: a run resumes at any step, with any number
+of hosts, workers or devices. The order is grain's; `StepFiller` does the rest, in worker processes where there are any
+(reader.py), which import neither grain nor jax for it.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import grain
 import numpy as np
-from absl import flags
 
-from jaxmllm.balance.pipeline_plan import PipelineSpec, plan_pipeline
-from jaxmllm.balance.plan import BatchItems, Longs, PlanSpec
-from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.data.fill import DECODE_THREADS, Examples, HostStep, LocalRanks, fill
+from jaxmllm.balance.plan import BatchItems, Longs
+from jaxmllm.data.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.index import DataError
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import Modality
-
-# Examples of an order without end. grain counts batches in floating point, where the largest length that it gives a
-# repeated dataset, 2**63 - 1, is rounded up beyond what `len` can return.
-ENDLESS = 1 << 53
 
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
-
-
-class Lengths(Protocol):
-    """What planning asks of a corpus."""
-
-    def gather(self, examples: Longs) -> BatchItems: ...
-
-
-class Corpus(Examples, Lengths, Protocol):
-    """What the pipeline asks of a corpus."""
-
-    @property
-    def members(self) -> tuple[Member, ...]: ...
-    @property
-    def modalities(self) -> Mapping[str, Modality]: ...
-
-
-@dataclass(frozen=True)
-class StepFiller:
-    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill the local rows."""
-
-    corpus: Corpus
-    spec: PlanSpec
-    local: LocalRanks
-    attention: AttentionSpec
-    pipeline: PipelineSpec | None = None
-    threads: int = DECODE_THREADS  # that decode the media of one step
-
-    def __call__(self, step: int, examples: Longs) -> HostStep:
-        items = self.corpus.gather(examples)
-        plan = plan_pipeline(items, self.spec, self.pipeline) if self.pipeline else plan_step(items, self.spec)
-        where = (self.corpus, self.corpus.modalities, self.local, self.attention)
-        return fill(step, examples, items, plan, self.spec, *where, threads=self.threads)
 
 
 def example_order(members: Sequence[Member], seed: int) -> grain.MapDataset[int]:
@@ -89,33 +44,34 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
     return grain.MapDataset.source(examples)
 
 
-def steps(filler: StepFiller, batch_size: int, seed: int) -> grain.MapDataset[HostStep]:
-    """Endless training steps of `batch_size` examples over all hosts: element k is this host's share of step k."""
-    return _steps(example_order(filler.corpus.members, seed)[:ENDLESS], batch_size, filler)
+@dataclass(frozen=True)
+class Steps:
+    """This host's share of every step: a `Source` of a reader, and a sequence. Raises `IndexError` beyond the end."""
+
+    order: grain.MapDataset[int]
+    batch_size: int
+    filler: Callable[[int, Longs], HostStep]
+    name: str = "step"
+
+    def examples(self, k: int) -> Longs:
+        """Example numbers of step k over all hosts, without planning or loading."""
+        return batch_examples(self.order, self.batch_size, k)
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.batch_size)
+
+    def __getitem__(self, k: int) -> HostStep:
+        return self.filler(k, self.examples(k))
 
 
-def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> grain.MapDataset[HostStep]:
+def steps(filler: StepFiller, batch_size: int, seed: int) -> Steps:
+    """Endless training steps of `batch_size` examples over all hosts."""
+    return Steps(example_order(filler.corpus.members, seed), batch_size, filler)
+
+
+def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> Steps:
     """Every example (or `limit` of them) once, in a fixed order; the last step may be short."""
-    return _steps(evaluation_order(filler.corpus.members, limit), batch_size, filler)
-
-
-def train_iterator(
-    dataset: grain.MapDataset[HostStep], start: int, stop: int, workers: int = 0, prefetch: int = 2
-) -> grain.DatasetIterator[HostStep]:
-    """Iterate over steps start .. stop, prepared ahead by `workers` processes, or by a thread when there are none.
-
-    The elements and their order do not depend on `workers`. About `prefetch` steps are held ready, at least one
-    a worker. Call `close` to end the workers early.
-    """
-    window = dataset[start:stop]
-    if workers == 0:
-        return iter(window.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
-    if not flags.FLAGS.is_parsed():  # grain reads its flags when it starts a worker
-        flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=-(-prefetch // workers))
-    # Without threads of their own: a worker would otherwise read hundreds of elements ahead.
-    unbuffered = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(window.to_iter_dataset(unbuffered).mp_prefetch(options, worker_init_fn=_end_with_parent))
+    return Steps(evaluation_order(filler.corpus.members, limit), batch_size, filler, "held-out batch")
 
 
 def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int) -> Longs:
@@ -133,22 +89,6 @@ def sample_batches(order: grain.MapDataset[int], corpus: Lengths, batch_size: in
     """Lengths of the first `count` batches (fewer if the order ends), for capacity statistics."""
     available = -(-len(order) // batch_size)
     return [corpus.gather(batch_examples(order, batch_size, step)) for step in range(min(count, available))]
-
-
-def _steps(order: grain.MapDataset[int], batch_size: int, filler: StepFiller) -> grain.MapDataset[HostStep]:
-    return order.batch(batch_size, batch_fn=_numbers).map_with_index(filler)
-
-
-def _end_with_parent(worker: int, workers: int) -> None:
-    """End this worker when the process that started it is killed; it would wait for ever to hand over its element."""
-
-    def watch() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _source_seed(seed: int, number: int) -> int:

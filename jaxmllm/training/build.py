@@ -27,11 +27,11 @@ from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseF
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
-from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError
+from jaxmllm.data.fill import LocalRanks, MisalignmentError, StepFiller
 from jaxmllm.data.index import DataError
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality
-from jaxmllm.data.pipeline import StepFiller, evaluation_steps, example_order, sample_batches, steps
+from jaxmllm.data.pipeline import Steps, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.training.hardware import peak_flops
@@ -61,8 +61,8 @@ class Run:
     config: Config
     programs: Programs
     corpus: Corpus
-    batches: grain.MapDataset[HostStep]  # element k: this host's share of step k
-    evaluation: grain.MapDataset[HostStep] | None
+    batches: Steps
+    evaluation: Steps | None
     sources: tuple[str, ...]  # names behind the source numbers of metrics
     peak_flops: float | None  # of one device
     compilations: CompilationCounter

@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from jaxmllm.config import Config, dump_config
-from jaxmllm.data.pipeline import train_iterator
-from jaxmllm.training.build import Run
+from jaxmllm.data.reader import Loader, LoadError
+from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
 from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
@@ -34,7 +34,7 @@ from jaxmllm.training.step import TrainState
 DATA_FILE = "data.json"  # what the run was trained on
 REJECTED_FILE = "rejected.jsonl"  # examples that were refused, with reasons
 
-RUN_ERRORS = (TrainingError, CheckpointError)
+RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 
 
 def check_folder(config: Config, resume: bool) -> None:
@@ -68,15 +68,23 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         stop.begin_training(board, jax.process_index(), jax.process_count())
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
-        batches = train_iterator(run.batches, step, config.run.steps, config.data.workers, config.data.prefetch)
-        report, completions = Report(run, writer, progress), Completions()
-        stopped = False
+        sources = [source for source in (run.batches, run.evaluation) if source is not None]
+        loader = Loader(sources, config.data.workers, config.data.prefetch, progress.print)
+        batches = loader.read(run.batches, step, config.run.steps)
+        report, completions = Report(run, writer, progress, loader), Completions()
+        first, stopped = step, False
         try:
             if config.evaluation.at_start and step == 0:
                 report.evaluate(step, state)
             while step < config.run.steps and not stopped:
                 asked = time.monotonic()
-                batch = next(batches)
+                try:
+                    batch = next(batches)
+                except (*USER_ERRORS, LoadError):
+                    if step > first and jax.process_count() == 1:  # others would not join in saving
+                        report.settle()
+                        checkpoints.save(step, run.programs.to_saved(state))
+                    raise
                 waited = time.monotonic() - asked
                 for failure in batch.failures:
                     progress.print(f"step {step + 1}: masked: {failure}")
@@ -100,7 +108,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 if evaluates:
                     report.evaluate(step, state)
         finally:
-            batches.close()
+            loader.close()
             completions.close()
             profiler.close(state.step)
             progress.close()

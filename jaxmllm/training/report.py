@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxmllm.data.fill import HostStep
+from jaxmllm.data.reader import Loader
 from jaxmllm.training.build import Run
 from jaxmllm.training.clock import RateMeter, StepClock
 from jaxmllm.training.evaluate import evaluate
@@ -49,6 +51,7 @@ class Report:
     run: Run
     writer: MetricsWriter
     progress: ProgressBar
+    loader: Loader[HostStep]
     evaluation: dict[str, Any] | None = None
     loss: float | None = None
     _pending: Pending | None = None
@@ -76,7 +79,8 @@ class Report:
         """Measure the held-out set, if there is one; all steps must be settled."""
         if self.run.evaluation is None:
             return
-        self.evaluation = evaluate(self.run.programs, state.params, self.run.evaluation, self.run.sources)
+        with closing(self.loader.read(self.run.evaluation, 0, len(self.run.evaluation))) as batches:
+            self.evaluation = evaluate(self.run.programs, state.params, batches, self.run.sources)
         self.writer.write(step, {f"eval/{name}": value for name, value in _flat(self.evaluation).items()})
         self.progress.print(f"step {step}: held-out {_text(self.evaluation)}")
 

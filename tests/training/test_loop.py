@@ -16,7 +16,8 @@ import yaml
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config, parse_config
-from jaxmllm.data.pipeline import StepFiller, evaluation_steps
+from jaxmllm.data.fill import StepFiller
+from jaxmllm.data.pipeline import evaluation_steps
 from jaxmllm.data.sample import make_sample
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.training.build import build_run, local_share

@@ -74,7 +74,7 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     """Steps of 2 s. Initialisation takes 1000 s, an evaluation 50 s, a checkpoint 30 s, both 80 s at the end; before
     step 6 the devices wait 3 s for data."""
     run, out = make_run(), Written()
-    report: Any = Report(run, out, out)  # type: ignore[arg-type]
+    report: Any = Report(run, out, out, None)  # type: ignore[arg-type]
     report.follow(started(1, began=1000.0, completed=1002.0))
     report.follow(started(2, began=1000.1, completed=1004.0))
     report.settle()  # an evaluation until 1054

@@ -1,0 +1,97 @@
+"""Values in anonymous shared memory: arrays reach another process without a copy, and nothing can be left behind.
+
+    value --pickle--> rest, arrays --share--> one block of memory
+                                                  | its descriptor, over a socket
+    value, whose arrays are views  <--attach--  the same block
+
+A block has no name: it is gone when the last process that holds it is, whatever ended them, and no limit on /dev/shm
+counts it. Pickle is safe here because both ends are processes of one run; files never hold any.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import mmap
+import os
+import pickle
+import socket
+import tempfile
+from typing import Any
+
+ALIGNMENT = 64  # bytes, of every array: a cache line, and what lets XLA on CPU read it in place
+WORD = array.array("q").itemsize
+
+
+def share(value: Any) -> int:
+    """Descriptor of a new block that holds `value`; close it once it is sent. Raises `OSError` without memory."""
+    buffers: list[pickle.PickleBuffer] = []
+    rest = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(rest), *(buffer.raw() for buffer in buffers)]
+    header = array.array("q", [len(parts), *(part.nbytes for part in parts)])
+    offsets, size = _layout(header[1:])
+    descriptor = _anonymous_file()
+    try:
+        os.ftruncate(descriptor, size)
+        for part, offset in zip((memoryview(header).cast("B"), *parts), (0, *offsets), strict=True):
+            _write(descriptor, part, offset)  # not through a mapping: without memory that would be a SIGBUS
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def attach(descriptor: int) -> Any:
+    """The value of a block, whose memory lives as long as the value's arrays; closes the descriptor.
+
+    Arrays are writable, but no other process sees what is written.
+    """
+    try:
+        block = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    view = memoryview(block)
+    count = view[:WORD].cast("q")[0]
+    sizes = view[WORD : WORD * (count + 1)].cast("q").tolist()
+    offsets, _ = _layout(sizes)
+    rest, *buffers = (view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+    return pickle.loads(rest, buffers=buffers)
+
+
+def send(connection: socket.socket, descriptor: int) -> None:
+    """Send a block through a Unix socket. Raises `OSError` when the other end is closed."""
+    socket.send_fds(connection, [b"\0"], [descriptor])
+
+
+def receive(connection: socket.socket) -> int:
+    """Wait for a block's descriptor. Raises `EOFError` or `OSError` when the other end is closed."""
+    message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not message:
+        raise EOFError("the other end of the socket is closed")
+    if not descriptors:
+        raise OSError("no descriptor is left to receive a block of memory; raise the limit of open files (ulimit -n)")
+    return descriptors[0]
+
+
+def _layout(sizes: Any) -> tuple[list[int], int]:
+    """Offsets of the parts behind the header, and the size of the block."""
+    ends = itertools.accumulate((WORD * (len(sizes) + 1), *sizes), lambda end, size: _aligned(end) + size)
+    *before, last = ends
+    return [_aligned(end) for end in before], last
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("jaxmllm")
+    with tempfile.TemporaryFile() as file:  # a file that has lost its name: the same on other systems
+        return os.dup(file.fileno())
+
+
+def _write(descriptor: int, part: memoryview, offset: int) -> None:
+    while part.nbytes:  # the system writes at most 2 GB at a time
+        written = os.pwrite(descriptor, part, offset)
+        part, offset = part[written:], offset + written

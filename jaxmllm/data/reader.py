@@ -1,0 +1,246 @@
+"""Elements of some sources in order, loaded ahead by worker processes, or by a thread where there are none.
+
+    Reader: step k, k + 1, .. k + window --tasks--> queue --> thread --request--> its worker process
+                      elements in order  <--futures--            <--element in shared memory--
+
+An element is a pure function of its number, so it does not matter who loads it, and a worker that died is replaced:
+what it had begun is loaded again. Waiting has no limit, but is told of; everything else that can go wrong is raised
+where the element was due, after all elements before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from jaxmllm.data.memory import share
+from jaxmllm.data.worker import Worker, WorkerDied, block_signals
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+ATTEMPTS = 3  # to load an element whose worker dies; the third death is no accident
+PAUSE_SECONDS = 1.0  # before an element is tried again, for whatever was short of memory
+POLL_SECONDS = 0.5
+FIRST_NOTICE_SECONDS = 60.0  # of waiting for one element; later notices come after twice the time
+CLOSE_SECONDS = 2.0  # that closing waits for a thread, or for a process that waits for a disk: they cannot be ended
+
+_log = logging.getLogger(__name__)
+
+
+class LoadError(RuntimeError):
+    """An element cannot be loaded though its data may be sound: workers died of it, memory or a file failed."""
+
+
+class Source(Protocol[T_co]):
+    """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers."""
+
+    @property
+    def name(self) -> str: ...  # of one element, for messages
+    @property
+    def filler(self) -> Callable[[int, Any], T_co]: ...
+    def examples(self, k: int) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class _Task(Generic[T]):
+    source: int
+    number: int
+    what: str
+    future: Future[T] = field(default_factory=Future)
+    place: str = "no worker is free"  # where it is being loaded
+
+
+class Loader(Generic[T]):
+    """Worker processes (`workers` of them; 0: a thread) that load elements of several sources.
+
+    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. `say` is called with one line, by the
+    thread that reads, when a worker died or an element takes long. A context manager; `close` takes a few seconds at
+    most, whatever the workers are doing.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source[T]], workers: int, prefetch: int, say: Callable[[str], None] = _log.warning
+    ) -> None:
+        self.window = max(prefetch, workers)
+        self._sources, self._say = sources, say
+        self._tasks: queue.SimpleQueue[_Task[T] | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # between starting a worker and closing
+        self._workers: dict[int, Worker] = {}  # by the number of their thread
+        self._functions = share([source.filler for source in sources]) if workers else None
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"data-{number}", daemon=True)
+            for number in range(max(1, workers))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, source: Source[T], start: int, stop: int) -> Reader[T]:
+        """Elements start .. stop - 1 of one of the sources, in order."""
+        (number,) = (number for number, each in enumerate(self._sources) if each is source)
+        return Reader(self, number, start, stop)
+
+    def submit(self, source: int, number: int) -> _Task[T]:
+        """Let an element be loaded."""
+        task: _Task[T] = _Task(source, number, f"{self._sources[source].name} {number + 1}")
+        if self._closed.is_set():
+            raise LoadError(f"{task.what}: the loader of its data is closed")
+        self._tasks.put(task)
+        return task
+
+    def result(self, task: _Task[T]) -> T:
+        """Wait for an element; raises what loading it raised, and `LoadError`."""
+        began, notice = time.monotonic(), FIRST_NOTICE_SECONDS
+        while not wait_for([task.future], POLL_SECONDS).done:
+            waited = time.monotonic() - began
+            if waited >= notice:
+                self._say(f"{task.what}: waiting for its data for {waited:.0f} s; {task.place}")
+                notice *= 2
+            self._say_lines()
+        self._say_lines()
+        return task.future.result()
+
+    def close(self) -> None:
+        """End the workers at once, and forget what they were loading."""
+        if self._closed.is_set():
+            return
+        with self._lock:
+            self._closed.set()
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.kill()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for worker in workers:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._functions is not None:
+            os.close(self._functions)
+            self._functions = None
+
+    def __enter__(self) -> Loader[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _say_lines(self) -> None:
+        while not self._lines.empty():
+            self._say(self._lines.get())
+
+    # ------------------------------------------------------------------ in threads of their own
+
+    def _run(self, thread: int) -> None:
+        block_signals()
+        load = self._load_here
+        if self._functions is not None:
+            load = self._load_there
+            with contextlib.suppress(LoadError, CancelledError):  # the first task will tell
+                self._worker(thread)  # now, so that it is ready then
+        while (task := self._tasks.get()) is not None:
+            if self._closed.is_set():
+                task.future.cancel()
+            if not task.future.set_running_or_notify_cancel():
+                continue
+            try:
+                examples = self._sources[task.source].examples(task.number)
+                task.future.set_result(load(thread, task, examples))
+            except BaseException as error:
+                task.future.set_exception(_explained(task, error))
+            del task  # and with it the memory of the element
+
+    def _load_here(self, thread: int, task: _Task[T], examples: Any) -> T:
+        task.place = "a thread of this process is loading it"
+        return self._sources[task.source].filler(task.number, examples)
+
+    def _load_there(self, thread: int, task: _Task[T], examples: Any) -> T:
+        for attempt in range(1, ATTEMPTS + 1):
+            worker = self._worker(thread)
+            task.place = f"data worker (process {worker.pid}) is loading it"
+            try:
+                return worker.call(task.source, task.number, examples)
+            except WorkerDied as death:
+                with self._lock:
+                    self._workers.pop(thread).wait(CLOSE_SECONDS)
+                line = f"{task.what}: {death}"
+            if self._closed.wait(PAUSE_SECONDS * (attempt - 1)):
+                raise CancelledError
+            if attempt < ATTEMPTS:
+                self._lines.put(f"{line}; another one loads it anew")
+        raise LoadError(
+            f"{line}, and so did {ATTEMPTS - 1} before it with the same data; if memory is short, lower data.workers, "
+            f"data.prefetch or data.batch_size"
+        )
+
+    def _worker(self, thread: int) -> Worker:
+        with self._lock:
+            if self._closed.is_set():
+                raise CancelledError
+            if thread not in self._workers:
+                assert self._functions is not None
+                try:
+                    self._workers[thread] = Worker(self._functions)
+                except OSError as error:
+                    raise LoadError(f"a data worker cannot be started: {error}; lower data.workers") from error
+            return self._workers[thread]
+
+
+class Reader(Iterator[T]):
+    """Elements of one source in order. Those ahead are being loaded while the caller works on one."""
+
+    def __init__(self, loader: Loader[T], source: int, start: int, stop: int) -> None:
+        self._loader, self._source = loader, source
+        self._next, self._stop = start, stop  # what is to be loaded
+        self._ahead: deque[_Task[T]] = deque()
+        self._load_ahead()
+
+    def __next__(self) -> T:
+        """The next element. Raises what loading it raised, such as `DataError`, and `LoadError`."""
+        if not self._ahead:
+            raise StopIteration
+        element = self._loader.result(self._ahead[0])
+        self._ahead.popleft()
+        self._load_ahead()
+        return element
+
+    def close(self) -> None:
+        """Drop what was loaded ahead."""
+        while self._ahead:
+            self._ahead.pop().future.cancel()
+        self._stop = self._next
+
+    def _load_ahead(self) -> None:
+        while self._next < self._stop and len(self._ahead) < self._loader.window:
+            self._ahead.append(self._loader.submit(self._source, self._next))
+            self._next += 1
+
+
+def _explained(task: _Task[Any], error: BaseException) -> BaseException:
+    """Errors of the machine, not of the data, as one line; others as they are."""
+    if isinstance(error, MemoryError):
+        cure = "lower data.workers, data.prefetch or data.batch_size"
+    elif isinstance(error, OSError):
+        cure = "see that its files can be read, then resume the run"
+    else:
+        return error
+    explained = LoadError(f"{task.what} cannot be loaded: {str(error) or 'no memory is left'}; {cure}")
+    explained.__cause__ = error
+    return explained

@@ -1,0 +1,141 @@
+"""A process that computes elements, and ends with the one that started it.
+
+    Worker(functions) --starts--> python -m jaxmllm.data.worker
+    call(f, arguments) ----request----> functions[f](*arguments)
+    its result, or error  <---reply----
+
+Requests and replies are blocks of shared memory (memory.py) sent through one socket. A worker keeps nothing between
+them, so it may be killed at any time. It does not import the main module of the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmllm.data.memory import attach, receive, send, share
+
+# What terminals and schedulers send to all processes at once means the run; workers end when it does.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Workers are many, and decode with threads of their own.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+
+
+class WorkerDied(Exception):
+    """The process ended before it replied; the message says how."""
+
+
+class Worker:
+    """A process that calls the functions in a block made by `share`. One thread at a time may use it."""
+
+    def __init__(self, functions: int) -> None:
+        self._connection, other = socket.socketpair()
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jaxmllm.data.worker", str(other.fileno())],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},
+            )
+        self.pid = self._process.pid
+        with contextlib.suppress(ConnectionError):  # it has died already, as the first call will tell
+            send(self._connection, functions)
+
+    def call(self, function: int, *arguments: Any) -> Any:
+        """functions[function](*arguments). Raises what the function raises, and `WorkerDied`."""
+        request = share((function, arguments))
+        try:
+            send(self._connection, request)
+            reply = receive(self._connection)
+        except (EOFError, ConnectionError):
+            raise WorkerDied(self._death()) from None
+        finally:
+            os.close(request)
+        succeeded, result = attach(reply)
+        if not succeeded:
+            raise result
+        return result
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing; a call under way raises `WorkerDied`."""
+        self._process.kill()
+
+    def wait(self, seconds: float) -> None:
+        """Collect the process after `kill`; one that waits for a disk outlives that, and is left alone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self._connection.close()
+
+    def _death(self) -> str:
+        try:
+            code = self._process.wait(1)  # the socket closes a moment before the process has ended
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return f"data worker (process {self.pid}) closed its connection"
+        if code >= 0:
+            return f"data worker (process {self.pid}) ended with exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"data worker (process {self.pid}) was killed by {signal.Signals(-code).name}{hint}"
+
+
+def block_signals() -> None:
+    """Let the processes that this thread starts have `SIGNALS` blocked from their first instant."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def serve(descriptor: int) -> None:
+    """What a worker does until the socket closes, which the end of the other process does, however it came."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    blocks: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # A thread of its own notices the end of the other process even while an element is computed.
+    threading.Thread(target=_receive, args=(connection, blocks), daemon=True).start()
+    functions: Sequence[Callable[..., Any]] = attach(blocks.get())
+    while True:
+        _reply(connection, functions, *attach(blocks.get()))
+
+
+def _receive(connection: socket.socket, blocks: queue.SimpleQueue[int]) -> None:
+    try:
+        while True:
+            blocks.put(receive(connection))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _reply(
+    connection: socket.socket, functions: Sequence[Callable[..., Any]], function: int, arguments: tuple[Any, ...]
+) -> None:
+    try:
+        reply = share((True, functions[function](*arguments)))
+    except Exception as error:
+        reply = share((False, _portable(error)))
+    with contextlib.suppress(ConnectionError):  # `_receive` ends this process
+        send(connection, reply)
+    os.close(reply)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself, if it can be sent, with a note of where it was raised."""
+    error.add_note(f"in data worker (process {os.getpid()}):\n{traceback.format_exc()}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception_only(error)))
+    return error
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

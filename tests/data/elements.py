@@ -1,0 +1,100 @@
+"""Cheap elements for tests of the reader; workers import this file, so it imports little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Element k: arrays that tell k, and the process that made them. `act` (a method's name) happens at `at`."""
+
+    act: str = ""
+    at: tuple[int, ...] = ()
+    folder: str = ""  # a file in it for each element that was begun
+    length: int = 1000
+    name: str = "element"
+    filler: Any = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "filler", Filler(self.act, self.at, self.folder))
+
+    def __len__(self):
+        return self.length
+
+    def examples(self, k):
+        return np.arange(3) + k
+
+
+@dataclass(frozen=True)
+class Filler:
+    act: str
+    at: tuple[int, ...]
+    folder: str
+
+    def __call__(self, k, examples):
+        if self.folder:
+            Path(self.folder, str(k)).touch()
+        if k in self.at:
+            getattr(self, self.act)()
+        values = {"sum": np.full((k % 3, 4), examples.sum()), "odd": examples % 2 == 1, "none": np.zeros(0, np.int32)}
+        return k, values, os.getpid()
+
+    def sleep(self):
+        time.sleep(600)
+
+    def pause(self):
+        time.sleep(0.5)
+
+    def exit(self):
+        os._exit(7)
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_once(self):
+        marker = Path(self.folder, "died")
+        if not marker.exists():
+            marker.touch()
+            self.die()
+
+    def data_error(self):
+        from jaxmllm.data.index import DataError
+
+        raise DataError("data.jsonl:7: not the record 'a' that was indexed")
+
+    def misalignment(self):
+        from jaxmllm.data.fill import MisalignmentError
+
+        raise MisalignmentError("a.png was loaded as (1, 2)")
+
+    def unpicklable(self):
+        class Local(ValueError):
+            pass
+
+        raise Local("cannot travel")
+
+    def memory(self):
+        raise MemoryError
+
+    def file(self):
+        Path("/nowhere/a.png").read_bytes()
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A filler that tells which packages its process has imported after filling."""
+
+    filler: Any
+
+    def __call__(self, k, examples):
+        self.filler(k, examples)
+        return {name.partition(".")[0] for name in sys.modules}

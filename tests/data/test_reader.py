@@ -1,0 +1,250 @@
+"""The reader hands out the same elements whatever happens to those who load them, and always ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.data import reader
+from jaxmllm.data.fill import MisalignmentError
+from jaxmllm.data.index import DataError
+from jaxmllm.data.reader import Loader, LoadError
+from tests.data.elements import Numbers
+
+SOON = 20  # seconds: a bound that catches a hang, and nothing else
+
+
+def load(source, start, stop, workers, prefetch=2, said=None):
+    with Loader([source], workers, prefetch, print if said is None else said.append) as loader:
+        return list(loader.read(source, start, stop))
+
+
+def assert_elements(found, start, stop):
+    assert [k for k, _, _ in found] == list(range(start, stop))
+    for k, values, _ in found:
+        np.testing.assert_array_equal(values["sum"], np.full((k % 3, 4), 3 * k + 3))
+        np.testing.assert_array_equal(values["odd"], (np.arange(3) + k) % 2 == 1, strict=True)
+        np.testing.assert_array_equal(values["none"], np.zeros(0, np.int32), strict=True)
+
+
+def children(pid: int | str = "self") -> set[int]:
+    """Processes that a process started and has not collected."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found |= {int(child) for child in path.read_text().split()}
+    return found
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("workers, prefetch", [(0, 1), (0, 5), (1, 1), (3, 4)])
+def test_elements_do_not_depend_on_workers(workers, prefetch):
+    before = children()
+    found = load(Numbers(), 5, 25, workers, prefetch)
+    assert_elements(found, 5, 25)
+    makers = {pid for _, _, pid in found}
+    assert (os.getpid() in makers) == (workers == 0) and len(makers) <= max(1, workers)
+    assert children() == before
+
+
+def test_a_killed_worker_is_replaced_and_named():
+    said: list[str] = []
+    source = Numbers(act="pause", at=(9,))
+    with Loader([source], 2, 2, said.append) as loader:
+        elements = loader.read(source, 0, 20)
+        found = [next(elements)]
+        for pid in (found[0][2], *children()):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        found += list(elements)
+    assert_elements(found, 0, 20)
+    assert 1 <= len(said) <= 2  # one that is killed while it starts to wait for an element is not missed until then
+    assert all("was killed by SIGKILL (out of memory?); another one loads it anew" in line for line in said)
+    assert all(line.startswith("element ") and "\n" not in line for line in said)
+
+
+def test_a_worker_that_dies_of_an_element_once_is_told_with_it(tmp_path):
+    said: list[str] = []
+    found = load(Numbers(act="die_once", at=(4,), folder=str(tmp_path)), 0, 8, 2, said=said)
+    assert_elements(found, 0, 8)
+    (line,) = said
+    assert line.startswith("element 5: data worker (process ") and "SIGKILL" in line
+
+
+def test_a_worker_that_dies_every_time_is_one_error(monkeypatch):
+    monkeypatch.setattr(reader, "PAUSE_SECONDS", 0.01)
+    said: list[str] = []
+    source, before = Numbers(act="exit", at=(3,)), children()
+    with Loader([source], 2, 4, said.append) as loader:
+        elements = loader.read(source, 0, 8)
+        assert_elements([next(elements) for _ in range(3)], 0, 3)
+        with pytest.raises(LoadError, match=r"^element 4: data worker .* ended with exit code 7, and so did 2 before"):
+            next(elements)
+    assert len(said) == 2 and children() == before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "act, kind, message",
+    [
+        ("data_error", DataError, r"^data.jsonl:7: not the record 'a' that was indexed"),
+        ("misalignment", MisalignmentError, r"^a.png was loaded as \(1, 2\)"),
+        ("memory", LoadError, r"^element 3 cannot be loaded: no memory is left; lower data.workers"),
+        ("file", LoadError, r"^element 3 cannot be loaded: .*'/nowhere/a.png'; see that its files can be read"),
+    ],
+)
+def test_errors_arrive_as_themselves_when_their_element_is_due(workers, act, kind, message):
+    source = Numbers(act=act, at=(2,))
+    with Loader([source], workers, 5) as loader:
+        elements = loader.read(source, 0, 8)
+        assert_elements([next(elements), next(elements)], 0, 2)
+        with pytest.raises(kind, match=message) as caught:
+            next(elements)
+        assert type(caught.value) is kind and "\n" not in str(caught.value)
+        if kind is not LoadError and workers:
+            assert "in _reply" in caught.value.__notes__[0]  # where it was raised, for whoever wants a traceback
+
+
+def test_an_error_that_cannot_travel_still_says_what_it_was():
+    with pytest.raises(RuntimeError, match="Local: cannot travel"):
+        load(Numbers(act="unpicklable", at=(0,)), 0, 1, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2, 4])
+def test_closing_does_not_wait_for_elements(workers, tmp_path):
+    source, before = Numbers(act="sleep", at=tuple(range(1, 20)), folder=str(tmp_path)), children()
+    loader = Loader([source], workers, 4)
+    assert_elements([next(loader.read(source, 0, 20))], 0, 1)
+    wait_until(lambda: len(os.listdir(tmp_path)) > workers, "all have begun to load")
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < SOON
+    assert children() == before
+    with pytest.raises(LoadError, match="closed"):
+        loader.read(source, 0, 20)
+    loader.close()
+
+
+def test_closing_at_once_leaves_no_process():
+    before = children()
+    Loader([Numbers()], 2, 2).close()
+    assert children() == before
+
+
+def test_signals_of_the_group_do_not_end_workers():
+    """From the first instant of a worker, not only once it has set itself up."""
+    said: list[str] = []
+    before = children()
+    with Loader([source := Numbers(act="pause", at=(2, 3))], 2, 2, said.append) as loader:
+        wait_until(lambda: len(children() - before) == 2, "two workers")
+        workers = children() - before
+        elements = loader.read(source, 0, 12)
+        found = []
+        for _ in range(12):
+            for pid in workers:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                    os.kill(pid, number)
+            found.append(next(elements))
+        assert children() - before == workers
+    assert_elements(found, 0, 12)
+    assert not said
+
+
+PARENT = """
+import sys
+from jaxmllm.data.reader import Loader
+from tests.data.elements import Numbers
+source = Numbers(act="sleep", at=tuple(range(1, 20)), folder=sys.argv[1])
+loader = Loader([source], int(sys.argv[2]), 4)
+print(next(loader.read(source, 0, 20))[2], flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("workers, killed", [(2, True), (2, False), (0, False)])
+def test_workers_end_with_their_parent(workers, killed, tmp_path):
+    """Without a close, in the middle of elements that take for ever."""
+    command = [sys.executable, "-c", PARENT, str(tmp_path), str(workers)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline().strip()
+        wait_until(lambda: len(os.listdir(tmp_path)) > workers, "all have begun to load")
+        pids = children(parent.pid)
+        assert len(pids) == workers
+        if killed:
+            parent.kill()
+        _, errors = parent.communicate(b"\n", timeout=SOON)
+        assert errors == b""
+        wait_until(lambda: not any(map(alive, pids)), "workers outlive their parent")
+    assert parent.returncode == (-signal.SIGKILL if killed else 0)
+
+
+@pytest.mark.parametrize("workers, prefetch", [(0, 3), (3, 2)])
+def test_no_more_is_begun_than_is_asked_for(workers, prefetch, tmp_path):
+    source = Numbers(folder=str(tmp_path))
+    ahead = max(workers, prefetch)
+    with Loader([source], workers, prefetch) as loader:
+        elements = loader.read(source, 0, 500)
+        for taken in (0, 1, 2):
+            wait_until(lambda: len(os.listdir(tmp_path)) >= taken + ahead, "it is loaded ahead")  # noqa: B023
+            time.sleep(0.1)
+            assert len(os.listdir(tmp_path)) == taken + ahead
+            next(elements)
+        assert_elements(list(loader.read(source, 490, 500)), 490, 500)
+        assert len(os.listdir(tmp_path)) == 3 + ahead + 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_readers_of_two_sources_share_the_workers(workers):
+    one, other, before = Numbers(), Numbers(name="held-out element"), children()
+    with Loader([one, other], workers, 3) as loader:
+        steps = loader.read(one, 7, 20)
+        found = [next(steps)]
+        assert_elements(list(loader.read(other, 0, 9)), 0, 9)
+        found.append(next(steps))
+        left_early = loader.read(other, 0, 9)
+        assert_elements([next(left_early)], 0, 1)
+        left_early.close()
+        assert list(left_early) == []
+        assert len(children() - before) == workers
+        assert_elements(found + list(steps), 7, 20)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_is_told_of_at_growing_intervals(workers, monkeypatch):
+    monkeypatch.setattr(reader, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(reader, "FIRST_NOTICE_SECONDS", 0.1)
+    said: list[str] = []
+    assert_elements(load(Numbers(act="pause", at=(1,)), 1, 2, workers, said=said), 1, 2)
+    where = "data worker (process " if workers else "a thread of this process is loading it"
+    assert 2 <= len(said) <= 6  # 0.1, 0.2, 0.4 s, and some more while the worker starts
+    assert all(line.startswith("element 2: waiting for its data for ") for line in said) and where in said[-1]
+
+
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(reader, "PAUSE_SECONDS", 0.01)
+    said: list[str] = []
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(LoadError, match="ended with exit code 1, and so did 2 before"):
+        load(Numbers(), 0, 1, 1, said=said)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(LoadError, match=r"a data worker cannot be started.*lower data.workers"):
+        load(Numbers(), 0, 1, 1)
