@@ -50,7 +50,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
         attention = attention_spec(config, ground.model, ground.corpus.modalities, spec)
-        step = Step(ground.model, config.optimizer, config.run.steps, len(ground.corpus.sources))
+        step = Step(ground.model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
         programs[mode] = Programs(step, spec, ground.corpus.modalities, attention, config.run.param_dtype)
         fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), attention)
 

@@ -347,6 +347,7 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
+    decay_steps: PositiveInt | Auto = "auto"  # step at which the cosine has fallen; auto: run.steps when the run begins
     final_scale: float = Field(0.1, ge=0.0, le=1.0)
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
@@ -420,6 +421,11 @@ class Config(Section):
         return self
 
     @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate has fallen to its final scale."""
+        return self.run.steps if self.optimizer.decay_steps == "auto" else self.optimizer.decay_steps
+
+    @property
     def mesh_sizes(self) -> dict[str, int]:
         """Devices along each mesh axis; with a pipeline, stages first: neighbours on the other axes share a node."""
         stages = {"stage": self.pipeline.stages} if self.pipeline.stages > 1 else {}
@@ -457,7 +463,12 @@ def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML; `load_config` reads it back to an equal record."""
-    return strict_yaml.write_text(config.model_dump(mode="json"))
+    return strict_yaml.write_text(config_tree(config))
+
+
+def config_tree(config: Config) -> dict[str, Any]:
+    """The config as nested dicts, lists and scalars, by the names that YAML files use."""
+    return config.model_dump(mode="json", by_alias=True)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

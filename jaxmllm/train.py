@@ -60,11 +60,11 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
         return 2
 
     from jaxmllm.training.build import USER_ERRORS, build_run
-    from jaxmllm.training.loop import RUN_ERRORS, check_folder, train
+    from jaxmllm.training.loop import RUN_ERRORS, train
+    from jaxmllm.training.run_folder import check_folder
 
     try:
-        check_folder(config, options.resume)
-        train(build_run(config), stop)
+        train(build_run(check_folder(config, options.resume)), stop)
     except (*USER_ERRORS, *RUN_ERRORS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -34,8 +34,10 @@ from jaxmllm.data.modality import Modality
 from jaxmllm.data.pipeline import Steps, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.training.checkpoint import check_space, state_bytes
 from jaxmllm.training.hardware import peak_flops
 from jaxmllm.training.metrics import CompilationCounter
+from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.pipeline import PipelinePrograms
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
 from jaxmllm.training.step import Step
@@ -74,6 +76,11 @@ class Run:
     @property
     def is_main(self) -> bool:
         return jax.process_index() == 0
+
+    def say(self, line: str) -> None:
+        """Print a line, once a run and not once a process."""
+        if self.is_main:
+            print(line, flush=True)
 
     def describe(self) -> str:
         """What `auto` came to, and what was refused, in a few lines."""
@@ -139,11 +146,14 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
 def build_run(config: Config) -> Run:
     """Index the data, choose the sizes, compose the model, compile its programs.
 
-    Raises one of `USER_ERRORS` for a config that cannot be run.
+    Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint has room.
     """
     compilations = CompilationCounter()
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
     corpus, held_out = ground.corpus, ground.held_out
+    params = ground.model.abstract(config.run.param_dtype)
+    moments = [params[name] for name in ground.model.trainable] * MOMENTS
+    check_space(Path(config.run.directory), state_bytes((params, moments)))
     programs, pipeline = make_programs(config, ground)
     spec, ranks, attention = programs.spec, local_share(programs), programs.attention
     training, evaluating = (pipeline.training, pipeline.evaluation) if pipeline else (None, None)
@@ -163,7 +173,7 @@ def build_run(config: Config) -> Run:
 def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model, corpora = ground.model, [ground.corpus, *ground.held_out]
-    step = Step(model, config.optimizer, config.run.steps, len(ground.corpus.sources))
+    step = Step(model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
     modalities, param_dtype = ground.corpus.modalities, config.run.param_dtype
     if config.pipeline.stages == 1:
         spec = plan_spec(config, model, ground.samples, corpora)

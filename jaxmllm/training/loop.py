@@ -19,15 +19,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from jaxmllm.config import Config, dump_config
+from jaxmllm.config import dump_config
 from jaxmllm.data.reader import Loader, LoadError
 from jaxmllm.training.build import USER_ERRORS, Run
-from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
+from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar
 from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.report import Pending, Report, TrainingError, due
+from jaxmllm.training.resume import begun_config, changes
+from jaxmllm.training.run_folder import CHECKPOINTS, read_config, write_config
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
@@ -37,29 +39,17 @@ REJECTED_FILE = "rejected.jsonl"  # examples that were refused, with reasons
 RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 
 
-def check_folder(config: Config, resume: bool) -> None:
-    """Raise `CheckpointError` unless the run folder is new, or `resume` and the run in it may go on like this."""
-    saved = read_config(config.run.directory)
-    if saved is None:
-        return
-    if not resume:
-        raise CheckpointError(
-            f"{config.run.directory} already holds a run; pass --resume to continue it, or choose another run.directory"
-        )
-    check_compatible(saved, config)
-
-
 def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     """Train to the last step or until `stop` says so; returns the summary that it also writes to summary.json.
 
-    Without `stop`, signals are received from here on. Goes on from the latest checkpoint of the run folder, if there is
-    one; `check_folder` says whether that is meant. Raises `TrainingError` after too many non-finite updates or
+    Without `stop`, signals are received from here on. Continues from the latest checkpoint of the run folder, if
+    there is one; `check_folder` says whether that is meant. Raises `TrainingError` after too many non-finite updates or
     undecodable media, `CheckpointError` when the checkpoint does not fit.
     """
     config = run.config
     started = time.monotonic()
     with (
-        Checkpoints(run.directory / "checkpoints", config.checkpoint.keep) as checkpoints,
+        Checkpoints(run.directory / CHECKPOINTS, config.checkpoint.keep) as checkpoints,
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
         nullcontext(stop) if stop else StopSignals() as stop,
     ):
@@ -103,8 +93,10 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 evaluates = run.evaluation is not None and not stopped and (last or due(step, config.evaluation.every))
                 if saves or evaluates:
                     report.settle()  # never keep a state that the limits forbid
-                if saves:
-                    checkpoints.save(step, run.programs.to_saved(state))
+                if saves and (last or not report.streak):
+                    checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+                elif saves:
+                    progress.print(f"step {step}: no checkpoint, the last {report.streak} updates were not finite")
                 if evaluates:
                     report.evaluate(step, state)
         finally:
@@ -121,15 +113,20 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
 def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[TrainState, int]:
     """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from."""
     _check_data(run)
+    config, saved_config = begun_config(run.config), read_config(run.directory)
     if run.is_main:
-        write_config(run.directory, run.config)
-        print(dump_config(run.config), run.describe(), sep="\n")
-    step = checkpoints.latest_step
-    if step is not None:
-        writer.resume_from(step)
-        return run.programs.from_saved(checkpoints.restore(run.programs.saved_state)), step
-    writer.resume_from(0)
-    return run.programs.init(run.config.run.seed), 0
+        print(dump_config(config), run.describe(), sep="\n")
+    restored = checkpoints.restore_latest(run.programs.saved_state, run.say)
+    if restored is None:
+        state, step = run.programs.init(config.run.seed), 0
+    else:
+        state, step = run.programs.from_saved(restored[0]), restored[1]
+    for line in changes(saved_config, config, step) if saved_config else ():
+        run.say(line)
+    writer.resume_from(step)
+    if run.is_main:
+        write_config(run.directory, config)
+    return state, step
 
 
 def _check_data(run: Run) -> None:

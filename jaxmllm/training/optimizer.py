@@ -1,7 +1,12 @@
-"""AdamW over the trainable components, with one schedule scaled per component."""
+"""AdamW over the trainable components, with one schedule scaled per component.
+
+Each component has an optimizer state of its own, with its own count of updates: a component that is unfrozen in the
+middle of a run begins with zero moments and the bias correction of a first update, and the others do not notice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,24 +16,39 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.config import OptimizerConfig
 
+MOMENTS = 2  # arrays that the optimizer keeps of each trained parameter
 UNDECAYED = ("bias", "scale", "embedding")  # endings of parameter names
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay (arXiv 1711.05101), before the learning rate is applied."""
+    """Adam with decoupled weight decay (arXiv 1711.05101) for one component, before the learning rate is applied."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
     )
 
 
-def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Linear warm-up, then constant or cosine decay to `final_scale` at the last step."""
+def init_optimizer(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state by component, of the parameters of the trainable ones."""
+    return {name: make_optimizer(config).init(component) for name, component in sorted(params.items())}
+
+
+def optimizer_updates(
+    config: OptimizerConfig, grads: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(updates, new state) by component, of the components that `grads` names."""
+    update = make_optimizer(config).update
+    both = {name: update(grads[name], state[name], params[name]) for name in grads}
+    return {name: updates for name, (updates, _) in both.items()}, {name: new for name, (_, new) in both.items()}
+
+
+def learning_rate(config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
+    """Linear warm-up, then constant, or cosine decay that reaches `final_scale` at step `decay_steps` and stays."""
     peak = config.learning_rate
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:
-        after = optax.cosine_decay_schedule(peak, max(1, steps - config.warmup_steps), config.final_scale)
+        after = optax.cosine_decay_schedule(peak, max(1, decay_steps - config.warmup_steps), config.final_scale)
     warmup = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps))
     return jnp.asarray(optax.join_schedules([warmup, after], [config.warmup_steps])(step))
 

@@ -117,9 +117,10 @@ class PipelinePrograms(Programs):
         """Change the leaves of all stacked layers, wherever in the tree these are."""
 
         def visit(path: tuple[Any, ...], leaf: Any) -> Any:
-            for above, key in itertools.pairwise(path):
-                if key == DictKey(LAYERS) and isinstance(above, DictKey) and above.key in self.stages:
-                    return change(self.stages[above.key], leaf)
+            keys = [key.key for key in path if isinstance(key, DictKey)]
+            for component, key in itertools.pairwise(keys):  # an optimizer's own levels lie between the two
+                if key == LAYERS and component in self.stages:
+                    return change(self.stages[component], leaf)
             return leaf
 
         return jax.tree.map_with_path(visit, tree)

@@ -390,14 +390,16 @@ class Programs:
 
     def _abstract_state(self, params: Any) -> TrainState:
         state = jax.eval_shape(self.step.init, params)
-        trained = {name: params[name] for name in self.step.model.trainable}
-        optimizer = optax.tree_utils.tree_map_params(
-            make_optimizer(self.step.optimizer),
-            lambda _, parameter: parameter,
-            state.optimizer,
-            trained,
-            transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
-        )
+        optimizer = {
+            name: optax.tree_utils.tree_map_params(
+                make_optimizer(self.step.optimizer),
+                lambda _, parameter: parameter,
+                component,
+                params[name],
+                transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            )
+            for name, component in state.optimizer.items()
+        }
         counts = jax.tree.map(lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None))
         return counts._replace(params=params, optimizer=optimizer)
 

@@ -54,6 +54,7 @@ class Report:
     loader: Loader[HostStep]
     evaluation: dict[str, Any] | None = None
     loss: float | None = None
+    streak: int = 0  # updates in a row, up to the last one written, that were not finite
     _pending: Pending | None = None
     _clock: StepClock = field(default_factory=StepClock)
     _rates: RateMeter = field(default_factory=RateMeter)
@@ -106,6 +107,7 @@ class Report:
         values = jax.device_get(pending.metrics)
         record = self._record(pending, values)
         self.loss = record["loss"]
+        self.streak = int(values["skipped_in_row"])
         if due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
             self.writer.write(pending.step, record)
         shown: dict[str, Any] = {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record}

@@ -26,7 +26,7 @@ from jaxmllm.config import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.loss import Sums, failed_examples, sums_by_source, token_losses
-from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
+from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
 from sharding.route import add_to_rank, put_rows, share_rank, take_rows
 
 
@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
     """All that a checkpoint holds: the data state is the step number."""
 
     params: Params
-    optimizer: Any
+    optimizer: dict[str, Any]  # by trainable component
     step: Int[Array, ""]
     skipped: Int[Array, ""]  # updates skipped so far because something was not finite
     skipped_in_row: Int[Array, ""]
@@ -50,11 +50,12 @@ class KeptFeatures(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """The step's functions for one model; `sources` is the number of sources that losses are reported for."""
+    """The step's functions for one model; `sources` is the number of sources that losses are reported for, and the
+    learning rate has decayed after `decay_steps`."""
 
     model: MLLM
     optimizer: OptimizerConfig
-    steps: int
+    decay_steps: int
     sources: int
 
     def components_of(self, phase: str) -> tuple[str, ...]:
@@ -210,9 +211,10 @@ class Step:
     # ------------------------------------------------------------------ update
 
     def init(self, params: Params) -> TrainState:
-        trainable = {name: params[name] for name in sorted(self.model.trainable)}
+        """A state before the first update."""
+        trainable = {name: params[name] for name in self.model.trainable}
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, make_optimizer(self.optimizer).init(trainable), zero, zero, zero, zero)
+        return TrainState(params, init_optimizer(self.optimizer, trainable), zero, zero, zero, zero)
 
     def update(
         self, state: TrainState, grads: Params, sums: Sums, planned: Float[Array, ""], failed: Int[Array, ""]
@@ -223,12 +225,12 @@ class Step:
         grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
         loss = sums.loss.sum() / jnp.maximum(targets, 1)
         norm = optax.tree.norm(grads)
-        rate = learning_rate(self.optimizer, self.steps, state.step)
+        rate = learning_rate(self.optimizer, self.decay_steps, state.step)
         usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (targets > 0)
 
         trainable = {name: state.params[name] for name in grads}
         clipped = clip_by_norm(grads, norm, self.optimizer.clip_norm)
-        updates, optimizer = make_optimizer(self.optimizer).update(clipped, state.optimizer, trainable)
+        updates, optimizer = optimizer_updates(self.optimizer, clipped, state.optimizer, trainable)
         params = dict(state.params)
         for name in grads:
             component_rate = rate * self.model.components[name].settings.learning_rate_scale

@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, readable on any mesh, refused when they do not fit."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,8 +17,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.config import Config, parse_config
-from jaxmllm.training.checkpoint import CheckpointError, Checkpoints, check_compatible, read_config, write_config
+from jaxmllm.training import checkpoint
+from jaxmllm.training.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedError,
+    check_files,
+    check_space,
+    state_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,81 +165,169 @@ def test_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
         checkpoints.save(2, state)
         with pytest.raises(CheckpointError, match=r"does not hold checkpoint 3 \(steps there: \[1, 2\]\)"):
             checkpoints.restore(abstract(state), step=3)
-    for file in (tmp_path / "2").rglob("manifest.ocdbt"):
-        file.write_bytes(b"torn")
+
+
+# ---------------------------------------------------------------------------- damage
+
+
+def three_checkpoints(folder: Path) -> tuple[Any, Any]:
+    """A state's shapes, and its arrays; saved as steps 1, 2 and 3."""
+    state = {"params": make_state((4, 2), host_params())["params"], "step": jnp.int32(0)}
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state | {"step": jnp.int32(step)})
+    return abstract(state), state
+
+
+def files_of(location: Path) -> list[Path]:
+    stamps = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax adds at the very end, and nothing reads
+    return [path for path in sorted(location.rglob("*")) if path.is_file() and path.name not in stamps]
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(content))
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    three_checkpoints(tmp_path)
+    rng = np.random.default_rng(0)
+    location = tmp_path / "3"
+    check_files(location)
+    for path in files_of(location):
+        size = path.stat().st_size
+        for bit in [int(rng.integers(8 * size)) for _ in range(4 if size else 0)]:
+            flip(path, bit)
+            try:
+                check_files(location)
+                # what is left is a flip that changes nothing: a blank of the list of checksums
+                assert path.name == "checksums.json"
+            except DamagedError as error:
+                assert "\n" not in str(error)
+            flip(path, bit)
+    check_files(location)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "half missing", "empty", "no checksums"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str, capfd: Any) -> None:
+    target, state = three_checkpoints(tmp_path)
+    files = files_of(tmp_path / "3")
+    largest = max((path for path in files if "ocdbt" in str(path)), key=lambda path: path.stat().st_size)
+    if damage == "flipped":
+        flip(largest, 8 * largest.stat().st_size // 2)
+    elif damage == "truncated":
+        largest.write_bytes(largest.read_bytes()[:-3])
+    elif damage == "half missing":
+        for path in files[::2]:
+            path.unlink()
+    elif damage == "empty":
+        for path in files:
+            path.unlink()
+    else:
+        (tmp_path / "3" / "checksums.json").unlink()
+    lines: list[str] = []
     with Checkpoints(tmp_path, keep=3) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"cannot be read: .* delete that folder to resume from step 1"):
-            checkpoints.restore(abstract(state))
+        restored, step = checkpoints.restore_latest(target, lines.append)
+        assert (step, int(restored["step"])) == (2, 2)
+        assert_same(restored["params"], state["params"])
+        assert checkpoints.save(3, state), "the step of the damaged one is free again"
+    (line,) = lines
+    assert line.startswith(f"checkpoint {tmp_path / '3'} is damaged: ") and "\n" not in line
+    assert line.endswith("put aside as 3.damaged, continuing from checkpoint 2")
+    said = {"flipped": largest.name, "truncated": f"{largest.name} has", "no checksums": "checksums.json is missing"}
+    assert said.get(damage, "missing") in line
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3", "3.damaged"]
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
-# ---------------------------------------------------------------------------- config
+def test_if_no_checkpoint_is_usable_the_error_is_one_line(tmp_path: Path) -> None:
+    target, _ = three_checkpoints(tmp_path)
+    for step in "123":
+        flip(next(path for path in files_of(tmp_path / step) if "ocdbt" in str(path)), 77)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        with pytest.raises(DamagedError, match=r"none of the 3 checkpoints .* is usable") as caught:
+            checkpoints.restore_latest(target)
+    assert "\n" not in str(caught.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3"], "nothing is moved then"
 
 
-def make_config(directory: str = "runs/a", **changes: Any) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"directory": directory, "steps": 10},
-        "model": {"language": dict(width=8, layers=1, heads=2, kv_heads=1, head_size=4, mlp_width=16)},
-        "data": {"sources": [{"name": "s", "path": "s.jsonl"}], "batch_size": 4},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    for key, value in changes.items():
-        *parents, last = key.split("__")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return parse_config(tree)
+def test_a_new_folder_has_nothing_to_restore(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "none", keep=1) as checkpoints:
+        assert checkpoints.restore_latest({"w": jnp.ones(3)}) is None
 
 
-def test_config_survives_the_run_folder(tmp_path: Path) -> None:
-    config = make_config(components__vision__layout={"batch": ["data", "tensor"]}, optimizer__epsilon=1e-12)
-    assert read_config(tmp_path) is None
-    write_config(tmp_path / "run", config)
-    assert read_config(tmp_path / "run") == config
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.yaml"]
+def test_unsound_states_never_evict_sound_ones(tmp_path: Path) -> None:
+    state = {"w": jnp.ones((4, 4))}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state)
+        checkpoints.save(6, state, sound=False)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.steps == [3, 6]
+        checkpoints.save(7, state, sound=False)
+        checkpoints.wait()
+        assert checkpoints.steps == [3, 7]
+        checkpoints.save(9, state)
+        checkpoints.wait()
+        assert checkpoints.steps == [9]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"directory": "runs/b"},
-        {"run__steps": 99},
-        {"mesh__fsdp": 2},
-        {"data__workers": 3},
-        {"phases__vision__capacities": [256]},
-        {"balance__mode": "none"},
-        {"components__projector__vision__remat": "none"},
-        {"components__vision__layout": {"batch": ["data"]}},
-        {"logging__every": 5},
-        {"model__language__loss_chunk": 64},
-    ],
-)
-def test_what_may_change_on_resume(change: dict[str, Any]) -> None:
-    check_compatible(make_config(), make_config(**change))
+@pytest.mark.parametrize("late", [False, True])
+def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, capfd: Any) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = {"w": jnp.ones((4, 4))}
+    with pytest.raises(CheckpointError) as caught, Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        monkeypatch.setattr(checkpoint, "_checksum", full) if late else monkeypatch.setattr(Path, "mkdir", full)
+        checkpoints._swept = False
+        checkpoints.save(2, state)
+    text = str(caught.value)
+    assert "checkpoint 2 cannot be written to" in text and "No space left on device" in text
+    assert "the latest complete one is 1" in text and "\n" not in text
+    monkeypatch.undo()
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert [step for step in Checkpoints(tmp_path / "run", keep=1).steps] == [1]
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"run__seed": 3}, "run.seed: 0 in the run, 3 now"),
-        ({"data__batch_size": 8}, "data.batch_size: 4 in the run, 8 now"),
-        ({"data__tokenizer": "t.json"}, "data.tokenizer: None in the run, 't.json' now"),
-        ({"data__images__max_pixels": 1000}, "data.images.max_pixels: 1048576 in the run, 1000 now"),
-        ({"data__sources": [{"name": "s", "path": "z.jsonl"}]}, "data.sources.0.path: 's.jsonl' in the run, 'z.jsonl'"),
-        ({"model__language__qk_norm": True}, "model.language.qk_norm: False in the run, True now"),
-        ({"components__audio__freeze": True}, "components.audio.freeze: False in the run, True now"),
-        ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate: 0.001 in the run, 0.5 now"),
-        ({"run__param_dtype": "float64"}, "run.param_dtype: 'float32' in the run, 'float64' now"),
-    ],
-)
-def test_what_may_not_change_on_resume(change: dict[str, Any], line: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        check_compatible(make_config(), make_config(**change))
-    assert line in str(caught.value)
-    assert "runs/a/config.yaml" in str(caught.value)
+def test_room_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
+    target = abstract(make_state((4, 2), host_params()))
+    needed = state_bytes(target)
+    assert needed == sum(leaf.nbytes for leaf in jax.tree.leaves(make_state((4, 2), host_params())))
+    check_space(tmp_path / "not" / "yet", needed)
+    with pytest.raises(CheckpointError, match=r"GiB free, but a checkpoint of this model takes 1048576\.00 GiB"):
+        check_space(tmp_path, 1 << 50)
 
 
-def test_a_source_more_is_named() -> None:
-    sources = [{"name": "s", "path": "s.jsonl"}, {"name": "t", "path": "t.jsonl"}]
-    with pytest.raises(CheckpointError, match=r"data\.sources\.1\.name: absent in the run, 't' now"):
-        check_compatible(make_config(), make_config(data__sources=sources))
+# ---------------------------------------------------------------------------- components that begin or end to train
+
+
+def trained_state(components: list[str], step: int) -> dict[str, Any]:
+    params = make_state((4, 2), {"a": {"w": np.ones((8, 8), "f4")}, "b.c": {"w": np.full((8, 4), 2, "f4")}})["params"]
+    optimizer = {}
+    for name in components:
+        moments = optax.scale_by_adam()
+        _, state = moments.update(params[name], moments.init(params[name]))
+        everywhere = NamedSharding(params[name]["w"].sharding.mesh, P())
+        optimizer[name] = state._replace(count=jax.device_put(state.count, everywhere))
+    return {"params": params, "optimizer": optimizer, "step": jnp.int32(step)}
+
+
+@pytest.mark.parametrize(("before", "after"), [(["a"], ["a", "b.c"]), (["a", "b.c"], ["a"]), (["a"], ["b.c"])])
+def test_optimizer_states_begin_at_zero_and_others_stay(tmp_path: Path, before: list[str], after: list[str]) -> None:
+    saved, target = trained_state(before, 5), trained_state(after, 0)
+    lines: list[str] = []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, saved)
+        restored = checkpoints.restore(abstract(target), say=lines.append)
+    assert jax.tree.structure(restored) == jax.tree.structure(target)
+    assert_same(restored["params"], saved["params"])
+    for name in after:
+        expected = saved["optimizer"].get(name, jax.tree.map(jnp.zeros_like, target["optimizer"][name]))
+        assert_same(restored["optimizer"][name], expected)
+    begun, ended = sorted({*after} - {*before}), sorted({*before} - {*after})
+    told = [f"optimizer state of {name}: begins at zero from step 5" for name in begun]
+    told += [f"optimizer state of {name}: dropped from step 5, the components are frozen" for name in ended]
+    assert lines == told

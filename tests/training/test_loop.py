@@ -24,6 +24,7 @@ from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
 from jaxmllm.training.report import TrainingError
+from jaxmllm.training.resume import begun_config
 from tests.support import assert_close, scaled, tiny_config, without_targets
 
 KINDS = {"picture", "sound", "both", "text"}
@@ -85,7 +86,7 @@ class Late:
 
 def test_run_folder(finished):
     folder, _, tree = finished
-    assert load_config(folder / "config.yaml") == parse_config(tree)
+    assert load_config(folder / "config.yaml") == begun_config(parse_config(tree))
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95  # resolved
     assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [4, 6]
     assert any((folder / "tensorboard").iterdir())
@@ -330,8 +331,8 @@ def test_updates_that_are_not_finite_are_skipped(alone):
     assert not np.array_equal(state.params["language"]["embedding"], before[0]["language"]["embedding"])
 
 
-def test_run_stops_after_too_many_skipped_updates(data, tmp_path):
-    tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1})
+def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
+    tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1, "keep": 1})
     tree["mesh"] = {"data": 8}
     tree["optimizer"] |= {"learning_rate": 1e30, "max_skipped": 3}
     with pytest.raises(TrainingError, match=r"not finite for 3 steps in a row.*optimizer\.max_skipped"):
@@ -339,3 +340,7 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped"] for record in records][-3:] == [1, 2, 3]
     assert records[0]["loss"] is not None and records[-1]["loss"] is None
+    good = max(record["step"] for record in records if record["skipped"] == 0)
+    kept = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert kept == [good], "a state inside the streak took the place of the last good one"
+    assert f"step {good + 1}: no checkpoint, the last 1 updates were not finite" in capsys.readouterr().out

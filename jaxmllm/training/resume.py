@@ -1,0 +1,135 @@
+"""What may change when a run is resumed: nothing that its past steps depend on.
+
+saved config, current config --check_compatible--> refusal by key | --resumed_config--> config of the steps to come
+                             --changes-----------> a line for each key whose new value counts from now on
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmllm.config import Config, config_tree
+from jaxmllm.training.checkpoint import CheckpointError, listed
+
+# No step depends on these. Each pattern covers the key it matches and everything below it.
+FREE_KEYS = (
+    "run.directory",
+    "model.language.loss_chunk",
+    "components.*.remat",
+    "components.*.attention",
+    "components.*.layout",
+    "data.root",
+    "data.evaluation",
+    "data.index_cache",
+    "data.workers",
+    "data.prefetch",
+    "data.max_rejected",
+    "data.max_failed_media",
+    "optimizer.max_skipped",
+    "phases",
+    "balance",
+    "mesh",
+    "pipeline",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "profile",
+)
+
+# Steps to come depend on these, steps done do not: their new values count from the step of the checkpoint on.
+CHANGEABLE_KEYS = (
+    "run.steps",
+    "components.*.freeze",
+    "components.*.learning_rate_scale",
+    "optimizer",
+)
+
+
+def check_compatible(saved: Config, current: Config) -> None:
+    """Raise `CheckpointError` unless a run begun with `saved` may go on with `current`.
+
+    Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and `CHANGEABLE_KEYS` may differ.
+    """
+    differences = [
+        f"{key}: {before} in the run, {now} now"
+        for key, before, now in _differences(saved, current)
+        if not _matches(key, (*FREE_KEYS, *CHANGEABLE_KEYS))
+    ]
+    if differences:
+        directory = current.run.directory
+        raise CheckpointError(
+            f"the run in {directory} cannot be resumed with this config, its steps would differ:\n"
+            f"{listed(differences)}\n"
+            "Set these keys back, or begin another run with this one's parameters: set run.directory to a new folder "
+            f"and model.from to {directory}. If nothing has changed but a name (data that has moved, say), change it "
+            f"in {Path(directory) / 'config.yaml'} too."
+        )
+
+
+def same_run(saved: Config, current: Config) -> bool:
+    """Whether `current` may continue the run that `saved` began."""
+    try:
+        check_compatible(saved, current)
+    except CheckpointError:
+        return False
+    return True
+
+
+def begun_config(config: Config) -> Config:
+    """The config of a run that begins, with the values that it must keep: the end of the learning rate's decay."""
+    optimizer = config.optimizer.model_copy(update={"decay_steps": config.decay_steps})
+    return config.model_copy(update={"optimizer": optimizer})
+
+
+def resumed_config(saved: Config, current: Config) -> Config:
+    """`current` with what the run chose when it began and `current` leaves open."""
+    if current.optimizer.decay_steps != "auto":
+        return current
+    optimizer = current.optimizer.model_copy(update={"decay_steps": saved.decay_steps})
+    return current.model_copy(update={"optimizer": optimizer})
+
+
+def changes(saved: Config, current: Config, step: int) -> list[str]:
+    """A line for each change that counts from `step` on, and one for what another number of steps does to the
+    learning rate."""
+    lines = [
+        f"from step {step}: {key} {before} -> {now}"
+        for key, before, now in _differences(saved, current)
+        if _matches(key, CHANGEABLE_KEYS) and not _matches(key, FREE_KEYS)
+    ]
+    steps, horizon, optimizer = current.run.steps, current.decay_steps, current.optimizer
+    if saved.run.steps == steps or optimizer.schedule == "constant" or steps == horizon:
+        return lines
+    if steps > horizon:
+        effect = f"reaches final_scale {optimizer.final_scale:g} at step {horizon} and stays there"
+    else:
+        effect = f"would reach final_scale {optimizer.final_scale:g} at step {horizon}, after the run's end"
+    return [*lines, f"run.steps is {steps}: the learning rate {effect}; optimizer.decay_steps says where it ends"]
+
+
+def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:
+    """(key, value before, value now) of the keys that differ."""
+    left, right = dict(_dotted(config_tree(saved))), dict(_dotted(config_tree(current)))
+    for key in dict.fromkeys([*left, *right]):
+        if left.get(key) != right.get(key) or (key in left) != (key in right):
+            yield key, _value_text(left, key), _value_text(right, key)
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
+
+
+def _value_text(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "absent"
+
+
+def _dotted(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts and lists by dotted key; an empty container is a leaf."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from _dotted(child, f"{prefix}.{name}" if prefix else str(name))
+    if not isinstance(node, dict | list) or not node:
+        yield prefix, node

@@ -1,0 +1,91 @@
+"""One run, one folder: who may write into it, and what it says of the run that began there.
+
+run.directory/
+  config.yaml      resolved config; a folder without it holds no run
+  checkpoints/     training/checkpoint.py
+  data.json        what the run is trained on
+  rejected.jsonl   examples that were refused, with reasons
+  metrics.jsonl, summary.json, tensorboard/    training/metrics.py
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from jaxmllm.config import Config, ConfigError, dump_config, load_config
+from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.files import write_atomically
+from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+OWN = (CHECKPOINTS, "data.json", "metrics.jsonl", "summary.json")  # what a run leaves behind besides its config
+
+
+def write_config(run_directory: str | Path, config: Config) -> None:
+    """Store the resolved config as config.yaml of the run folder; one process calls this."""
+    write_atomically(Path(run_directory) / CONFIG_FILE, dump_config(config))
+
+
+def read_config(run_directory: str | Path) -> Config | None:
+    """The config that the run in this folder began with; None if nothing began there. Raises `CheckpointError`."""
+    path = Path(run_directory) / CONFIG_FILE
+    try:
+        return load_config(path) if path.exists() else None
+    except (ConfigError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} is damaged: {reason}; restore it (checkpoints do not say what the run was), or begin another "
+            f"run with its parameters: a new run.directory and model.from={run_directory}"
+        ) from error
+
+
+def check_folder(config: Config, resume: bool | str) -> Config:
+    """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
+
+    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may go on like this. `resume`
+    "auto" begins a run also in a folder that holds other files than a run's.
+    """
+    folder = Path(config.run.directory)
+    check_writable(folder)
+    saved = read_config(folder)
+    if saved is not None:
+        if not resume:
+            raise CheckpointError(
+                f"{folder} already holds a run; pass --resume to continue it, or choose another run.directory"
+            )
+        check_compatible(saved, config)
+        return resumed_config(saved, config)
+    present = sorted(entry.name for entry in folder.iterdir())
+    if found := [name for name in present if name in OWN]:
+        raise CheckpointError(
+            f"{folder} holds {', '.join(found)} but no {CONFIG_FILE}, so it cannot be said which run that was: restore "
+            f"{CONFIG_FILE}, or choose another run.directory (model.from={folder} takes its parameters along)"
+        )
+    if resume is True and present:
+        raise CheckpointError(
+            f"{folder} holds no run to resume: there is no {CONFIG_FILE} beside {', '.join(present[:3])}; check "
+            "run.directory, or start without --resume (--resume=auto begins a run here)"
+        )
+    return begun_config(config)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `CheckpointError` unless files can be made in `folder`, which is made if need be."""
+    probe = folder / f".{uuid.uuid4().hex}.probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as stream:
+            stream.write(b"0")
+            stream.flush()
+            os.fsync(stream.fileno())
+        probe.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"run.directory: {folder} cannot be written ({error.strerror}); mend the folder, or choose another"
+        ) from error

@@ -1,0 +1,112 @@
+"""What a run may change when it is resumed, and what it is told."""
+
+from typing import Any
+
+import pytest
+
+from jaxmllm.config import Config, dump_config, load_config, parse_config
+from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.resume import begun_config, changes, check_compatible, resumed_config, same_run
+
+
+def make_config(directory: str = "runs/a", **settings: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"directory": directory, "steps": 10},
+        "model": {"language": dict(width=8, layers=1, heads=2, kv_heads=1, head_size=4, mlp_width=16)},
+        "data": {"sources": [{"name": "s", "path": "s.jsonl"}], "batch_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    for key, value in settings.items():
+        *parents, last = key.split("__")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return parse_config(tree)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"directory": "runs/b"},
+        {"run__steps": 99},
+        {"mesh__fsdp": 2},
+        {"data__workers": 3},
+        {"phases__vision__capacities": [256]},
+        {"balance__mode": "none"},
+        {"components__projector__vision__remat": "none"},
+        {"components__vision__layout": {"batch": ["data"]}},
+        {"logging__every": 5},
+        {"model__language__loss_chunk": 64},
+    ],
+)
+def test_what_may_change_without_a_word(change: dict[str, Any]) -> None:
+    saved, current = begun_config(make_config()), make_config(**change)
+    check_compatible(saved, current)
+    told = changes(saved, resumed_config(saved, current), 7)
+    assert told == [] or "run__steps" in change
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"optimizer__learning_rate": 5e-4}, "optimizer.learning_rate 0.001 -> 0.0005"),
+        ({"optimizer__schedule": "constant"}, "optimizer.schedule 'cosine' -> 'constant'"),
+        ({"optimizer__warmup_steps": 3}, "optimizer.warmup_steps 0 -> 3"),
+        ({"optimizer__decay_steps": 30}, "optimizer.decay_steps 10 -> 30"),
+        ({"optimizer__weight_decay": 0.1}, "optimizer.weight_decay 0.0 -> 0.1"),
+        ({"optimizer__beta2": 0.99}, "optimizer.beta2 0.95 -> 0.99"),
+        ({"optimizer__clip_norm": None}, "optimizer.clip_norm 1.0 -> None"),
+        ({"components__audio__freeze": True}, "components.audio.freeze False -> True"),
+        ({"components__projector__vision__freeze": True}, "components.projector.vision.freeze False -> True"),
+        ({"components__language__learning_rate_scale": 0.1}, "components.language.learning_rate_scale 1.0 -> 0.1"),
+    ],
+)
+def test_what_may_change_and_is_told(change: dict[str, Any], line: str) -> None:
+    saved, current = begun_config(make_config()), make_config(**change)
+    check_compatible(saved, current)
+    assert same_run(saved, current)
+    assert changes(saved, resumed_config(saved, current), 7) == [f"from step 7: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"run__seed": 3}, "run.seed: 0 in the run, 3 now"),
+        ({"data__tokenizer": "t.json"}, "data.tokenizer: None in the run, 't.json' now"),
+        ({"data__images__max_pixels": 1000}, "data.images.max_pixels: 1048576 in the run, 1000 now"),
+        ({"data__sources": [{"name": "s", "path": "z.jsonl"}]}, "data.sources.0.path: 's.jsonl' in the run, 'z.jsonl'"),
+        ({"model__language__qk_norm": True}, "model.language.qk_norm: False in the run, True now"),
+        ({"run__param_dtype": "float64"}, "run.param_dtype: 'float32' in the run, 'float64' now"),
+    ],
+)
+def test_what_may_not_change(change: dict[str, Any], line: str) -> None:
+    saved, current = make_config(), make_config(**change)
+    with pytest.raises(CheckpointError) as caught:
+        check_compatible(saved, current)
+    assert line in str(caught.value)
+    assert "set run.directory to a new folder and model.from to runs/a" in str(caught.value)
+    assert not same_run(saved, current)
+
+
+def test_a_source_more_is_named() -> None:
+    sources = [{"name": "s", "path": "s.jsonl"}, {"name": "t", "path": "t.jsonl"}]
+    with pytest.raises(CheckpointError, match=r"data\.sources\.1\.name: absent in the run, 't' now"):
+        check_compatible(make_config(), make_config(data__sources=sources))
+
+
+def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
+    saved = begun_config(make_config())
+    assert saved.optimizer.decay_steps == 10
+    (tmp_path / "config.yaml").write_text(dump_config(saved))
+    assert load_config(tmp_path / "config.yaml") == saved
+    longer = resumed_config(saved, make_config(run__steps=50))
+    assert (longer.decay_steps, longer.run.steps) == (10, 50)
+    told = changes(saved, longer, 10)
+    assert told[0] == "from step 10: run.steps 10 -> 50"
+    assert "reaches final_scale 0.1 at step 10 and stays there; optimizer.decay_steps" in told[1]
+    shorter = resumed_config(saved, make_config(run__steps=5))
+    assert "would reach final_scale 0.1 at step 10, after the run's end" in changes(saved, shorter, 2)[1]
+    chosen = resumed_config(saved, make_config(run__steps=50, optimizer__decay_steps=50))
+    assert chosen.decay_steps == 50 and len(changes(saved, chosen, 10)) == 2
+    assert len(changes(saved, resumed_config(saved, make_config(run__steps=9, optimizer__schedule="constant")), 1)) == 2

@@ -1,0 +1,67 @@
+"""Whose run folder it is, and what is refused before anything is compiled."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.resume import begun_config
+from jaxmllm.training.run_folder import check_folder, read_config, write_config
+from tests.training.test_resume_rules import make_config
+
+
+def test_config_survives_the_run_folder(tmp_path: Path) -> None:
+    config = make_config(components__vision__layout={"batch": ["data", "tensor"]}, optimizer__epsilon=1e-12)
+    assert read_config(tmp_path) is None
+    write_config(tmp_path / "run", config)
+    assert read_config(tmp_path / "run") == config
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_new_or_empty_folder_begins_a_run(tmp_path: Path, resume: bool | str) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        config = make_config(str(folder))
+        assert check_folder(config, resume) == begun_config(config)
+        assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_resumed_when_that_is_meant(tmp_path: Path) -> None:
+    config = begun_config(make_config(str(tmp_path)))
+    write_config(tmp_path, config)
+    with pytest.raises(CheckpointError, match="already holds a run; pass --resume"):
+        check_folder(config, False)
+    for resume in (True, "auto"):
+        longer = check_folder(make_config(str(tmp_path), run__steps=20), resume)
+        assert (longer.run.steps, longer.decay_steps) == (20, 10)
+        with pytest.raises(CheckpointError, match=r"run\.seed: 0 in the run, 3 now"):
+            check_folder(make_config(str(tmp_path), run__seed=3), resume)
+
+
+def test_a_folder_without_config_does_not_resume_silently(tmp_path: Path) -> None:
+    config = make_config(str(tmp_path))
+    (tmp_path / "slurm-17.out").touch()
+    with pytest.raises(CheckpointError, match=r"holds no run to resume: there is no config\.yaml beside slurm-17\.out"):
+        check_folder(config, True)
+    check_folder(config, "auto")
+    check_folder(config, False)
+    (tmp_path / "checkpoints").mkdir()
+    for resume in (False, True, "auto"):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints but no config\.yaml") as caught:
+            check_folder(config, resume)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"run: [1,\n", b"run: {}\n", b""])
+def test_a_damaged_config_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged: .*model\.from=") as caught:
+        check_folder(make_config(str(tmp_path)), True)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"):
+        check_folder(make_config(str(tmp_path / "file" / "run")), False)
