@@ -137,8 +137,10 @@ class AudioConfig(TowerConfig):
 
 
 class ModelConfig(Section):
-    """The composition: any subset of encoders over the decoder."""
+    """The composition: any subset of encoders over the decoder. With `from`, parameters are those of another run (its
+    folder: the latest checkpoint) or checkpoint, component by component; its optimizer and step are not taken along."""
 
+    from_: str | None = Field(None, alias="from")
     language: LanguageConfig
     vision: VisionConfig | None = None
     audio: AudioConfig | None = None
@@ -535,7 +537,7 @@ def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
         if field is None:
             return []
         section = next(iter(_sections_of(field.annotation)), section)
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _sections_of(annotation: Any) -> Iterable[type[BaseModel]]:

@@ -117,7 +117,7 @@ class Checkpoints:
         location = self.directory / str(step)
         check_files(location)
         fields = _fields(abstract_state)
-        target, fresh, unused = _with_trained_components(fields, _saved_specs(location), location)
+        target, fresh, unused = _with_trained_components(fields, saved_specs(location), location)
         if fresh:
             say(f"optimizer state of {', '.join(fresh)}: begins at zero from step {step}")
         if unused:
@@ -351,13 +351,13 @@ def read_arrays(location: Path, abstract: Any) -> Any:
     return arrays
 
 
-def _saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
+def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
     """Shape and dtype of the arrays of a checkpoint by path. Raises `DamagedError`."""
     problem, specs = None, {}
     try:
         with _quiet():
             metadata = ocp.PyTreeCheckpointHandler().metadata(location)
-        specs = _array_specs(metadata.tree)
+        specs = array_specs(metadata.tree)
     except Exception as error:  # as in `read_arrays`
         problem = _reason(error)
     if problem := agreed_problem(problem):
@@ -379,8 +379,8 @@ def _with_trained_components(
     def comparable(specs: Mapping[ArrayPath, ArraySpec]) -> dict[ArrayPath, ArraySpec]:
         return {path: spec for path, spec in specs.items() if path[:2] not in left_out}
 
-    if differences := list(_differences(comparable(saved), comparable(_array_specs(fields)))):
-        raise CheckpointError(_mismatch(location, differences))
+    if unequal := list(differences(comparable(saved), comparable(array_specs(fields)))):
+        raise CheckpointError(_mismatch(location, unequal))
     if not left_out:
         return fields, [], []
     kept = {name: state for name, state in optimizer.items() if name not in fresh}
@@ -443,7 +443,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
-def _array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
+def array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
     """Shape and dtype by path; a namedtuple's field and a dict's key read alike, as they are stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
@@ -456,7 +456,8 @@ def _key_name(key: Any) -> str:
     raise TypeError(f"a state may hold dicts, tuples, lists and namedtuples, not {key!r}")
 
 
-def _differences(saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]) -> Iterator[str]:
+def differences(saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]) -> Iterator[str]:
+    """A line for each array that one side lacks, or has in another shape or dtype."""
     for path in sorted(saved.keys() | expected.keys()):
         left, right = saved.get(path), expected.get(path)
         if left != right:
@@ -467,10 +468,10 @@ def _spec_text(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec[1]}{list(spec[0])}"
 
 
-def _mismatch(location: Path, differences: list[str]) -> str:
-    count = f"{len(differences)} array{'s differ' if len(differences) > 1 else ' differs'}"
+def _mismatch(location: Path, unequal: list[str]) -> str:
+    count = f"{len(unequal)} array{'s differ' if len(unequal) > 1 else ' differs'}"
     return (
-        f"checkpoint {location} does not fit the model of this config ({count}):\n{listed(differences)}\n"
+        f"checkpoint {location} does not fit the model of this config ({count}):\n{listed(unequal)}\n"
         "Resume with the model and components sections that the run began with, or set run.directory to a new folder "
         "to begin a new run."
     )

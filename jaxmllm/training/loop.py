@@ -25,11 +25,12 @@ from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
+from jaxmllm.training.initial import CHECKPOINTS, initial_state
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar
 from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.report import Pending, Report, TrainingError, due
 from jaxmllm.training.resume import begun_config, changes
-from jaxmllm.training.run_folder import CHECKPOINTS, read_config, write_config
+from jaxmllm.training.run_folder import read_config, write_config
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
@@ -118,7 +119,7 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[T
         print(dump_config(config), run.describe(), sep="\n")
     restored = checkpoints.restore_latest(run.programs.saved_state, run.say)
     if restored is None:
-        state, step = run.programs.init(config.run.seed), 0
+        state, step = initial_state(config, run.programs, run.say), 0
     else:
         state, step = run.programs.from_saved(restored[0]), restored[1]
     for line in changes(saved_config, config, step) if saved_config else ():

@@ -18,10 +18,10 @@ from pathlib import Path
 from jaxmllm.config import Config, ConfigError, dump_config, load_config
 from jaxmllm.training.checkpoint import CheckpointError
 from jaxmllm.training.files import write_atomically
+from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 OWN = (CHECKPOINTS, "data.json", "metrics.jsonl", "summary.json")  # what a run leaves behind besides its config
 
 
@@ -70,6 +70,8 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             f"{folder} holds no run to resume: there is no {CONFIG_FILE} beside {', '.join(present[:3])}; check "
             "run.directory, or start without --resume (--resume=auto begins a run here)"
         )
+    if config.model.from_ is not None:
+        source_checkpoints(config.model.from_)
     return begun_config(config)
 
 
