@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from jaxmllm.data.modality import MediaError
-from jaxmllm.data.mpeg import after_id3, is_frame
+from jaxmllm.data.mpeg import after_id3, is_frame, only_zeros, read
 
 _BLOCK = 1 << 20  # bytes read at once
 
 
 def container(file: FileIO) -> str:
     """WAV, FLAC, OGG or MP3 by the first bytes (behind ID3 tags); empty for anything else."""
-    head = _read(file, after_id3(file), 12)
+    head = read(file, after_id3(file), 12)
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
         return "WAV"
     if is_frame(head[:4]):
@@ -37,6 +37,7 @@ def container(file: FileIO) -> str:
 # ---------------------------------------------------------------------------- WAV
 
 STREAMED = 0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
+_CHUNKS = 1000  # before the samples and after them, at most
 
 
 def check_wave(file: FileIO, path: Path) -> None:
@@ -47,14 +48,17 @@ def check_wave(file: FileIO, path: Path) -> None:
     chunk is no chunk, so it may be sound), joined_audio (another clip follows).
     """
     size = os.fstat(file.fileno()).st_size
-    order: Literal["big", "little"] = "big" if _read(file, 0, 4) == b"RIFX" else "little"
+    order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
     place = 12
     stored_64 = None
-    while len(head := _read(file, place, 8)) == 8:
+    for _ in range(_CHUNKS):
+        head = read(file, place, 8)
+        if len(head) < 8:
+            return
         name, count = head[:4], int.from_bytes(head[4:], order)
         begin = place + 8
         if name == b"ds64":
-            stored_64 = int.from_bytes(_read(file, begin + 8, 8), "little")
+            stored_64 = int.from_bytes(read(file, begin + 8, 8), "little")
         if name == b"data":
             if count == 0xFFFF_FFFF and stored_64 is not None:
                 count = stored_64
@@ -69,14 +73,16 @@ def check_wave(file: FileIO, path: Path) -> None:
             _check_after_data(file, begin + count, size, order, path)
             return
         place = begin + count + count % 2
-    # No data chunk: libsndfile will say so.
+    # No samples: libsndfile will say so.
 
 
 def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "little"], path: Path) -> None:
     """What follows the samples, from byte `end` on, must be chunks, an ID3v1 tag or zeros."""
     place = end
-    while place < size and not _only_zeros(file, place):
-        head = _read(file, place, 12)
+    for _ in range(_CHUNKS):
+        if place >= size or only_zeros(file, place):
+            return
+        head = read(file, place, 12)
         if head[:3] == b"TAG" and size - place == 128:
             return
         if (head[:4] in (b"RIFF", b"RIFX") and head[8:] == b"WAVE") or head[:4] == b"data":
@@ -87,11 +93,12 @@ def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "
         elif place % 2:  # chunks of odd sizes are padded by one byte, but not by every program
             place += 1
         else:
-            raise MediaError(
-                "wrong_audio_length",
-                f"{path} goes on for {size - end} bytes after the samples that its header tells of, and they may be "
-                "sound; write the clip again",
-            )
+            break
+    raise MediaError(
+        "wrong_audio_length",
+        f"{path} goes on for {size - end} bytes after the samples that its header tells of, and they may be sound; "
+        "write the clip again",
+    )
 
 
 def _is_chunk_name(name: bytes) -> bool:
@@ -138,14 +145,14 @@ def check_last_page(file: FileIO, path: Path) -> None:
         return  # libsndfile will say what is wrong with it
     size = os.fstat(file.fileno()).st_size
     begin = max(0, size - 2 * _LARGEST_PAGE)
-    tail = _read(file, begin, size - begin)
+    tail = read(file, begin, size - begin)
     for match in re.finditer(b"OggS", tail):
         pages = list(_pages(file, begin + match.start()))
         if pages and pages[0].intact:
             break
     else:
         raise _cut(path, "its end holds no whole page")
-    if not _only_zeros(file, pages[-1].end):
+    if not only_zeros(file, pages[-1].end):
         raise _cut(path, f"the page at byte {pages[-1].end} is not whole")
     if pages[-1].serial not in _serials(file, first):
         raise _joined(path)
@@ -177,9 +184,9 @@ def check_pages(file: FileIO, path: Path) -> None:
         if page.flags & _LAST:
             open_streams.discard(page.serial)
         end = page.end
-    if not _only_zeros(file, end):
+    if not only_zeros(file, end):
         size = os.fstat(file.fileno()).st_size
-        if size - end < _LARGEST_PAGE and _read(file, end, 4) == b"OggS":
+        if size - end < _LARGEST_PAGE and read(file, end, 4) == b"OggS":
             raise _cut(path, f"the page at byte {end} is not whole")
         raise MediaError(
             "undecodable_audio", f"{path} holds something else than OGG pages at byte {end}; copy it again"
@@ -190,12 +197,12 @@ def check_pages(file: FileIO, path: Path) -> None:
 
 def _page(file: FileIO, place: int) -> _Page | None:
     """The whole page at a place of the file, if there is one."""
-    head = _read(file, place, _PAGE_HEAD + 255)
+    head = read(file, place, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
         return None
     table = head[_PAGE_HEAD : _PAGE_HEAD + head[26]]
     size = _PAGE_HEAD + len(table) + sum(table)
-    content = _read(file, place, size)
+    content = read(file, place, size)
     if len(table) < head[26] or len(content) < size:
         return None
     serial, number = int.from_bytes(head[14:18], "little"), int.from_bytes(head[18:22], "little")
@@ -233,7 +240,7 @@ def check_flac(file: FileIO, samples: int, path: Path) -> None:
     Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
     """
     start = after_id3(file)
-    frame_size = max(1, int.from_bytes(_read(file, start + 8, 2), "big"))  # samples; the same for all but the last
+    frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))  # samples; the same for all but the last
     expected = -(-samples // frame_size)
     frames = 0
     for place, data in _overlapping(file, start + 8):
@@ -282,27 +289,13 @@ def _crc_8(data: bytes) -> int:
 # ---------------------------------------------------------------------------- reading
 
 
-def _read(file: FileIO, place: int, count: int) -> bytes:
-    file.seek(place)
-    return file.read(count)
-
-
 def _overlapping(file: FileIO, place: int) -> Iterator[tuple[int, bytes]]:
     """(place, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
-    while data := _read(file, place, _BLOCK):
+    while data := read(file, place, _BLOCK):
         yield place, data
         if len(data) < _BLOCK:
             return
         place += _BLOCK - 2 * _FLAC_HEAD
-
-
-def _only_zeros(file: FileIO, place: int) -> bool:
-    """Whether nothing but zeros follows up to the end of the file."""
-    while data := _read(file, place, _BLOCK):
-        if data.strip(b"\0"):
-            return False
-        place += len(data)
-    return True
 
 
 def _joined(path: Path) -> MediaError:

@@ -4,11 +4,16 @@
     file --decode--> RGB, upright, on white --bicubic--> [grid_h * p, grid_w * p, 3] --> [slots, p * p * 3]
 
 Patches are group-major: the merge x merge patches that become one language token are neighbours.
+
+Memory: reading a header takes a few megabytes and what metadata stand before the pixels, at most the file itself
+(MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP, whatever the mode and the depth: about
+1 and 1.8 GB for the largest picture that is taken (MAX_SOURCE_PIXELS).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,6 +30,8 @@ from jaxmllm.data.modality import MediaError, Shape, open_file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
+MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # a BMP of so many pixels; metadata are read whole
+_BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such pictures are refused below, so the warning would say it twice.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -151,10 +158,7 @@ class Images:
     def _shape(self, image: Image.Image, path: Path) -> Shape:
         width, height = image.size
         if width * height > MAX_SOURCE_PIXELS:
-            raise MediaError(
-                "image_too_large",
-                f"{path} is {width} x {height} pixels; more than {MAX_SOURCE_PIXELS} in all are not safe to decode",
-            )
+            raise _too_many_pixels(path)
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise MediaError(
                 "extreme_aspect_ratio",
@@ -170,13 +174,26 @@ class Images:
 
 def _open(file: FileIO, path: Path) -> Image.Image:
     """Read the header only."""
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_FILE_BYTES:
+        raise MediaError(
+            "image_too_large",
+            f"{path} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the picture down",
+        )
     try:
         return Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise MediaError("image_too_large", f"{path}: {error}") from error
+        raise _too_many_pixels(path) from error
     except Exception as error:  # what broken headers raise depends on the format
         formats = ", ".join(FORMATS)
         raise MediaError("broken_image_header", f"{path} has no readable {formats} header: {error}") from error
+
+
+def _too_many_pixels(path: Path) -> MediaError:
+    return MediaError(
+        "image_too_large",
+        f"{path} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the picture down",
+    )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -191,19 +208,29 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
-    """Decode, turn upright and resize: [height, width, 3]."""
+    """Decode, resize and turn upright: [height, width, 3]."""
     orientation = _orientation(image)
-    # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed.
-    image.draft(None, (height, width) if orientation >= 5 else (width, height))
+    size = (height, width) if orientation >= 5 else (width, height)  # as the file lies
+    image.draft(None, size)  # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
     image.load()
-    rgb = _rgb(image)
-    if orientation in _UPRIGHT:
-        rgb = rgb.transpose(_UPRIGHT[orientation])
-    return np.asarray(rgb.resize((width, height), Image.Resampling.BICUBIC))
+    rgb = _rgb(image).resize(size, Image.Resampling.BICUBIC)
+    # Turned last: a turned copy of the source would take as much memory as the source.
+    return np.asarray(rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB; transparency shows white."""
+    """Any mode -> RGB; transparency shows white. In bands, because a conversion on the way to RGB is a whole copy."""
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    rgb = Image.new("RGB", image.size)
+    rows = max(1, _BAND // image.width)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(top + rows, image.height))
+        rgb.paste(_rgb_band(image.crop(box)), box)
+    return rgb
+
+
+def _rgb_band(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip 16 bits, not scale them
         return Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:

@@ -26,8 +26,8 @@ _RATES = (44_100, 48_000, 32_000)
 _DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> what the rates are divided by: MPEG 1, 2, 2.5
 _HEAD = 64  # bytes of a frame that hold its header and what an info frame stores
 _ROOMY = 9  # bit rate of an info frame made here: of 200 bytes and more at every sample rate
-_TAGS = 16  # tags in front of a stream; more are no music
-_BLOCK = 1 << 16
+_TAGS = 16  # tags in front of a stream and after it, at most
+_PADDING = 1 << 20  # bytes of zeros at the end of a file, at most
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def open_stream(file: FileIO, path: Path) -> Stream:
     """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the stored size shows it,
     truncated_audio and joined_audio."""
     start = after_id3(file)
-    head = _read(file, start, _HEAD)
+    head = read(file, start, _HEAD)
     first = _frame(head)
     if first is None:
         raise MediaError("broken_audio_header", f"{path} holds no MP3 (MPEG Layer III) frame where its stream begins")
@@ -83,7 +83,7 @@ def open_stream(file: FileIO, path: Path) -> Stream:
             f"{path} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
         )
     if stored_bytes is not None:
-        second = _read(file, start + stored_bytes, _HEAD)
+        second = read(file, start + stored_bytes, _HEAD)
         if (frame := _frame(second)) is not None and _info(second, frame)[0]:
             raise _joined(path, f"a second stream begins at byte {start + stored_bytes}")
     understood = stored is not None and head[36:40] != b"VBRI"
@@ -101,7 +101,7 @@ def scan(file: FileIO, stream: Stream, path: Path, max_frames: int) -> Scan:
     place = begin
     frames = 0
     while frames < max_frames:
-        head = _read(file, place, _HEAD)
+        head = read(file, place, _HEAD)
         frame = _frame(head)
         if frame is None:
             _check_tail(file, place, frames == stream.stored, path)
@@ -148,11 +148,23 @@ def after_id3(file: FileIO) -> int:
     """Where the stream begins, behind ID3v2 tags: each stores its size in four bytes of seven bits."""
     place = 0
     for _ in range(_TAGS):
-        head = _read(file, place, 10)
+        head = read(file, place, 10)
         if head[:3] != b"ID3" or len(head) < 10:
             break
         place += _id3_size(head)
     return place
+
+
+def read(file: FileIO, place: int, count: int) -> bytes:
+    """Up to `count` bytes from byte `place` on."""
+    file.seek(place)
+    return file.read(count)
+
+
+def only_zeros(file: FileIO, place: int) -> bool:
+    """Whether nothing but zeros follows up to the end of the file, and not many of them."""
+    rest = read(file, place, _PADDING)
+    return len(rest) < _PADDING and not rest.strip(b"\0")
 
 
 def is_frame(head: bytes) -> bool:
@@ -198,23 +210,25 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
 def _check_tail(file: FileIO, place: int, complete: bool, path: Path) -> None:
     """Raise `MediaError` unless what follows the last frame, from byte `place` on, are tags or zeros; where the stream
     is known to be `complete`, anything but another stream may follow."""
-    while head := _read(file, place, 32):
+    for _ in range(_TAGS):
+        head = read(file, place, 32)
+        if not head:
+            return
         if head[:3] == b"ID3" and len(head) >= 10:
             place += _id3_size(head)
-            if is_frame(_read(file, place, 4)):
+            if is_frame(read(file, place, 4)):
                 raise _joined(path, f"a second stream begins at byte {place}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
             place += 32 + int.from_bytes(head[12:16], "little")
-        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete:
+        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, place):
             return
-        elif not any(block := _read(file, place, _BLOCK)):
-            place += len(block)
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
             raise MediaError("truncated_audio", f"{path} ends within the header of an MP3 frame; copy it again")
         else:
-            raise MediaError(
-                "undecodable_audio", f"{path} holds something else than MP3 frames at byte {place}; encode it again"
-            )
+            break
+    raise MediaError(
+        "undecodable_audio", f"{path} holds something else than MP3 frames at byte {place}; encode it again"
+    )
 
 
 def _joined(path: Path, what: str) -> MediaError:
@@ -226,8 +240,3 @@ def _joined(path: Path, what: str) -> MediaError:
 
 def _id3_size(head: bytes) -> int:
     return 10 + (head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9])
-
-
-def _read(file: FileIO, place: int, count: int) -> bytes:
-    file.seek(place)
-    return file.read(count)

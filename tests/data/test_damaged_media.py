@@ -1,4 +1,4 @@
-"""What becomes of damaged media: a table of kinds of damage and the reason word that each is refused with.
+"""What becomes of damaged and hostile media: a table of kinds of damage and the reason word that each is refused with.
 
 Sound libraries cut, shorten and skip in silence. Here every kind either is refused when the index is built or masked
 when it is decoded, by name, or loads as a whole with finite features.
@@ -7,7 +7,11 @@ when it is decoded, by name, or loads as a whole with finite features.
 from __future__ import annotations
 
 import io
+import os
+import socket
 import struct
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.data.images import Images
+from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import MediaError
 from jaxmllm.data.sounds import Sounds
 
@@ -231,3 +236,204 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     sound = features[: shape[0]]
     loud = sound.max(axis=1) > 0.3  # noise up to the end, but for gaps that MP3 encoders leave between streams
     assert loud[-30:-8].all() and loud.mean() > 0.95
+
+
+# ---------------------------------------------------------------------------- files that ask for memory or never end
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def blank_png(width: int, height: int, *before: bytes) -> bytes:
+    """All pixels of a picture of one bit a pixel, in few bytes."""
+    packer = zlib.compressobj(9)
+    rows = bytes(1 + -(-width // 8)) * 1000
+    pixels = b"".join([packer.compress(rows) for _ in range(height // 1000)]) + packer.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(before) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def peak_memory(action: Callable[[], object]) -> int:
+    """Bytes that numpy and Python held at once. What C libraries take on their own is not counted."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def refused(modality: Images | Sounds, path: Path) -> str:
+    with pytest.raises(MediaError) as caught:
+        modality.load(path, modality.measure(path))
+    return caught.value.reason
+
+
+def blank_gif(screen: int, frame: int) -> bytes:
+    head = b"GIF89a" + struct.pack("<HHBBB", screen, screen, 0x80, 0, 0) + bytes(6)
+    return head + b"," + struct.pack("<HHHHB", 0, 0, frame, frame, 0) + b"\x02\x02\x44\x01\x00;"
+
+
+def blank_bmp(side: int) -> bytes:
+    head = b"BM" + struct.pack("<IHHI", 100, 0, 0, 62)
+    return head + struct.pack("<IiiHHIIiiII", 40, side, side, 1, 1, 0, 0, 0, 0, 2, 0) + bytes(46)
+
+
+def blank_jpeg(side: int) -> bytes:
+    frame = b"\xff\xc0\x00\x11\x08" + struct.pack(">HH", side, side) + b"\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    return b"\xff\xd8" + frame + b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00"
+
+
+def blank_webp(side: int) -> bytes:
+    size = (side - 1) | (side - 1) << 14
+    return b"RIFF" + struct.pack("<I", 28) + b"WEBPVP8L" + struct.pack("<IBI", 10, 0x2F, size) + bytes(6)
+
+
+GIGAPIXELS = {
+    "a.png": blank_png(32_000, 32_000),
+    "a.gif": blank_gif(32_000, 32_000),
+    "frame.gif": blank_gif(10, 32_000),  # larger than its screen
+    "a.bmp": blank_bmp(32_000),
+    "a.jpg": blank_jpeg(32_000),
+    "a.webp": blank_webp(16_383),  # the most that the format can say
+}
+
+
+@pytest.mark.parametrize("name", GIGAPIXELS)
+def test_a_gigapixel_is_refused_from_its_header(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
+    (tmp_path / name).write_bytes(GIGAPIXELS[name])
+    assert len(GIGAPIXELS[name]) < 400_000
+    assert refused(IMAGES, tmp_path / name) == "image_too_large"
+    assert peak_memory(lambda: refused(IMAGES, tmp_path / name)) < 20e6
+
+
+def test_pictures_whose_metadata_unpack_to_much_are_refused(tmp_path: Path) -> None:
+    packed = zlib.compress(bytes(200_000_000))
+    for metadata in (chunk(b"zTXt", b"a\0\0" + packed), chunk(b"iCCP", b"a\0\0" + packed)):
+        (tmp_path / "a.png").write_bytes(blank_png(1000, 1000, metadata))
+        assert peak_memory(lambda: refused(IMAGES, tmp_path / "a.png")) < 20e6
+        assert refused(IMAGES, tmp_path / "a.png") == "broken_image_header"
+
+
+def test_a_picture_of_too_many_bytes_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "a.png").open("wb") as file:
+        file.write(picture("png")[:33] + struct.pack(">I", 2**31 - 1) + b"eXIf")
+        file.truncate(2**31)  # without taking room on the disk
+    assert peak_memory(lambda: refused(IMAGES, tmp_path / "a.png")) < 1e6
+    assert refused(IMAGES, tmp_path / "a.png") == "image_too_large"
+
+
+def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    rate, channels, seconds = 1_000_000, 16, 4
+    size = 2 * rate * channels * seconds
+    form = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels, 2 * channels, 16)
+    with path.open("wb") as file:
+        file.write(
+            b"RIFF" + struct.pack("<I", size + 36) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)
+        )
+        file.truncate(44 + size)
+    assert SOUNDS.measure(path) == (400, 1)
+    assert peak_memory(lambda: SOUNDS.load(path, (400, 1))) < 30e6 < size
+
+
+@pytest.mark.parametrize("kind", ["mp3", "bare.mp3"])
+def test_an_mp3_of_ten_gigabytes_is_not_read_whole(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.mp3"
+    with path.open("wb") as file:
+        file.write(clip(kind))
+        file.truncate(10 * 2**30)
+    if kind == "mp3":  # it says where it ends
+        assert peak_memory(lambda: SOUNDS.load(path, SOUNDS.measure(path))) < 20e6
+    else:
+        assert peak_memory(lambda: refused(SOUNDS, path)) < 20e6
+        assert refused(SOUNDS, path) == "undecodable_audio"
+
+
+@pytest.mark.parametrize("modality", [IMAGES, SOUNDS], ids=["images", "sounds"])
+def test_what_is_no_regular_file_is_refused_without_waiting(modality: Images | Sounds, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for name in ("pipe", "link", "zero", "loop", "dangling", "folder", "socket", "absent"):
+            assert refused(modality, tmp_path / name) == "missing_file", name
+            with pytest.raises(MediaError):
+                modality.load(tmp_path / name, (4, 4))
+
+
+def test_a_file_that_becomes_a_pipe_between_two_looks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "a.wav")
+    (tmp_path / "b.wav").write_bytes(clip("wav"))
+    regular = os.stat(tmp_path / "b.wav")
+    monkeypatch.setattr(Path, "stat", lambda self: regular)
+    assert refused(SOUNDS, tmp_path / "a.wav") == "missing_file"
+
+
+def test_messages_are_one_line_whatever_the_path(tmp_path: Path) -> None:
+    for name in ("a\nepoch 1: loss 0.0", "\x1b[2J", "b\u2028c", "d\u202egnp"):
+        path = tmp_path / name
+        path.write_bytes(b"nothing")
+        for modality in (IMAGES, SOUNDS):
+            with pytest.raises(MediaError) as caught:
+                modality.measure(path)
+            assert str(caught.value).isprintable() and shown(path) in str(caught.value)
+
+
+# ---------------------------------------------------------------------------- any bytes at all
+
+FORMATS = ("png", "jpeg", "webp", "gif", "bmp", "wav", "float.wav", "flac", "ogg", "opus", "mp3", "bare.mp3")
+
+
+def mangle(content: bytes, rng: np.random.Generator) -> bytes:
+    """Flip, overwrite, cut out or repeat a few bytes, more often near the beginning, where headers are."""
+    changed = bytearray(content)
+    for _ in range(rng.integers(1, 6)):
+        place = int(len(changed) * rng.random() ** rng.choice([1, 8]))
+        count = int(rng.choice([1, 1, 4, 100]))
+        match rng.integers(6):
+            case 0:
+                del changed[place:]
+            case 1:
+                del changed[place : place + count]
+            case 2:
+                changed[place:place] = changed[place : place + count]
+            case 3:
+                changed[place : place + count] = rng.integers(0, 256, count, np.uint8).tobytes()
+            case 4:
+                changed[place : place + count] = bytes([int(rng.choice([0, 255]))]) * count
+            case _:
+                if place < len(changed):
+                    changed[place] ^= 1 << int(rng.integers(8))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rounds", [20, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_bytes_load_whole_or_are_refused(kind: str, rounds: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng([rounds, *kind.encode()])
+    of_sound = kind in FORMATS[5:]
+    modality: Images | Sounds = SOUNDS if of_sound else IMAGES
+    content = clip(kind) if of_sound else picture(kind)
+    path = tmp_path / "a"
+    loaded = 0
+    for _ in range(rounds):
+        path.write_bytes(mangle(content, rng))
+        try:
+            shape = modality.measure(path)
+            features = modality.load(path, shape)
+        except MediaError as error:
+            assert str(error).startswith(str(path)) and str(error).isprintable()
+            continue
+        assert features.shape == (modality.length(shape), modality.features) and features.dtype == modality.dtype
+        assert np.isfinite(features).all()
+        loaded += 1
+    assert loaded < rounds
