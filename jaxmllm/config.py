@@ -31,6 +31,7 @@ from pydantic import (
 from jaxmllm import strict_yaml
 
 Auto = Literal["auto"]
+Targets = Literal["assistant", "all"]
 DType = Literal["float32", "bfloat16", "float64"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see models/attention.py
@@ -208,6 +209,8 @@ class SourceConfig(Section):
     path: str
     root: str | None = None
     weight: PositiveFloat = 1.0
+    # What is learned: what the assistant says, or all text. Only with `all` may an example have no assistant turn.
+    targets: Targets = "assistant"
 
     @field_validator("name", "path", "root")
     @classmethod

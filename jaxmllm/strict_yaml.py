@@ -109,6 +109,8 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
                 raise _error(key, f"the key {key.value!r} stands here twice")
             names.add(str(key.value))
         return [part for pair in node.value for part in pair]
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        raise _error(node, "half of a surrogate pair is no text")
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:
         raise _error(node, f"a number of {len(node.value)} characters is too long")
     return []

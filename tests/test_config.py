@@ -286,6 +286,7 @@ for before, name in zip("abcdefghi", "bcdefghij", strict=True):
         (b"a: !!python/object/apply:os.getcwd []\n", "no value of the kind !!python/object/apply:os.getcwd"),
         (b"a: 1\n--- \nb: 2\n", "but found another document (line 2"),
         (b"a: 1\x00\n", "special characters are not allowed"),
+        (b'a: "\\ud800"\n', "half of a surrogate pair is no text (line 1, column 4)"),
         (b"? [a]\n: 2\n", "unhashable key"),
         (b"a: " + b"x" * (1 << 20), "has 1048579 bytes, more than the 1048576 that are read"),
     ],

@@ -10,7 +10,16 @@ Two forms are read. *Content parts* name the media where they stand; their text 
     {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>What?"},
                                        {"role": "assistant", "content": "A cat."}]}
 
-Optional keys: "id" (default `<source>:<line>`) and "source" (a label for metrics).
+*Documents* have no turns and no roles: "text" (or "content") in the place of "messages", a string with or without
+placeholders, or content parts. Interleaved pages are documents with pictures:
+
+    {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."}
+    {"content": [{"type": "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
+
+What is learned is up to the source: `targets: assistant` (the default) learns what the assistant says, so there must
+be such a turn; `targets: all` learns the text of every turn and of documents. Optional keys: "id" (default
+`<source>:<line>`; need not be unique) and "source" (a label for metrics). Other keys, and those that are null, mean
+nothing; where there are "messages", "text" and "content" are such.
 """
 
 from __future__ import annotations
@@ -23,7 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROLES = ("system", "user", "assistant")
+from jaxmllm.config import Targets
+from jaxmllm.data.messages import shown
+
+ROLES = ("system", "user", "assistant", "tool")
+DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
+FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
 MEDIA_LISTS = {"image": "images", "audio": "audios"}  # part -> key of its list in the placeholder form
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
@@ -31,10 +45,10 @@ _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 
 
 class ConversationError(ValueError):
-    """A record that is no conversation. `reason` is a short stable word for counting."""
+    """A record that is no conversation. `reason` is a short stable word for counting; the message is one line."""
 
     def __init__(self, reason: str, message: str):
-        super().__init__(message)
+        super().__init__(shown(message))
         self.reason = reason
 
 
@@ -53,7 +67,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says: non-empty texts, no two of them adjacent, and media between them."""
+    """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and media between them."""
 
     role: str
     parts: tuple[Text | Media, ...]
@@ -64,6 +78,7 @@ class Conversation:
     id: str
     source: str
     turns: tuple[Turn, ...]
+    targets: Targets = "assistant"  # what of it is learned
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -79,22 +94,37 @@ def parse_json(line: bytes) -> Any:
         raise ConversationError("malformed_json", f"not valid JSON: {error}") from error
 
 
-def parse_conversation(record: Any, root: Path, *, default_id: str, default_source: str) -> Conversation:
-    """Read a decoded record; media paths are relative to `root`.
+def parse_conversation(
+    record: Any, root: Path, *, default_id: str, default_source: str, targets: Targets = "assistant"
+) -> Conversation:
+    """Read a decoded record; media paths are relative to `root`, `targets` is what shall be learned of it.
 
     Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role, unknown_part,
-    placeholder_mismatch, no_assistant_turn, invalid_text, path_escapes_root.
+    placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, path_escapes_root.
     """
     if not isinstance(record, dict):
         raise ConversationError("wrong_type", f"a record must be a JSON object, not {_kind(record)}")
-    messages = _field(record, "messages", list, "the record")
     lists = {part: _paths(record, key) for part, key in MEDIA_LISTS.items()}
-    _check_placeholders(messages, lists)
     pending = {part: iter(paths) for part, paths in lists.items()}
-    turns = tuple(_turn(message, f"messages[{i}]", pending, root) for i, message in enumerate(messages))
-    if not any(turn.role == "assistant" for turn in turns):
-        raise ConversationError("no_assistant_turn", "no turn has the role 'assistant': there is nothing to learn")
-    return Conversation(_label(record, "id", default_id), _label(record, "source", default_source), turns)
+    form = next((key for key in FORMS if record.get(key) is not None), "messages")
+    if form == "messages":
+        messages = _field(record, "messages", list, "the record")
+        _check_placeholders([message.get("content") for message in messages if isinstance(message, dict)], lists)
+        turns = tuple(_turn(message, f"messages[{i}]", pending, root) for i, message in enumerate(messages))
+    else:
+        content = _field(record, form, str if form == "text" else (str, list), "the record")
+        if form == "text" and record.get("content") is not None:
+            raise ConversationError("wrong_type", "the record has both 'text' and 'content'; a document is one of them")
+        _check_placeholders([content], lists)
+        turns = (Turn(DOCUMENT, _parts(content, form, pending, root)),)
+    if targets == "assistant" and not any(turn.role == "assistant" for turn in turns):
+        raise ConversationError(
+            "no_assistant_turn",
+            "no turn has the role 'assistant': there is nothing to learn; a source with targets: all learns all text",
+        )
+    if not any(turn.parts or turn.role != DOCUMENT for turn in turns):
+        raise ConversationError("nothing_to_learn", "holds neither a turn nor text nor media")
+    return Conversation(_label(record, "id", default_id), _label(record, "source", default_source), turns, targets)
 
 
 def resolve_media(path: str, root: Path) -> Path:
@@ -122,8 +152,14 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], root: Pat
     if role not in ROLES:
         raise ConversationError("unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}")
     content = _field(message, "content", (str, list), where)
-    parts = _split(content, pending) if isinstance(content, str) else _content_parts(content, f"{where}.content")
-    return Turn(role, tuple(_join(parts, root, where)))
+    return Turn(role, _parts(content, f"{where}.content", pending, root))
+
+
+def _parts(
+    content: str | list[Any], where: str, pending: dict[str, Iterator[str]], root: Path
+) -> tuple[Text | Media, ...]:
+    pieces = _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
+    return tuple(_join(pieces, root, where))
 
 
 def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
@@ -161,8 +197,7 @@ def _join(parts: Iterable[tuple[str, str]], root: Path, where: str) -> Iterator[
         yield Text(text)
 
 
-def _check_placeholders(messages: list[Any], lists: dict[str, list[str]]) -> None:
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> None:
     found = [part for content in contents if isinstance(content, str) for part in _PLACEHOLDER.findall(content)]
     for part, paths in lists.items():
         if found.count(part) != len(paths):
@@ -189,6 +224,8 @@ def _label(record: dict[str, Any], key: str, default: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or not 0 < len(str(value)) <= MAX_ID:
         raise ConversationError("wrong_type", f"{key!r} must be a number or a text of 1 to {MAX_ID} characters")
     _check_encodable(str(value), repr(key))
+    if "\0" in str(value):  # numpy's strings, which hold the ids, drop it at their end
+        raise ConversationError("invalid_text", f"{key!r} holds a NUL character")
     return str(value)
 
 

@@ -19,7 +19,7 @@ from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhaseItems
 from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.conversation import parse_conversation, parse_json
 from jaxmllm.data.images import Images
-from jaxmllm.data.index import DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.index import MAX_LINE, DataError, LengthIndex, Rejected, build_index
 from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import Modality
 from jaxmllm.data.sounds import Sounds
@@ -147,10 +147,12 @@ class Corpus:
         index, local = self._locate(example)
         with index.path.open("rb") as file:
             file.seek(int(index.offset[local]))
-            line = file.readline()
-        id, where = str(index.id[local]), f"{index.path}:{index.line[local]}"
+            line = file.readline(MAX_LINE)
+        id, where = str(index.id[local]), f"{shown(index.path)}:{index.line[local]}"
         try:
-            conversation = parse_conversation(parse_json(line), index.root, default_id=id, default_source=index.source)
+            conversation = parse_conversation(
+                parse_json(line), index.root, default_id=id, default_source=index.source, targets=index.learned
+            )
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
             raise DataError(f"{where}: not the record {id!r} that was indexed: {error}; start the run again") from error
@@ -250,7 +252,7 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
             path = index.root / index.media.path[index.item_media[item]]
             refused.setdefault(
                 example,
-                f"{path} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
+                f"{shown(path)} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
                 f"{limits[phase]}: {_RESIZED_BY.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
             )
     limit = limits.get(LANGUAGE)

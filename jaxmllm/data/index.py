@@ -10,18 +10,23 @@ times cheaper than decoding, and it notices files that were missing and have arr
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
 import os
+import shutil
+import socket
+import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +34,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxmllm.balance.plan import Ints, Longs
-from jaxmllm.config import SourceConfig
+from jaxmllm.config import SourceConfig, Targets
 from jaxmllm.data.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json
+from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import MediaError, Modality, Shape
 from jaxmllm.data.text import Tokenizer, modality_of, render
 
 VERSION = 3  # of the cache file and of everything lengths depend on that is no setting
-CHUNK = 2048  # lines whose media are measured together
+CHUNK = 2048  # lines whose media are measured together, unless they come to ...
+CHUNK_BYTES = 64 << 20
+MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being held in memory
+STALE = 24 * 3600  # seconds after which the draft of a cache file is nobody's
 THREADS = 16  # that read headers: they wait for the disk, above all on network file systems
 
 _log = logging.getLogger(__name__)
@@ -57,7 +66,7 @@ class Rejected:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message} [{self.reason}]"
+        return shown(f"{self.path}:{self.line}: {self.message} [{self.reason}]")
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class LengthIndex:
     source: str  # configured name
     path: Path
     root: Path
+    learned: Targets  # what `targets` counts
     phases: tuple[str, ...]  # encoder phases; item_phase counts in it
     labels: tuple[str, ...]  # the records' own source labels; label counts in it
     id: NDArray[np.str_]  # [N]
@@ -134,23 +144,27 @@ def build_index(
 ) -> LengthIndex:
     """The index of a source, from its cache file in the folder `cache` (default: beside the JSONL) or built now.
 
-    Whatever is wrong with a record becomes a `Rejected`; only blank lines are skipped. `progress` shows a bar when
-    standard error is a terminal. Raises `DataError` when the JSONL file cannot be read.
+    Whatever is wrong with a record becomes a `Rejected`; only blank lines are skipped. Ids need not be unique: an
+    example is known by its place. `progress` shows a bar when standard error is a terminal. Raises `DataError` when
+    the JSONL file cannot be read.
     """
     path, root = source_paths(source)
+    where = f"source {source.name!r}: {shown(path)}"
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device could be read for ever
+            raise DataError(f"{where} is no regular file; see data.sources")
         content = _content_hash(path)
     except OSError as error:
-        raise DataError(f"source {source.name!r}: cannot read {path} ({error.strerror}); see data.sources") from error
-    file = (cache or path.parent) / _cache_name(source.name, path, root, tokenizer, modalities)
-    stored = _read_cache(file, source.name, path, root)
+        raise DataError(f"{where} cannot be read ({error.strerror}); see data.sources") from error
+    file = (cache or path.parent) / _cache_name(source, path, root, tokenizer, modalities)
+    stored = _read_cache(file, source, path, root)
     known: dict[_MediaKey, _Measured] = {}
     if stored is not None:
         index, old_content = stored
         known = _unchanged(index)
         if old_content == content and len(known) == len(index.media.path):
             return index
-    index = _Builder(source.name, path, root, tokenizer, modalities, known).build(progress)
+    index = _Builder(source, path, root, tokenizer, modalities, known).build(progress)
     _write_cache(file, index, content)
     return index
 
@@ -188,14 +202,14 @@ class _Builder:
 
     def __init__(
         self,
-        name: str,
+        source: SourceConfig,
         path: Path,
         root: Path,
         tokenizer: Tokenizer,
         modalities: Mapping[str, Modality],
         known: Mapping[_MediaKey, _Measured],
     ):
-        self.name, self.path, self.root = name, path, root
+        self.name, self.learned, self.path, self.root = source.name, source.targets, path, root
         self.tokenizer, self.modalities, self.known = tokenizer, modalities, known
         self.phases = tuple(modalities)
         self.media: dict[_MediaKey, tuple[int, _Measured]] = {}  # row in the table, what was found
@@ -207,21 +221,26 @@ class _Builder:
 
     def build(self, progress: bool) -> LengthIndex:
         with ThreadPoolExecutor(THREADS) as pool, _progress_bar(self.path, progress) as advance:
-            for chunk in _chunks(_lines(self.path), CHUNK):
-                lines = [self._parse(number, offset, line) for number, offset, line in chunk]
+            for chunk in _line_chunks(self.path):
+                lines = [self._parse(*line) for line in chunk]
                 self._measure(lines, pool)
                 for line in lines:
                     self._add(line)
-                advance(sum(len(line) for _, _, line in chunk))
+                advance(sum(line.size for line in chunk))
         return self._finish()
 
-    def _parse(self, number: int, offset: int, line: bytes) -> _Line:
+    def _parse(self, number: int, offset: int, size: int, text: bytes) -> _Line:
         id = f"{self.name}:{number}"
+        if size > MAX_LINE:
+            failure = "line_too_long", f"a line of {size} bytes; a record has at most {MAX_LINE}: split it"
+            return _Line(number, offset, id, None, failure)
         try:
-            record = parse_json(line)
+            record = parse_json(text)
             if isinstance(record, dict) and isinstance(record.get("id"), str | int):
                 id = str(record["id"])[:MAX_ID].encode("utf-8", "replace").decode()
-            conversation = parse_conversation(record, self.root, default_id=id, default_source=self.name)
+            conversation = parse_conversation(
+                record, self.root, default_id=id, default_source=self.name, targets=self.learned
+            )
             self._keys(conversation)  # refuses media that no encoder takes
         except ConversationError as error:
             return _Line(number, offset, id, None, (error.reason, str(error)))
@@ -258,7 +277,11 @@ class _Builder:
                 self._reject(line, measured.failure)
                 return
         shapes = [measured.shape for _, measured in found if measured.shape is not None]
-        rendered = render(line.conversation, self.tokenizer, self.modalities, shapes)
+        try:
+            rendered = render(line.conversation, self.tokenizer, self.modalities, shapes)
+        except ConversationError as error:
+            self._reject(line, (error.reason, str(error)))
+            return
         label = self.labels.setdefault(line.conversation.source, len(self.labels))
         targets = int(np.count_nonzero(rendered.targets >= 0))
         self.examples.append((line.id, line.offset, line.number, label, len(rendered.tokens), targets))
@@ -280,6 +303,7 @@ class _Builder:
             source=self.name,
             path=self.path,
             root=self.root,
+            learned=self.learned,
             phases=self.phases,
             labels=tuple(self.labels),
             id=np.array(id, np.str_),
@@ -311,14 +335,43 @@ class _Builder:
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, byte offset, bytes) of each line that is not blank."""
+class _RawLine(NamedTuple):
+    number: int  # from 1
+    offset: int  # in bytes
+    size: int
+    text: bytes  # the beginning, where there are more than MAX_LINE bytes
+
+
+def _line_chunks(path: Path) -> Iterator[list[_RawLine]]:
+    """The lines that are not blank, some at a time."""
+    chunk: list[_RawLine] = []
+    held = 0
+    for line in _lines(path):
+        chunk.append(line)
+        held += len(line.text)
+        if len(chunk) == CHUNK or held >= CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def _lines(path: Path) -> Iterator[_RawLine]:
     offset = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, offset, line
-            offset += len(line)
+        for number in count(1):
+            text = file.readline(MAX_LINE + 1)
+            if not text:
+                return
+            size = len(text)
+            if size > MAX_LINE:
+                text = text[:MAX_ID]
+                while (piece := file.readline(MAX_LINE)) and not piece.endswith(b"\n"):
+                    size += len(piece)
+                size += len(piece)
+            if text.strip() or size > MAX_LINE:
+                yield _RawLine(number, offset, size, text)
+            offset += size
 
 
 def _chunks(items: Iterator[T], size: int) -> Iterator[list[T]]:
@@ -346,8 +399,11 @@ def _progress_bar(path: Path, wanted: bool) -> Iterator[Any]:
 # ---------------------------------------------------------------------------- cache
 
 
-def _cache_name(name: str, path: Path, root: Path, tokenizer: Tokenizer, modalities: Mapping[str, Modality]) -> str:
-    settings = [VERSION, name, str(path), str(root), tokenizer.fingerprint, {k: repr(m) for k, m in modalities.items()}]
+def _cache_name(
+    source: SourceConfig, path: Path, root: Path, tokenizer: Tokenizer, modalities: Mapping[str, Modality]
+) -> str:
+    settings = [VERSION, source.name, str(path), str(root), source.targets, tokenizer.fingerprint]
+    settings.append({phase: repr(modality) for phase, modality in modalities.items()})
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).hexdigest()
     return f"{path.stem}.{digest}.index.npz"
 
@@ -398,16 +454,39 @@ def _write_cache(file: Path, index: LengthIndex, content: str) -> None:
     columns["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f"{file.name}.") as folder:
+        _sweep_drafts(file)
+        draft = f"{file.name}.{socket.gethostname()}.{os.getpid()}."
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=draft) as folder:
             np.savez(Path(folder, file.name), **columns)
             os.replace(Path(folder, file.name), file)
     except OSError as error:
-        _log.warning("the length index cannot be kept in %s (%s); set data.index_cache", file.parent, error.strerror)
+        folder = shown(file.parent)
+        _log.warning("the length index cannot be kept in %s (%s); set data.index_cache", folder, error.strerror)
 
 
-def _read_cache(file: Path, source: str, path: Path, root: Path) -> tuple[LengthIndex, str] | None:
+def _sweep_drafts(file: Path) -> None:
+    """Remove what killed processes left of this cache file: drafts of processes of this host that are no more, and old
+    ones of any host."""
+    for folder in file.parent.glob(f"{glob.escape(file.name)}.*"):
+        host, _, process = folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
+        dead = host == socket.gethostname() and process.isdecimal() and not _is_alive(int(process))
+        if dead or time.time() - _stamp(folder)[1] / 1e9 > STALE:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
+
+
+def _read_cache(file: Path, source: SourceConfig, path: Path, root: Path) -> tuple[LengthIndex, str] | None:
     """The stored index and the hash of the JSONL it was built from; None where there is none of use."""
-    if not file.exists():
+    if not os.path.isfile(file):  # also where the folder cannot be read, unlike Path.is_file
         return None
     try:
         with np.load(file, allow_pickle=False) as arrays:
@@ -419,9 +498,10 @@ def _read_cache(file: Path, source: str, path: Path, root: Path) -> tuple[Length
             **{name: columns.pop(f"media_{name}") for name in _MEDIA_COLUMNS},
         )
         index = LengthIndex(
-            source=source,
+            source=source.name,
             path=path,
             root=root,
+            learned=source.targets,
             phases=tuple(words["phases"]),
             labels=tuple(words["labels"]),
             rejected=tuple(Rejected(**rejected) for rejected in words["rejected"]),
@@ -430,5 +510,5 @@ def _read_cache(file: Path, source: str, path: Path, root: Path) -> tuple[Length
         )
         return index, words["content"]
     except Exception as error:  # a damaged file can fail anywhere in zip, npy and JSON
-        _log.warning("the length index %s is damaged (%s) and is built anew", file, error)
+        _log.warning("the length index %s is damaged (%s) and is built anew", shown(file), shown(error))
         return None

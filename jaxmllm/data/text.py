@@ -3,14 +3,19 @@
     <header: user> What is this? <begin> pad pad pad <end> <turn end> <header: assistant> A cat. <turn end>
     targets:                                                                           A cat. <turn end>  -
 
-A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE
-(arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and the text
-after them continues at the maximum + 1.
+A document has neither header nor separator, only its content and <turn end>. With targets `all`, the texts and ends
+of all turns are learned.
+
+A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE (arXiv
+2409.12191): text advances time, height and width together, media spread over the axes, and the text after them
+continues at the maximum + 1.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +25,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from jaxmllm.data.conversation import ROLES, Conversation, ConversationError, Media
+from jaxmllm.data.conversation import DOCUMENT, ROLES, Conversation, ConversationError, Media
+from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import Modality, Shape
 
 Ids = tuple[int, ...]
@@ -51,7 +57,8 @@ class ChatLayout:
 
 
 class Tokenizer(Protocol):
-    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says."""
+    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says: what merely spells a control
+    token is put together from other tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -67,7 +74,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, without special tokens."""
+        """Text of the ids, without control tokens."""
         ...
 
 
@@ -78,7 +85,7 @@ class ByteTokenizer:
     vocab_size = 272
     fingerprint = "bytes-1"
     layout = ChatLayout(
-        headers={role: (257 + i,) for i, role in enumerate(ROLES)},
+        headers={"system": (257,), "user": (258,), "assistant": (259,), "tool": (265,)},
         turn_end=260,
         separator=(),
         media={"image": MediaTokens((261,), (262,), 256), "audio": MediaTokens((263,), (264,), 256)},
@@ -119,45 +126,70 @@ class ChatNames:
 class FileTokenizer:
     """A JSON file of the `tokenizers` library with ChatML-like special tokens.
 
-    Raises `TokenizerError` if the file is unreadable or lacks the tokens that frame a turn.
+    Its control tokens are those of the layout and all added tokens marked special, but for the one that stands for
+    unknown text. Raises `TokenizerError` if the file is unreadable or lacks the tokens that frame a turn.
     """
 
     def __init__(self, path: str | Path, names: ChatNames | None = None):
         names = names or ChatNames()
         try:
+            if not Path(path).is_file():  # a pipe could keep the reader waiting for ever
+                raise TokenizerError("no such file, or no regular one")
             self._json = Path(path).read_text(encoding="utf-8")
             self._tokenizer = _literal_tokenizer(self._json)
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"data.tokenizer: {path} is no readable tokenizers JSON file: {error}") from error
+            reason = shown(f"{path} is no readable tokenizers JSON file: {error}")
+            raise TokenizerError(f"data.tokenizer: {reason}") from error
+        self._speller: tokenizers.Tokenizer | None = None  # made when first needed, which is hardly ever
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.layout = self._layout(names, str(path))
-        self.fingerprint = hashlib.blake2b((self._json + repr(names)).encode(), digest_size=16).hexdigest()
+        self.layout, frame = self._layout(names, str(path))
+        self._control = self._control_ids(frame)
+        # Files from whose encoding no control token could come out keep the fingerprint that they had before.
+        spelled = "spelled" if self._may_slip_out() else ""
+        self.fingerprint = hashlib.blake2b((self._json + repr(names) + spelled).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The ids of a text. Raises `ConversationError("control_token")` if the file has no other way to write it."""
+        ids = self._plain(text)
+        if self._control.isdisjoint(ids):
+            return ids
+        if self._speller is None:
+            self._speller = _speller(self._json, self._control)
+        ids = self._speller.encode(text, add_special_tokens=False).ids
+        if left := self._control.intersection(ids):
+            names = ", ".join(str(self._tokenizer.id_to_token(i)) for i in sorted(left))
+            raise ConversationError("control_token", f"holds text that the tokenizer can only write as {names}")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._tokenizer.decode([i for i in ids if i not in self._control], skip_special_tokens=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+        return vars(self) | {"_tokenizer": None, "_speller": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._tokenizer = _literal_tokenizer(self._json)
 
-    def _layout(self, names: ChatNames, path: str) -> ChatLayout:
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _layout(self, names: ChatNames, path: str) -> tuple[ChatLayout, set[int]]:
+        """The layout, and the control tokens in it."""
         find = self._tokenizer.token_to_id
         turn_begin, turn_end = find(names.turn_begin), find(names.turn_end)
         if turn_begin is None or turn_end is None:
             raise TokenizerError(
-                f"data.tokenizer: {path} must have the tokens {names.turn_begin!r} and {names.turn_end!r}, which frame "
-                "a turn; use a chat tokenizer or add them to the file's added_tokens"
+                f"data.tokenizer: {shown(path)} must have the tokens {names.turn_begin!r} and {names.turn_end!r}, "
+                "which frame a turn; use a chat tokenizer or add them to the file's added_tokens"
             )
         pad = next((i for i in map(find, names.pad) if i is not None), turn_end)
-        headers = {role: (turn_begin, *self.encode(names.header.format(role=role))) for role in ROLES}
+        headers = {role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES}
         media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
-        return ChatLayout(headers, turn_end, tuple(self.encode(names.separator)), media, pad)
+        frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
+        layout = ChatLayout(headers, turn_end, tuple(self._plain(names.separator)), media, pad)
+        return layout, {turn_begin, turn_end, pad, *frames}
 
     def _media_tokens(self, triples: Sequence[tuple[str, str, str]], default_pad: int) -> MediaTokens:
         for triple in triples:
@@ -166,15 +198,66 @@ class FileTokenizer:
                 return MediaTokens((begin,), (end,), pad)
         return MediaTokens((), (), default_pad)
 
+    def _control_ids(self, frame: set[int]) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        unknown = _unknown_id(json.loads(self._json)["model"], self._tokenizer)
+        return frozenset(frame | {i for i, token in added.items() if token.special and i != unknown})
+
+    def _may_slip_out(self) -> bool:
+        """Whether the library itself may yield a control token: one that is not marked special, or is a word of the
+        model's own vocabulary."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        words = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
+        return any(i in words or i not in added or not added[i].special for i in self._control)
+
 
 def _literal_tokenizer(text: str) -> tokenizers.Tokenizer:
-    """A tokenizer that takes text literally: what merely spells a special token does not become one. (The library
-    forgets this setting when it is pickled.)"""
+    """A tokenizer that does not take what spells a special token for one. (The library forgets this setting when it is
+    pickled.)"""
     tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _speller(text: str, control: frozenset[int]) -> tokenizers.Tokenizer:
+    """The tokenizer of a file with the control tokens renamed to what no text says, so that text which spells one is
+    put together from other tokens. All ids stay."""
+    file = json.loads(text)
+    nonce = secrets.token_hex(16)  # a name that was known could be written in a text
+
+    def renamed(name: str, number: int) -> str:
+        return f"\ufdd0{nonce}{number}" if number in control else name
+
+    for token in file["added_tokens"]:
+        token["content"] = renamed(token["content"], token["id"])
+    model = file["model"]
+    if isinstance(model["vocab"], dict):
+        gone = {name for name, number in model["vocab"].items() if number in control}
+        unknown = model["vocab"].get(model.get("unk_token"))
+        if unknown in control:
+            model["unk_token"] = renamed("", unknown)
+        model["vocab"] = {renamed(name, number): number for name, number in model["vocab"].items()}
+    else:
+        gone = {name for number, (name, _) in enumerate(model["vocab"]) if number in control}
+        model["vocab"] = [[renamed(name, number), score] for number, (name, score) in enumerate(model["vocab"])]
+    if model.get("merges"):
+        prefix = model.get("continuing_subword_prefix") or ""
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [
+            [first, second]
+            for first, second in pairs
+            if gone.isdisjoint((first, second, first + second.removeprefix(prefix)))
+        ]
+    return _literal_tokenizer(json.dumps(file))
+
+
+def _unknown_id(model: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The token that the model writes for text that it does not know, if there is one."""
+    number: int | None = model.get("unk_id")
+    name = model.get("unk_token")
+    return tokenizer.token_to_id(name) if number is None and name else number
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
@@ -198,7 +281,7 @@ class Rendered:
     """A conversation as a sequence of L tokens."""
 
     tokens: NDArray[np.int32]  # [L]
-    targets: NDArray[np.int32]  # [L] the next token where it belongs to an answer (or ends it), else -1
+    targets: NDArray[np.int32]  # [L] the next token where it is learned, else -1
     positions: NDArray[np.int32]  # [L, 3] time, height, width
     media: tuple[MediaSpan, ...]
 
@@ -208,16 +291,18 @@ def render(
 ) -> Rendered:
     """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by phase name.
 
-    Raises `ConversationError("no_encoder")` for a media part that no modality takes, and ValueError when the
-    number of shapes is not that of the media.
+    Raises `ConversationError("no_encoder")` for a media part that no modality takes, or of what the tokenizer raises,
+    and ValueError when the number of shapes is not that of the media.
     """
     media = conversation.media
     if len(shapes) != len(media):
         raise ValueError(f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes")
     layout, remaining, sequence = tokenizer.layout, iter(shapes), _Sequence()
     for turn in conversation.turns:
-        answer = turn.role == "assistant"
-        sequence.add_text(layout.headers[turn.role])
+        learned = turn.role == "assistant" or conversation.targets == "all"
+        spoken = turn.role != DOCUMENT
+        if spoken:
+            sequence.add_text(layout.headers[turn.role])
         for part in turn.parts:
             if isinstance(part, Media):
                 modality = modality_of(part.part, modalities)
@@ -226,9 +311,10 @@ def render(
                 sequence.add_media(part.path, modality, next(remaining), frame.pad)
                 sequence.add_text(frame.end)
             else:
-                sequence.add_text(tokenizer.encode(part.text), answer)
-        sequence.add_text((layout.turn_end,), answer)
-        sequence.add_text(layout.separator)
+                sequence.add_text(tokenizer.encode(part.text), learned)
+        sequence.add_text((layout.turn_end,), learned)
+        if spoken:
+            sequence.add_text(layout.separator)
     return sequence.finish()
 
 
@@ -246,16 +332,16 @@ class _Sequence:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.answer: list[bool] = []
+        self.learned: list[bool] = []
         self.positions: list[NDArray[np.int32]] = []
         self.media: list[MediaSpan] = []
         self.next_position = 0
 
-    def add_text(self, ids: Sequence[int], answer: bool = False) -> None:
+    def add_text(self, ids: Sequence[int], learned: bool = False) -> None:
         if not ids:
             return
         self.tokens += ids
-        self.answer += [answer] * len(ids)
+        self.learned += [learned] * len(ids)
         line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
         self._advance(np.repeat(line[:, None], 3, axis=1))
 
@@ -263,13 +349,13 @@ class _Sequence:
         count = modality.tokens(shape)
         self.media.append(MediaSpan(modality.name, path, shape, len(self.tokens), count))
         self.tokens += [pad] * count
-        self.answer += [False] * count
+        self.learned += [False] * count
         self._advance(modality.token_positions(shape, self.next_position))
 
     def finish(self) -> Rendered:
         tokens = np.array(self.tokens, np.int32)
         targets = np.full_like(tokens, -1)
-        targets[:-1] = np.where(self.answer[1:], tokens[1:], -1)
+        targets[:-1] = np.where(self.learned[1:], tokens[1:], -1)
         return Rendered(tokens, targets, np.concatenate(self.positions), tuple(self.media))
 
     def _advance(self, positions: NDArray[np.int32]) -> None:

@@ -80,7 +80,7 @@ def test_defaults(tmp_path: Path) -> None:
         (
             {"messages": [{"role": "robot", "content": ""}]},
             "unknown_role",
-            "'robot'; roles are system, user, assistant",
+            "'robot'; roles are system, user, assistant, tool",
         ),
         ({"messages": [{"role": "user"}]}, "missing_field", "messages[0] has no 'content'"),
         ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", "a string or a list, not a number"),
@@ -91,7 +91,13 @@ def test_defaults(tmp_path: Path) -> None:
         ({"messages": []}, "no_assistant_turn", "nothing to learn"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "invalid_text", "not Unicode"),
         ({"messages": [ANSWER], "id": ["x"]}, "wrong_type", "'id'"),
+        ({"messages": [{"role": "document", "content": "hi"}]}, "unknown_role", "'document'"),
         ({"messages": [ANSWER], "id": "x" * 300}, "wrong_type", "256"),
+        ({"messages": [ANSWER], "id": "x\0"}, "invalid_text", "'id' holds a NUL"),
+        ({"messages": [ANSWER], "source": "x\0"}, "invalid_text", "'source' holds a NUL"),
+        ({"messages": [ANSWER], "id": float("inf")}, "wrong_type", "'id'"),
+        ({"messages": [ANSWER], "id": 10**300}, "wrong_type", "256"),
+        ({"text": "A page."}, "no_assistant_turn", "targets: all"),
         ({"messages": [ANSWER], "images": "a.png"}, "wrong_type", "'images' must be a list"),
     ],
 )
@@ -99,6 +105,56 @@ def test_refusals(record: object, reason: str, words: str, tmp_path: Path) -> No
     error = refusal(record, tmp_path)
     assert error.reason == reason
     assert words in str(error)
+
+
+def learn_all(record: object, root: Path) -> Conversation:
+    return parse_conversation(record, root, default_id="s:1", default_source="s", targets="all")
+
+
+def test_documents(tmp_path: Path) -> None:
+    """Placeholders and parts give the same page, a text is a page, and what is null is not there."""
+    image = Media("image", tmp_path / "a.png")
+    page = Conversation("s:1", "s", (Turn("document", (Text("A cat. "), image, Text(" It sleeps."))),), "all")
+    words = [{"type": "text", "text": "A cat. "}, {"type": "text", "text": " It sleeps."}]
+    parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
+    written = "A cat. <image> It sleeps."
+    assert learn_all({"content": parts}, tmp_path) == page
+    for key in ("text", "content"):
+        assert learn_all({key: written, "images": ["a.png"], "messages": None}, tmp_path) == page
+    assert learn_all({"text": "Words."}, tmp_path).turns == (Turn("document", (Text("Words."),)),)
+    assert learn_all({"content": parts[1:2]}, tmp_path).turns == (Turn("document", (image,)),)
+
+
+def test_with_targets_all_any_roles_do(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "tool", "user")]
+    got = learn_all({"messages": messages, "text": "what the turns make together"}, tmp_path)
+    assert [turn.role for turn in got.turns] == ["system", "tool", "user"] and got.targets == "all"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": ""}, "nothing_to_learn"),
+        ({"content": []}, "nothing_to_learn"),
+        ({"messages": []}, "nothing_to_learn"),
+        ({"text": "a", "content": "b"}, "wrong_type"),
+        ({"text": ["a"]}, "wrong_type"),
+        ({"text": None}, "missing_field"),
+        ({"text": "<image>"}, "placeholder_mismatch"),
+        ({"content": [{"type": "image", "image": "../a.png"}]}, "path_escapes_root"),
+    ],
+)
+def test_refused_documents(record: object, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConversationError) as caught:
+        learn_all(record, tmp_path)
+    assert caught.value.reason == reason
+
+
+def test_messages_are_one_printable_line(tmp_path: Path) -> None:
+    hostile = "a\n\x1b[31m\u202e\u2028error: b"
+    for record in (picture(f"../{hostile}"), {"messages": [{"role": hostile, "content": ""}]}, {hostile: 1}):
+        assert str(refusal(record, tmp_path)).isprintable()
+    assert len(str(refusal({"messages": [{"role": "x" * 100_000, "content": ""}]}, tmp_path))) < 3000
 
 
 @pytest.mark.parametrize("images", [["a.png"], ["a.png", "b.png", "c.png"], []])

@@ -119,6 +119,20 @@ def test_example_reads_its_own_line(corpus: Corpus) -> None:
     assert [span.path.name for span in corpus.example(0).media] == ["a.png", "a.png", "c.wav"]
 
 
+def test_what_is_learned_of_an_example_is_up_to_its_source(tmp_path: Path) -> None:
+    """A file of pages and a file of answers in one corpus."""
+    write(tmp_path / "pages.jsonl", {"id": "page", "text": "abc"})
+    write(tmp_path / "talks.jsonl", record("hi", 0, id="talk"))
+    sources = (
+        SourceConfig(name="pages", path=str(tmp_path / "pages.jsonl"), targets="all"),
+        SourceConfig(name="talks", path=str(tmp_path / "talks.jsonl")),
+    )
+    corpus = Corpus.open(sources, ByteTokenizer(), MODALITIES)
+    learned = [example.targets[example.targets >= 0] for example in map(corpus.example, (0, 1))]
+    assert [ByteTokenizer().decode(ids.tolist()) for ids in learned] == ["bc", "HI"]
+    assert corpus.gather(np.array([0, 1])).targets == 3 + 3
+
+
 def test_a_file_that_changed_under_the_run_is_an_error(corpus: Corpus, tmp_path: Path) -> None:
     write(tmp_path / "second.jsonl", record("short", 1, id="s0"), record("x", id="s2"))
     for i in (3, 4):

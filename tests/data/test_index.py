@@ -1,6 +1,10 @@
 import json
 import math
 import os
+import socket
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.config import SourceConfig
+from jaxmllm.data import index as index_module
 from jaxmllm.data.images import Images
 from jaxmllm.data.index import DataError, LengthIndex, build_index
 from jaxmllm.data.modality import Modality
@@ -58,7 +63,7 @@ def index_of(source: SourceConfig, cache: Path | None = None) -> LengthIndex:
 
 
 def same(a: LengthIndex, b: LengthIndex) -> bool:
-    words = ("source", "path", "root", "phases", "labels", "rejected")
+    words = ("source", "path", "root", "learned", "phases", "labels", "rejected")
     columns = [name for name in vars(a) if name not in (*words, "media")]
     return (
         all(getattr(a, name) == getattr(b, name) for name in words)
@@ -243,3 +248,123 @@ def test_without(media: Path) -> None:
         (2, "malformed_json", "animals:2"),
         (3, "too_big", "b"),
     ]
+
+
+# ---------------------------------------------------------------------------- input that would hurt
+
+
+def test_only_regular_files_are_read(media: Path) -> None:
+    os.mkfifo(media / "pipe.jsonl")
+    for path in (media / "pipe.jsonl", Path("/dev/zero"), media):
+        with pytest.raises(DataError, match=r"source 'x': .* is no regular file; see data\.sources"):
+            index_of(SourceConfig(name="x", path=str(path)))
+
+
+def test_a_line_without_end_is_refused_without_being_held(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_LINE", 10_000)
+    long = json.dumps({"id": "long", "text": "x" * 50_000_000})
+    source = write(media / "train.jsonl", ask(text("a"), id="first"), long, ask(text("b"), id="last"))
+    tracemalloc.start()
+    index = index_of(source)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    assert index.id.tolist() == ["first", "last"] and index.line.tolist() == [1, 3]
+    (rejected,) = index.rejected
+    assert (rejected.reason, rejected.line, rejected.id) == ("line_too_long", 2, "animals:2")
+    assert f"a line of {len(long) + 1} bytes; a record has at most 10000" in rejected.message
+    with (media / "train.jsonl").open("rb") as file:
+        file.seek(int(index.offset[1]))
+        assert json.loads(file.readline())["id"] == "last"
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_line_of_just_the_bound_is_read(end: str, media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = json.dumps(ask(text("a"), id="first"))
+    for bound, read in ((len(record + end), 1), (len(record + end) - 1, 0)):
+        monkeypatch.setattr(index_module, "MAX_LINE", bound)
+        (media / "train.jsonl").write_text(record + end)
+        index = index_of(SourceConfig(name="s", path=str(media / "train.jsonl")), media / str(bound))
+        assert len(index) == read and len(index.rejected) == 1 - read
+
+
+def test_few_long_lines_are_held_at_a_time(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [ask(text("x" * n), id=str(n)) for n in range(200)]
+    source = write(media / "train.jsonl", *records)
+    chunks = [list(chunk) for chunk in index_module._line_chunks(media / "train.jsonl")]
+    assert [len(chunk) for chunk in chunks] == [200]
+    monkeypatch.setattr(index_module, "CHUNK_BYTES", 1000)
+    chunks = [list(chunk) for chunk in index_module._line_chunks(media / "train.jsonl")]
+    assert len(chunks) > 20 and all(sum(line.size for line in chunk[:-1]) < 1000 for chunk in chunks)
+    assert index_of(source).id.tolist() == [str(n) for n in range(200)]
+
+
+def test_hostile_records_are_refused_one_by_one(media: Path) -> None:
+    """Each in one printable line, whatever its path or id holds."""
+    hostile = "\n\x1b[2J\u2028error: all is lost\r"
+    bad = {
+        "missing_file": ask(image(f"a{hostile}.png"), id=hostile),
+        "invalid_text": ask(text("?"), id="ends in NUL\0"),
+        "malformed_json": '{"id": ' + "9" * 10_000 + "}",
+        "unknown_role": {"messages": [{"role": hostile, "content": "hi"}, ANSWER]},
+    }
+    nested = "[" * 200_000 + "]" * 200_000
+    many = {"messages": [*({"role": "user", "content": ""} for _ in range(20_000)), ANSWER], "id": "empty turns"}
+    pictures = ask(*(image("a.png") for _ in range(3000)), id="pictures")
+    source = write(media / "train.jsonl", *bad.values(), nested, many, pictures)
+    index = index_of(source)
+    assert index.id.tolist() == ["empty turns", "pictures"]
+    assert np.diff(index.item_start).tolist() == [0, 3000]
+    assert [r.reason for r in index.rejected] == [*bad, "malformed_json"]
+    assert all(str(r).isprintable() for r in index.rejected)
+    assert same(index_of(source), index)
+
+
+def test_ids_need_not_be_unique(media: Path) -> None:
+    index = index_of(write(media / "train.jsonl", ask(text("a"), id=1), ask(text("bc"), id="1")))
+    assert index.id.tolist() == ["1", "1"] and index.language_length.tolist() == [8, 9]
+
+
+def test_documents_are_indexed_where_all_text_is_learned(media: Path) -> None:
+    page = {"text": "abc <image> d", "images": ["b.png"]}
+    source = write(media / "train.jsonl", page, ask(text("hello")))
+    assert [r.reason for r in index_of(source).rejected] == ["no_assistant_turn"]
+    everything = source.model_copy(update={"targets": "all"})
+    index = index_of(everything)
+    assert index.learned == "all" and not index.rejected
+    assert index.targets.tolist() == [4 - 1 + 2 + 1, 5 + 1 + 3 + 1]  # without the first token, but with every end
+    assert same(index_of(everything), index)  # from the cache
+    assert len(list(media.glob("*.npz"))) == 2
+
+
+def test_drafts_of_killed_builds_are_swept(media: Path) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    index_of(source)
+    (file,) = media.glob("*.index.npz")
+    file.unlink()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = socket.gethostname()
+    drafts = {
+        "dead": f"{here}.{ended.pid}.abc",
+        "old": "elsewhere.1.abc",
+        "of a process": f"{here}.{os.getpid()}.abc",
+        "of a host": "elsewhere.2.abc",
+    }
+    for name in drafts.values():
+        (media / f"{file.name}.{name}").mkdir()
+        (media / f"{file.name}.{name}" / "half").write_bytes(b"x")
+    os.utime(media / f"{file.name}.{drafts['old']}", (0, 0))
+    index_of(source)
+    left = {path.name.removeprefix(f"{file.name}.") for path in media.glob("*.index.npz.*")}
+    assert left == {drafts["of a process"], drafts["of a host"]}
+
+
+def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(media: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    first = index_of(source)
+    (file,) = media.glob("*.index.npz")
+    file.unlink()
+    os.mkfifo(file)
+    assert same(index_of(source), first)
+    assert len(index_of(source, media / ("x" * 300))) == 1
+    assert "data.index_cache" in caplog.text
