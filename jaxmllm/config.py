@@ -13,7 +13,7 @@ import json
 import types
 import typing
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -379,6 +379,13 @@ class ProfileConfig(Section):
     steps: int = Field(0, ge=0)  # 0: no profile
 
 
+class DistributedConfig(Section):
+    """How long the processes of a run wait for one another."""
+
+    start_timeout: PositiveFloat = 600.0  # seconds: for processes that start, read data or compile later than others
+    peer_timeout: PositiveFloat = 60.0  # seconds without a sign of life after which a process counts as dead
+
+
 class EvaluationConfig(Section):
     every: PositiveInt | None = None  # steps; none: only at the end
     examples: PositiveInt | None = None  # none: the whole held-out set
@@ -408,6 +415,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -474,6 +482,15 @@ def dump_config(config: Config) -> str:
 def config_tree(config: Config) -> dict[str, Any]:
     """The config as nested dicts, lists and scalars, by the names that YAML files use."""
     return config.model_dump(mode="json", by_alias=True)
+
+
+def dotted_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts and lists, such as `Config.model_dump` gives, by dotted key; an empty container is one."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from dotted_values(child, f"{prefix}.{name}" if prefix else str(name))
+    if not isinstance(node, dict | list) or not node:
+        yield prefix, node
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -51,24 +51,25 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
+    from jaxmllm.training import hosts
     from jaxmllm.training.distributed import LaunchError, start_jax
 
+    stop.tell = hosts.tell_end
     try:
-        start_jax(config.run.param_dtype)
+        start_jax(config)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except hosts.HostsError as error:
+        hosts.leave_at_once(f"error: {error}", hosts.EXIT_CODE)
 
     from jaxmllm.training.build import USER_ERRORS, build_run
     from jaxmllm.training.loop import RUN_ERRORS, train
     from jaxmllm.training.run_folder import check_folder
 
-    try:
+    with hosts.ending_together((*USER_ERRORS, *RUN_ERRORS, hosts.HostsError)) as outcome:
         train(build_run(check_folder(config, options.resume)), stop)
-    except (*USER_ERRORS, *RUN_ERRORS) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return outcome.code
 
 
 if __name__ == "__main__":

@@ -426,7 +426,7 @@ def main(command: Sequence[str] | None = None) -> int:
     from jaxmllm.training.distributed import LaunchError, start_jax
 
     try:
-        start_jax(config.run.param_dtype)
+        start_jax(config)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,15 +252,29 @@ class StepPlan:
     statistics: dict[str, float] = field(default_factory=dict)  # e.g. "vision/max_over_mean", "plan_ms"
     runs: tuple[PipelineRun, ...] = ()
 
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits of all placements and arrivals: equal on hosts that planned alike."""
+    def digest(self, examples: Longs) -> str:
+        """Sixteen hexadecimal digits of the batch's example numbers [B], all placements, arrivals, rounds and runs:
+        equal on hosts that drew the same examples and planned them alike."""
         digest = hashlib.blake2b(digest_size=8)
-        for name, phase in self.phases.items():
-            digest.update(name.encode())
-            for column in fields(phase):
-                digest.update(np.ascontiguousarray(getattr(phase, column.name)).tobytes())
-        for route in self.routes.values():
-            digest.update(np.ascontiguousarray(route.arrival).tobytes())
-        for run in self.runs:
-            digest.update(np.ascontiguousarray(run.table).tobytes())
+        _add_to_digest(digest, (examples, self.phases, self.routes, self.runs))
         return digest.hexdigest()
+
+
+def _add_to_digest(digest: hashlib.blake2b, node: Any) -> None:
+    """Everything below `node`: records, dicts, tuples, arrays and numbers."""
+    if is_dataclass(node):
+        for column in fields(node):
+            _add_to_digest(digest, getattr(node, column.name))
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            digest.update(f"{name}:".encode())
+            _add_to_digest(digest, value)
+    elif isinstance(node, tuple | list):
+        digest.update(f"{len(node)};".encode())
+        for value in node:
+            _add_to_digest(digest, value)
+    elif isinstance(node, np.ndarray):
+        digest.update(f"{node.shape};".encode())
+        digest.update(np.ascontiguousarray(node).tobytes())
+    else:
+        digest.update(f"{node!r};".encode())

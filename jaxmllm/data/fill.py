@@ -141,7 +141,7 @@ class HostStep:
     rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
-    digest: str  # of the plan
+    digest: str  # of the examples and the plan
     runs: tuple[PipelineRun, ...] = ()  # of a pipeline, whose microbatches are parts of `rows`
 
 
@@ -192,7 +192,7 @@ def fill(
         },
         failures=tuple(failures),
         statistics=dict(plan.statistics),
-        digest=plan.digest(),
+        digest=plan.digest(examples),
         runs=plan.runs,
     )
 

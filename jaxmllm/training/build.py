@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import grain
@@ -23,7 +23,7 @@ from jaxmllm.balance.calibrate import load_calibration
 from jaxmllm.balance.context import SMALLER_BLOCK, block_size
 from jaxmllm.balance.cost import PhaseTime, phase_flops
 from jaxmllm.balance.pipeline_sizes import PipelineSizes, choose_pipeline
-from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec
+from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
@@ -34,6 +34,7 @@ from jaxmllm.data.modality import Modality
 from jaxmllm.data.pipeline import Steps, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.training import hosts
 from jaxmllm.training.checkpoint import check_space, state_bytes
 from jaxmllm.training.hardware import peak_flops
 from jaxmllm.training.metrics import CompilationCounter
@@ -51,6 +52,7 @@ SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves
 SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
 LARGEST = 64  # examples of most images or sound, which a pipeline must have room for
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time
+SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same data"
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 
 _log = logging.getLogger(__name__)
@@ -117,6 +119,7 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
     media = modalities(config.model, config.data, model.split_phases)
     corpus, held_out = open_corpora(config, tokenizer, media, model)
+    hosts.compare("data", data_facts(corpus, held_out), "Give all hosts the same files for data.sources and evaluation")
     order = example_order(corpus.members, config.run.seed)
     fewest, most = SAMPLED_BATCHES
     count = min(max(SAMPLED_EXAMPLES // config.data.batch_size, fewest), most)
@@ -170,6 +173,29 @@ def build_run(config: Config) -> Run:
     return Run(config, programs, corpus, batches, evaluation, corpus.sources, peak, compilations)
 
 
+def data_facts(corpus: Corpus, held_out: Sequence[Corpus]) -> dict[str, str]:
+    """What must be equal on all hosts of the data that they have read."""
+    facts = {}
+    for what, opened in (("data", corpus), *(("held-out data", corpus) for corpus in held_out)):
+        for (name, _, examples), index in zip(opened.members, opened.indexes, strict=True):
+            content = (index.id.tobytes(), index.offset.tobytes(), index.item_shape.tobytes(), examples.tobytes())
+            facts[f"{what} of source {name!r}"] = f"{len(examples)} examples, index {hosts.digest_of(content)}"
+        facts[f"{what} as a whole"] = opened.fingerprint()
+    return facts
+
+
+def plan_facts(spec: PlanSpec) -> dict[str, str]:
+    """What must be equal on all hosts for them to plan alike."""
+    records: dict[str, PhaseSpec | RouteSpec] = {**spec.phases}
+    records |= {f"route {name}": route for name, route in spec.routes.items()}
+    facts = {
+        f"{name}.{field.name}": repr(getattr(record, field.name))
+        for name, record in records.items()
+        for field in fields(record)
+    }
+    return facts | {f"nodes of {name}": str(ranks.tolist()) for name, ranks in spec.nodes.items()}
+
+
 def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model, corpora = ground.model, [ground.corpus, *ground.held_out]
@@ -177,8 +203,10 @@ def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, Pipelin
     modalities, param_dtype = ground.corpus.modalities, config.run.param_dtype
     if config.pipeline.stages == 1:
         spec = plan_spec(config, model, ground.samples, corpora)
+        hosts.compare("plan", plan_facts(spec), SAME_PLAN)
         return Programs(step, spec, modalities, attention_spec(config, model, modalities, spec), param_dtype), None
     sizes = pipeline_sizes(config, model, ground.samples, corpora)
+    hosts.compare("plan", plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
     attention = attention_spec(config, model, modalities, sizes.spec)
     return PipelinePrograms(step, sizes, modalities, attention, param_dtype), sizes
 

@@ -1,17 +1,42 @@
-"""Joining the processes of one run, from three environment variables that the launchers set."""
+"""Joining the processes of one run, from environment variables that the launchers set.
+
+process 0 starts the coordinator --> all meet at its board, compare config and versions --> jax.distributed
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
+import platform
 import re
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 import jax
+
+from jaxmllm.config import Config, DistributedConfig, config_tree, dotted_values
+from jaxmllm.training import coordinator, hosts
+from jaxmllm.training.board import Board, HostsError, RemoteBoard, gather
 
 COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
 PROCESS_ID = "JAXMLLM_PROCESS_ID"
+BIND = "JAXMLLM_BIND"  # address that process 0 listens on
 AUTO = "auto"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+COORDINATOR_SECONDS = 60.0  # that the coordinator may take to start
+# JAX ends processes with pages of text when a peer is silent for its own limits: the watchdog must come first.
+JAX_SLACK_SECONDS = 120
+PACKAGES = ("jax", "jaxlib", "numpy", "numba", "flax", "optax", "orbax-checkpoint", "grain")
+# Hosts may keep the data at different places, and read it as fast as each of them can.
+HOST_KEYS = ("data.root", "data.index_cache", "data.workers", "data.prefetch")
 
 
 CPU_THREADS_PER_DEVICE = 4
@@ -29,45 +54,170 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
         environment.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * int(forced[1])))
 
 
-def start_jax(param_dtype: str) -> None:
+def start_jax(config: Config) -> None:
     """All that JAX must be told before anything asks it for devices: threads, 64 bits, the processes of the run.
 
-    Raises `LaunchError` as `initialize_distributed` does.
+    Raises `LaunchError` and `HostsError` as `initialize_distributed` does.
     """
     reserve_cpu_threads()
-    jax.config.update("jax_enable_x64", param_dtype == "float64")
-    initialize_distributed()
+    jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
+    initialize_distributed(limits=config.distributed, facts=facts_of(config))
 
 
 class LaunchError(ValueError):
-    """Environment variables that do not describe a process of a run."""
+    """Environment variables that do not describe a process of a run, or that cannot be followed."""
 
 
-def initialize_distributed(environment: Mapping[str, str] = os.environ) -> None:
+def initialize_distributed(
+    environment: Mapping[str, str] = os.environ,
+    limits: DistributedConfig | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
     """Join the run that the environment describes; without its variables this is a run of one process.
 
     A process takes the devices visible to it (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS). The coordinator `auto`
     leaves everything to JAX's own detection, which is the way of a TPU pod. Call it before anything asks JAX for
-    devices. Raises `LaunchError` on partial or ill-formed variables.
+    devices. `facts` must be equal on all processes. Raises `LaunchError` on partial or ill-formed variables and on a
+    port that is in use, `HostsError` when processes are missing after `limits.start_timeout` or have other facts.
     """
     if not any(environment.get(name) for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
         return
-    arguments = _read(environment)
+    limits = limits or DistributedConfig()
+    address = _read(environment)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's own service takes SIGTERM alone, and by C; training/signals.py agrees on a step for every signal.
     jax.config.update("jax_enable_preemption_service", False)
-    if arguments is None:
-        jax.distributed.initialize()
+    if address is None:
+        _join_detected(limits, facts or {})
     else:
-        coordinator, processes, process_id = arguments
+        _join(*address, environment.get(BIND), limits, facts or {})
+
+
+def facts_of(config: Config) -> dict[str, str]:
+    """What must be equal on all processes before anything is read: the config by dotted key, versions, the code."""
+    facts = {key: repr(value) for key, value in dotted_values(config_tree(config)) if key not in HOST_KEYS}
+    facts["Python's version"] = platform.python_version()
+    for package in PACKAGES:
+        facts[f"{package}'s version"] = importlib.metadata.version(package)
+    facts["the code of jaxmllm and sharding"] = _code_digest()
+    return facts
+
+
+def _code_digest() -> str:
+    root = Path(__file__).parents[2]
+    files = sorted(path for package in ("jaxmllm", "sharding") for path in (root / package).rglob("*.py"))
+    return hosts.digest_of([(str(path.relative_to(root)), path.read_bytes()) for path in files])
+
+
+def _join(
+    host: str,
+    port: int,
+    processes: int,
+    process: int,
+    bind: str | None,
+    limits: DistributedConfig,
+    facts: Mapping[str, str],
+) -> None:
+    heartbeat_seconds = int(limits.peer_timeout) + JAX_SLACK_SECONDS
+    if process == 0:
+        start_coordinator(bind or (host if host in LOOPBACK else ""), port, processes, heartbeat_seconds)
+    board = RemoteBoard((host, port), process, limits.start_timeout)
+    titles = _meet(board, process, processes, socket.gethostname(), f"{host}:{port}", limits)
+    # From here on the coordinator is there, and its silence is that of process 0.
+    board.patience_seconds = limits.peer_timeout
+    hosts.joined(hosts.Hosts(process, titles, board, limits.start_timeout, limits.peer_timeout))
+    hosts.compare("config, code and versions", facts, "Give all hosts the same config, code and versions")
+    jax_port = dict(board.key_value_dir_get("jax/"))["jax/port"]
+    jax.distributed.initialize(
+        f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
+        processes,
+        process,
         # Detection would pin a Slurm task to one device, whatever the number of tasks a node.
-        jax.distributed.initialize(coordinator, processes, process_id, cluster_detection_method="deactivate")
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(limits.start_timeout),
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        shutdown_timeout_seconds=heartbeat_seconds,
+        # The service that JAX starts here stays idle: that of the coordinator outlives this process.
+        coordinator_bind_address="127.0.0.1:0",
+    )
 
 
-def _read(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """(coordinator, processes, process id); None for automatic detection."""
-    coordinator = environment.get(COORDINATOR, "")
-    if coordinator == AUTO:
+def _meet(
+    board: Board, process: int, processes: int, name: str, place: str, limits: DistributedConfig
+) -> tuple[str, ...]:
+    """Host names of all processes, once all have come."""
+    board.key_value_set(f"here/{process}", json.dumps([name, processes]), True)
+
+    def missing(absent: list[int]) -> str:
+        return (
+            f"process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent[: hosts.SHOWN]))} of {processes} "
+            f"{'have' if len(absent) > 1 else 'has'} not started within {limits.start_timeout:.0f} s: start all with "
+            f"{COORDINATOR}={place}, or raise distributed.start_timeout"
+        )
+
+    here = {p: json.loads(told) for p, told in gather(board, "here", processes, limits.start_timeout, missing).items()}
+    for other, (host, count) in sorted(here.items()):
+        if count != processes:
+            raise HostsError(
+                f"process {other} ({host}) was told {PROCESSES}={count}, process {process} ({name}) {processes}: give "
+                f"all the same number"
+            )
+    return tuple(here[p][0] for p in range(processes))
+
+
+def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
+    """Join what JAX detects, with the key-value store of its own coordinator as the board."""
+    jax.distributed.initialize(
+        initialization_timeout=int(limits.start_timeout),
+        heartbeat_timeout_seconds=int(limits.peer_timeout) + JAX_SLACK_SECONDS,
+    )
+    from orbax.checkpoint import multihost
+
+    if jax.process_count() == 1:
+        return
+    board = multihost.get_jax_distributed_client()
+    titles = _meet(board, jax.process_index(), jax.process_count(), socket.gethostname(), AUTO, limits)
+    hosts.joined(hosts.Hosts(jax.process_index(), titles, board, limits.start_timeout, limits.peer_timeout))
+    hosts.compare("config, code and versions", facts, "Give all hosts the same config, code and versions")
+
+
+def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: int) -> subprocess.Popen[bytes]:
+    """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen."""
+    command = [sys.executable, "-P", coordinator.__file__, bind, str(port), str(processes), str(heartbeat_seconds)]
+    # Signals to the group of this process must not end the coordinator: what is blocked here stays blocked in it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], COORDINATOR_SECONDS)
+    line = child.stdout.readline() if ready else b""
+    answer = json.loads(line) if line else {"error": f"it did not start within {COORDINATOR_SECONDS:.0f} s"}
+    if "error" in answer:
+        child.kill()
+        child.wait()
+        raise LaunchError(
+            f"the coordinator cannot listen on port {port} of {bind or 'this host'} ({socket.gethostname()}): "
+            f"{answer['error']}; choose a free port in {COORDINATOR}" + (f", or another {BIND}" if bind else "")
+        )
+    _coordinators.append(child)
+    return child
+
+
+_coordinators: list[subprocess.Popen[bytes]] = []  # kept, for each ends when the pipe to it is closed
+
+
+def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
+    """(host, port, processes, process id); None for automatic detection."""
+    address = environment.get(COORDINATOR, "")
+    if address == AUTO:
         extra = [name for name in (PROCESSES, PROCESS_ID) if environment.get(name)]
         if extra:
             raise LaunchError(f"{COORDINATOR}=auto finds the processes itself; unset {' and '.join(extra)}")
@@ -78,14 +228,14 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
             f"{', '.join(missing)} not set: a run of several processes needs {COORDINATOR} (host:port), {PROCESSES} "
             f"and {PROCESS_ID}; set them all (see launch/), or none for a run of one process"
         )
-    host, _, port = coordinator.rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"{COORDINATOR}={coordinator!r} must be host:port, e.g. 10.0.0.1:1234")
+        raise LaunchError(f"{COORDINATOR}={address!r} must be host:port, e.g. 10.0.0.1:1234")
     processes = _integer(environment, PROCESSES, 1)
     process_id = _integer(environment, PROCESS_ID, 0)
     if process_id >= processes:
         raise LaunchError(f"{PROCESS_ID}={process_id} must be less than {PROCESSES}={processes}: ids count from 0")
-    return coordinator, processes, process_id
+    return host.strip("[]"), int(port), processes, process_id
 
 
 def _integer(environment: Mapping[str, str], name: str, least: int) -> int:

@@ -7,7 +7,6 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from contextlib import nullcontext
@@ -15,12 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
-from orbax.checkpoint import multihost
 
 from jaxmllm.config import dump_config
 from jaxmllm.data.reader import Loader, LoadError
+from jaxmllm.training import hosts
 from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
@@ -49,14 +46,17 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     """
     config = run.config
     started = time.monotonic()
+    # Whoever is faster waits for the others: collectives that meet for the first time allow 30 s of skew (Gloo).
+    hosts.meet("the opening of its checkpoints")
     with (
         Checkpoints(run.directory / CHECKPOINTS, config.checkpoint.keep) as checkpoints,
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
         nullcontext(stop) if stop else StopSignals() as stop,
     ):
         state, step = _begin(run, checkpoints, writer)
-        board = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
-        stop.begin_training(board, jax.process_index(), jax.process_count())
+        hosts.meet("training")
+        together = hosts.current()
+        stop.begin_training(together.board if together else None, jax.process_index(), jax.process_count())
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         sources = [source for source in (run.batches, run.evaluation) if source is not None]
@@ -77,10 +77,12 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                         checkpoints.save(step, run.programs.to_saved(state))
                     raise
                 waited = time.monotonic() - asked
+                if step == first:
+                    hosts.meet("its first step")
                 for failure in batch.failures:
                     progress.print(f"step {step + 1}: masked: {failure}")
-                if jax.process_count() > 1 and due(step + 1, config.balance.check_every):
-                    check_digests(step + 1, multihost_utils.process_allgather(_digest_bytes(batch.digest)))
+                if together and due(step + 1, config.balance.check_every):
+                    together.post_plan(step + 1, batch.digest)
                 if profiler.before_step(step, state.step):
                     report.settle()
                 began = time.monotonic()
@@ -131,19 +133,8 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[T
 
 
 def _check_data(run: Run) -> None:
-    """All hosts, and the run that began in this folder, must have seen the same data, and all hosts must cost it alike:
-    else their steps differ."""
+    """The run that began in this folder must have seen the same data: else its steps differ."""
     fingerprint = run.corpus.fingerprint()
-    if jax.process_count() > 1:
-        digest = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
-        multihost_utils.assert_equal(
-            digest, "the hosts read different data: data.sources must be the same files on all"
-        )
-        phases = hashlib.blake2b(repr(run.programs.spec.phases).encode(), digest_size=16).digest()
-        multihost_utils.assert_equal(
-            np.frombuffer(phases, np.uint8),
-            "the hosts plan with different rows or costs: balance.calibration must be the same file on all",
-        )
     path = run.directory / DATA_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if saved is not None and saved["fingerprint"] != fingerprint:
@@ -160,17 +151,3 @@ def _check_data(run: Run) -> None:
         write_atomically(path, json.dumps(content, indent=1))
         lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in run.corpus.rejected]
         write_atomically(run.directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
-
-
-def check_digests(step: int, digests: np.ndarray) -> None:
-    """Raise `TrainingError` unless all processes planned the step alike; digests uint8 [processes, bytes]."""
-    for process, digest in enumerate(digests):
-        if (digest != digests[0]).any():
-            raise TrainingError(
-                f"step {step}: the plan of process {process} is {bytes(digest).hex()}, that of process 0 "
-                f"{bytes(digests[0]).hex()}; give all hosts the same code, config, data and library versions"
-            )
-
-
-def _digest_bytes(digest: str) -> np.ndarray:
-    return np.frombuffer(bytes.fromhex(digest), np.uint8)

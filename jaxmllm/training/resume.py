@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config import Config, config_tree
+from jaxmllm.config import Config, config_tree, dotted_values
 from jaxmllm.training.checkpoint import CheckpointError, listed
 
 # No step depends on these. Each pattern covers the key it matches and everything below it.
@@ -33,6 +33,7 @@ FREE_KEYS = (
     "balance",
     "mesh",
     "pipeline",
+    "distributed",
     "evaluation",
     "checkpoint",
     "logging",
@@ -112,7 +113,7 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
 
 def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:
     """(key, value before, value now) of the keys that differ."""
-    left, right = dict(_dotted(config_tree(saved))), dict(_dotted(config_tree(current)))
+    left, right = dict(dotted_values(config_tree(saved))), dict(dotted_values(config_tree(current)))
     for key in dict.fromkeys([*left, *right]):
         if left.get(key) != right.get(key) or (key in left) != (key in right):
             yield key, _value_text(left, key), _value_text(right, key)
@@ -124,12 +125,3 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 
 def _value_text(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "absent"
-
-
-def _dotted(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists by dotted key; an empty container is a leaf."""
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        yield from _dotted(child, f"{prefix}.{name}" if prefix else str(name))
-    if not isinstance(node, dict | list) or not node:
-        yield prefix, node

@@ -23,7 +23,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
+
+from jaxmllm.training.board import Board, HostsError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.
@@ -32,14 +34,6 @@ TELL_SECONDS = 2.0  # that telling the other processes may take before this one 
 END_OF_SIGNALS = b"\0"  # what `__exit__` writes to the pipe; no signal has this number
 
 _serial = itertools.count()  # every process begins to train in the same order, so this names one run everywhere
-
-
-class Board(Protocol):
-    """A key-value store that all processes of a run share."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class StopSignals:
@@ -98,7 +92,7 @@ class StopSignals:
         self._training = True
 
     def should_stop(self) -> bool:
-        """Whether to stop here. With several processes, raises `RuntimeError` if one does not answer."""
+        """Whether to stop here. With several processes, raises `HostsError` if one does not answer."""
         return self.requested if self._agreement is None else self._agreement.should_stop()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -195,7 +189,7 @@ class Agreement:
                 return [int(calls) for _, calls in answers]
             if time.monotonic() > deadline:
                 here = sorted(int(key.rpartition("/")[2]) for key, _ in answers)
-                raise RuntimeError(
+                raise HostsError(
                     f"asked to stop, but only processes {here} of {self._processes} answered within "
                     f"{self._patience:.0f} s; the last complete checkpoint is the one to resume from"
                 )

@@ -182,8 +182,23 @@ def test_digests_tell_plans_apart(make):
     batch = make.batch(3, 24)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, 1, "phases", 64, 0)
     plan = plan_step(batch, spec)
-    assert plan.digest() == plan_step(batch, spec).digest()
+    examples = np.arange(24)
+
+    def digest(plan):
+        return plan.digest(examples)
+
+    assert digest(plan) == digest(plan_step(batch, spec))
+    assert digest(plan) != plan.digest(examples[::-1]), "other examples of the same lengths"
     moved = plan.phases["vision"].rank.copy()
     moved[0] = (moved[0] + 1) % 4
     other = plan.phases | {"vision": dataclasses.replace(plan.phases["vision"], rank=moved)}
-    assert plan.digest() != dataclasses.replace(plan, phases=other).digest()
+    assert digest(plan) != digest(dataclasses.replace(plan, phases=other))
+    route = plan.routes["vision"]
+    assert len(route.rounds)
+    for changed in (
+        route.rounds[:-1],
+        (dataclasses.replace(route.rounds[0], early=route.rounds[0].early + 1), *route.rounds[1:]),
+        (dataclasses.replace(route.rounds[0], number=route.rounds[0].number + 1), *route.rounds[1:]),
+    ):
+        other = plan.routes | {"vision": dataclasses.replace(route, rounds=changed)}
+        assert digest(plan) != digest(dataclasses.replace(plan, routes=other))

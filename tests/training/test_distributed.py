@@ -15,8 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmllm.config import DistributedConfig
+from jaxmllm.training import distributed
 from jaxmllm.training.checkpoint import Checkpoints
-from jaxmllm.training.distributed import LaunchError, initialize_distributed
+from jaxmllm.training.distributed import (
+    JAX_SLACK_SECONDS,
+    LaunchError,
+    initialize_distributed,
+    start_coordinator,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,15 +55,53 @@ def test_ill_formed_variables(environment: dict[str, str], message: str) -> None
         initialize_distributed(environment)
 
 
-def test_what_is_asked_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_processes_join(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *values, **options: calls.append((values, options)))
+    monkeypatch.setattr(distributed, "_join", lambda *values: calls.append(values[:5]))
     initialize_distributed({})
     assert calls == []
-    initialize_distributed(variables("auto"))
-    initialize_distributed(variables("[::1]:4321", "3", "2"))
-    assert calls == [((), {}), (("[::1]:4321", 3, 2), {"cluster_detection_method": "deactivate"})]
+    limits = DistributedConfig(start_timeout=30, peer_timeout=7)
+    initialize_distributed(variables("auto"), limits)
+    assert calls == [((), {"initialization_timeout": 30, "heartbeat_timeout_seconds": 7 + JAX_SLACK_SECONDS})]
+    initialize_distributed(variables("[::1]:4321", "3", "2") | {"JAXMLLM_BIND": "10.0.0.1"})
+    assert calls[1] == ("::1", 4321, 3, 2, "10.0.0.1")
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"cannot listen on port {port} of 127.0.0.1 .*: Address already in use"):
+            start_coordinator("127.0.0.1", port, 2, 60)
+
+
+def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_coordinators", [])
+    port = free_port()
+    child = start_coordinator("127.0.0.1", port, 2, 60)
+    try:
+        sockets = Path(f"/proc/{child.pid}/net/tcp").read_text() + Path(f"/proc/{child.pid}/net/tcp6").read_text()
+        inodes = {os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()}
+        listening = [
+            line.split()[1].split(":")[0]
+            for line in sockets.splitlines()
+            if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
+        ]
+        assert len(listening) == 2 and all(a.endswith("0100007F") for a in listening), (
+            "the board and JAX's service, on 127.0.0.1"
+        )
+        os.kill(child.pid, signal.SIGTERM)  # as a launcher sends to all processes of a job
+        os.kill(child.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=0.5)
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=20) == 0
+    finally:
+        child.kill()
 
 
 PROGRAM = """

@@ -102,6 +102,9 @@ class MemoryBoard:
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         return [(name, value) for name, value in list(self.values.items()) if name.startswith(key)]
 
+    def key_value_delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
 
 @pytest.mark.parametrize("notified", [[1], [0, 2]])
 def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int]) -> None:

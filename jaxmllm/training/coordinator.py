@@ -1,0 +1,140 @@
+"""The meeting place of a run's processes, a process of its own that process 0 starts and that outlives it by seconds.
+
+    process p --one TCP connection, a line of JSON each way--> board: keys and values that all processes share
+    process p --jax.distributed--> JAX's coordination service, on a port that the board tells
+
+A process of its own, because JAX ends every process with pages of text in the instant in which the service is gone:
+here it lives on for the seconds in which the others read who has died. The board notices a process that is killed, by
+its connection. Nobody has to prove who they are: see launch/README.md for what must be firewalled.
+
+Run as a file, with the standard library and jaxlib alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+ENDED = "ended"  # below it, by process: the line that says why that process has ended
+RECONNECT_SECONDS = 3.0  # that a process may be without a connection before it counts as dead
+LINGER_SECONDS = 15.0  # that the board stays after the death of process 0, for the others to read of it
+LINE_BYTES = 16 << 20  # of one request, such as the facts of a process
+
+
+class BoardServer:
+    """Keys and values, and who is connected."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.hosts: dict[int, str] = {}  # of the processes that have said hello and not yet goodbye
+        self.connections: dict[int, int] = {}  # how many each of these has
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        process: int | None = None
+        try:
+            while line := await reader.readline():
+                verb, *arguments = json.loads(line)
+                if verb == "hello" and process is None:
+                    process = int(arguments[0])
+                    reply = self.enter(process, arguments[1])
+                elif verb == "bye" and process is not None:
+                    self.hosts.pop(process, None)
+                    reply = None
+                else:
+                    reply = self.answer(verb, *arguments)
+                writer.write(json.dumps(reply).encode() + b"\n")
+                await writer.drain()
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            pass  # a connection that breaks, or that does not speak this protocol, is closed
+        finally:
+            if process is not None:
+                self.connections[process] -= 1
+                asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.miss, process)
+            writer.close()
+
+    def enter(self, process: int, name: str) -> str | None:
+        """Note a connection; the host that has this process number already, if it is another."""
+        taken = self.hosts.get(process)
+        self.connections[process] = self.connections.get(process, 0) + 1
+        if taken not in (None, name):
+            return taken
+        self.hosts[process] = name
+        return None
+
+    def miss(self, process: int) -> None:
+        """Note that a process is dead, unless it has said goodbye or is connected again."""
+        if process in self.hosts and not self.connections[process]:
+            line = f"process {process} ({self.hosts[process].partition(' ')[0]}) was killed or crashed"
+            self.values.setdefault(f"{ENDED}/{process}", line)
+
+    def answer(self, verb: str, key: str, value: str = "", overwrite: bool = False) -> Any:
+        """The reply to a request."""
+        if verb == "set":
+            if not overwrite and key in self.values:
+                return f"{key} is set"
+            self.values[key] = value
+            return None
+        if verb == "list":
+            return [(name, text) for name, text in self.values.items() if name.startswith(key)]
+        if verb == "delete":
+            self.values.pop(key, None)
+            return None
+        raise ValueError(f"no such request: {verb}")
+
+
+def free_port(host: str | None) -> int:
+    """A port that nothing listens on."""
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host or "", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_jax_service(host: str | None, processes: int, heartbeat_seconds: int) -> tuple[Any, int]:
+    """JAX's coordination service and its port."""
+    from jaxlib import _jax
+
+    port = free_port(host)
+    shown = f"[{host}]" if host and ":" in host else host
+    service = _jax.get_distributed_runtime_service(
+        f"{shown or '[::]'}:{port}",
+        processes,
+        heartbeat_timeout=heartbeat_seconds,
+        shutdown_timeout=heartbeat_seconds,
+    )
+    return service, port
+
+
+async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: int) -> None:
+    """Listen until process 0, which holds the other end of our input, is gone."""
+    board = BoardServer()
+    try:
+        server = await asyncio.start_server(board.serve, host, port, limit=LINE_BYTES)
+    except OSError as error:
+        print(json.dumps({"error": os.strerror(error.errno) if error.errno else str(error)}), flush=True)
+        return
+    _service, jax_port = start_jax_service(host, processes, heartbeat_seconds)
+    board.values["jax/port"] = str(jax_port)
+    print(json.dumps({"jax_port": jax_port}), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+    for _ in range(int(LINGER_SECONDS / 0.1)):
+        if not board.hosts or not any(board.connections.values()):
+            break
+        await asyncio.sleep(0.1)
+    server.close()
+    # Its orderly shutdown waits for processes that may be dead.
+    os._exit(0)
+
+
+def main() -> None:
+    host, port, processes, heartbeat_seconds = sys.argv[1], *map(int, sys.argv[2:])
+    asyncio.run(keep(host or None, port, processes, heartbeat_seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""The processes of one run: where one differs from the others or dies, all end, each with one line that names it.
+
+    before a program is compiled   compare(facts) by way of the board             config, seed, versions, data, plan
+    before the first collective    meet(): whoever is late is waited for          as long as distributed.start_timeout
+    every check_every steps        post_plan(digest), compared by the watchdog    nothing waits
+    always                         a sign of life per second; the watchdog ends a process whose peer is dead or silent
+
+No device and no collective takes part. The watchdog is a thread: while a peer is missing, the main thread may hang in a
+collective for ever, so it is the watchdog that ends the process. A run of one process has none of this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+
+from jaxmllm.training.board import Board, HostsError, RemoteBoard, by_process, gather
+from jaxmllm.training.coordinator import ENDED
+
+BEAT_SECONDS = 1.0  # between signs of life, and between looks at those of the others
+OWN_GAP_BEATS = 5.0  # a watchdog that did not run for so long was stopped itself, and blames nobody for it
+# Between reading that a peer has ended and ending the process: the main thread may be about to end it in its own words.
+MAIN_THREAD_SECONDS = 3.0
+FLUSH_SECONDS = 1.0  # that writing out what was printed may take
+SHOWN = 5  # differences or processes that a line lists
+EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """This process among those of its run."""
+
+    process: int
+    names: tuple[str, ...]  # host of each process
+    board: Board
+    start_timeout: float  # seconds that processes wait for one another before training
+    peer_timeout: float  # seconds without a sign of life after which a process counts as dead
+    _meetings: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def processes(self) -> int:
+        return len(self.names)
+
+    def title(self, process: int) -> str:
+        """A process as messages name it."""
+        return f"process {process} ({self.names[process]})"
+
+    def compare(self, what: str, facts: Mapping[str, str], advice: str) -> None:
+        """Raise `HostsError` on all processes unless `facts` are equal on all; names process, key and both values."""
+        number = next(self._meetings)
+        self.board.key_value_set(f"facts/{number}/{self.process}", json.dumps(dict(facts)))
+        late = self._late(f"has not told its {what}")
+        if self.process == 0:
+            told = gather(self.board, f"facts/{number}", self.processes, self.start_timeout, late)
+            lines = [self._difference(process, json.loads(told[process]), facts) for process in range(self.processes)]
+            found = [line for line in lines if line]
+            verdict = f"the processes differ: {'; '.join(found[:SHOWN])}. {advice}" if found else ""
+            self.board.key_value_set(f"verdict/{number}/0", verdict)
+        else:
+            verdict = gather(self.board, f"verdict/{number}", 1, self.start_timeout, late)[0]
+        if verdict:
+            raise HostsError(verdict)
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes are here; raise `HostsError` with the names of those that are not in time."""
+        self.tell_all("", what)
+
+    def tell_all(self, text: str, what: str = "an agreement") -> list[str]:
+        """The texts of all processes, in their order; waits and raises as `meet` does."""
+        prefix = f"meet/{next(self._meetings)}"
+        self.board.key_value_set(f"{prefix}/{self.process}", text)
+        late = self._late(f"has not come to {what}")
+        told = gather(self.board, prefix, self.processes, self.start_timeout, late)
+        return [told[process] for process in range(self.processes)]
+
+    def post_plan(self, step: int, digest: str) -> None:
+        """Tell the others this process's plan of a step."""
+        self.board.key_value_set(f"plan/{step}/{self.process}", digest)
+
+    def end(self, line: str) -> None:
+        """Tell the others why this process ends; they end, too. Never raises."""
+        with suppress(Exception):
+            self.board.key_value_set(f"{ENDED}/{self.process}", line, allow_overwrite=True)
+
+    def _difference(self, process: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> str:
+        """Keys in which a process differs from process 0; empty if there is none."""
+        keys = [key for key in dict.fromkeys([*expected, *facts]) if facts.get(key) != expected.get(key)]
+        if not keys:
+            return ""
+        told = [
+            f"{key} is {facts.get(key, 'absent')} there, {expected.get(key, 'absent')} on process 0"
+            for key in keys[:SHOWN]
+        ]
+        rest = f" and {len(keys) - SHOWN} more keys" if len(keys) > SHOWN else ""
+        return f"{self.title(process)}: {', '.join(told)}{rest}"
+
+    def _late(self, what: str) -> Callable[[list[int]], str]:
+        def line(missing: list[int]) -> str:
+            titles = ", ".join(map(self.title, missing[:SHOWN]))
+            rest = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            return (
+                f"{titles}{rest} {what} within {self.start_timeout:.0f} s: see its log; if it only needs longer, raise "
+                f"distributed.start_timeout"
+            )
+
+        return line
+
+
+def digest_of(values: object) -> str:
+    """Sixteen hexadecimal digits that are equal for values of equal representation."""
+    with np.printoptions(threshold=sys.maxsize):
+        text = repr(values)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Watchdog:
+    """Signs of life of this process, and what ends it: a peer that has ended, is silent, or plans differently.
+
+    `exit` gets the line to print; the default writes it and ends the process with `EXIT_CODE` from this thread.
+    """
+
+    def __init__(
+        self, hosts: Hosts, exit: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._hosts, self._clock = hosts, clock
+        self._exit = exit or self._end_process
+        self._beats = 0
+        self._last_beat = clock()
+        self._seen: dict[int, tuple[str, float]] = {}  # of every watched process: its last sign of life, and when
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hosts-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to give signs of life and to look for those of the others."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                line = self.beat()
+            except HostsError as error:
+                line = str(error)
+            except RuntimeError as error:  # of JAX's own client, where that is the board
+                line = f"the coordinator on {self._hosts.title(0)} does not answer: {error}".partition("\n")[0]
+            if line is not None:
+                self._exit(line)
+                return
+
+    def beat(self) -> str | None:
+        """Give a sign of life; the line with which this process must end, if it must."""
+        hosts = self._hosts
+        self._beats += 1
+        # Process 0 watches all, all watch process 0: so the traffic grows with the processes, not with their square.
+        hosts.board.key_value_set(
+            f"alive/{'first' if hosts.process == 0 else 'others'}/{hosts.process}", str(self._beats), True
+        )
+        ended = by_process(hosts.board.key_value_dir_get(f"{ENDED}/"))
+        for process, line in sorted(ended.items()):
+            if process != hosts.process:
+                return line
+        return self._silent() or (self._different_plan() if hosts.process == 0 else None)
+
+    def _silent(self) -> str | None:
+        hosts, now = self._hosts, self._clock()
+        gap, self._last_beat = now - self._last_beat, now
+        watched = range(1, hosts.processes) if hosts.process == 0 else (0,)
+        signs = by_process(hosts.board.key_value_dir_get(f"alive/{'others' if hosts.process == 0 else 'first'}/"))
+        for process in watched:
+            sign = signs.get(process, "")
+            if sign != self._seen.get(process, (None,))[0] or gap > OWN_GAP_BEATS * BEAT_SECONDS:
+                self._seen[process] = (sign, now)
+            elif now - self._seen[process][1] > hosts.peer_timeout:
+                line = (
+                    f"{hosts.title(process)} has given no sign of life for {hosts.peer_timeout:.0f} s "
+                    f"(distributed.peer_timeout): it is stopped, or its host or network is down"
+                )
+                hosts.end(line)
+                return line
+        return None
+
+    def _different_plan(self) -> str | None:
+        hosts = self._hosts
+        by_step: dict[int, dict[int, str]] = {}
+        for key, digest in hosts.board.key_value_dir_get("plan/"):
+            _, number, process = key.rsplit("/", 2)
+            by_step.setdefault(int(number), {})[int(process)] = digest
+        for step, digests in sorted(by_step.items()):
+            different = [p for p in sorted(digests) if 0 in digests and digests[p] != digests[0]]
+            if different:
+                line = (
+                    f"step {step}: {hosts.title(different[0])} planned {digests[different[0]]}, process 0 "
+                    f"{digests[0]}: they drew other examples or placed them differently; give all hosts the "
+                    f"same code, config, data and library versions"
+                )
+                hosts.end(line)
+                return line
+            if len(digests) == hosts.processes:
+                for posted in digests:
+                    hosts.board.key_value_delete(f"plan/{step}/{posted}")
+        return None
+
+    def _end_process(self, line: str) -> None:
+        if not self._closed.wait(MAIN_THREAD_SECONDS):
+            leave_at_once(f"error: {line}; {self._hosts.title(self._hosts.process)} ends", EXIT_CODE)
+
+
+def leave_at_once(line: str, code: int) -> NoReturn:
+    """Print a line and end the process from any thread, whatever the others do."""
+    # On a thread, for it would wait for one that hangs in a write.
+    flusher = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flusher.start()
+    flusher.join(FLUSH_SECONDS)
+    if line:
+        os.write(2, f"{line}\n".encode())
+    os._exit(code)
+
+
+# ---------------------------------------------------------------------------- the processes of this run
+
+_current: Hosts | None = None
+_watchdog: Watchdog | None = None
+
+
+def joined(hosts: Hosts) -> None:
+    """Make `hosts` those of this run, and watch over them."""
+    global _current, _watchdog
+    _current, _watchdog = hosts, Watchdog(hosts)
+    _watchdog.start()
+    atexit.register(leave)
+
+
+def current() -> Hosts | None:
+    """The processes of this run; None if it is of one."""
+    return _current
+
+
+def compare(what: str, facts: Mapping[str, str], advice: str) -> None:
+    """`Hosts.compare`, where there are several processes."""
+    if _current is not None:
+        _current.compare(what, facts, advice)
+
+
+def meet(what: str) -> None:
+    """`Hosts.meet`, where there are several processes."""
+    if _current is not None:
+        _current.meet(what)
+
+
+def tell_all(text: str) -> list[str]:
+    """`Hosts.tell_all`; of one process, its own text."""
+    return [text] if _current is None else _current.tell_all(text)
+
+
+def tell_end(line: str) -> None:
+    """`Hosts.end`, where there are several processes."""
+    if _current is not None:
+        _current.end(f"{_current.title(_current.process)}: {line}")
+
+
+@dataclass
+class Outcome:
+    """How a run has ended: the exit code of its process."""
+
+    code: int = 0
+
+
+@contextmanager
+def ending_together(user_errors: tuple[type[BaseException], ...]) -> Iterator[Outcome]:
+    """Around a run: an error of the user's becomes one line, and with several processes none outlives another.
+
+    A process that fails does not wait for the others, which may hang in a collective for it: it tells them why and is
+    gone. Without an error all leave together.
+    """
+    outcome = Outcome()
+    try:
+        yield outcome
+        leave()
+    except user_errors as error:
+        print(f"error: {error}", file=sys.stderr)
+        _fail(str(error))
+        outcome.code = EXIT_CODE
+    except Exception as error:
+        if _current is None:
+            raise
+        if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" not in str(error):
+            await_verdict()
+        traceback.print_exc()
+        _fail(f"{type(error).__name__}: {error}")
+
+
+def _fail(reason: str) -> None:
+    """With several processes: tell the others, and end without the farewell for which JAX would wait."""
+    if _current is None:
+        return
+    line = f"{_current.title(_current.process)} failed: {reason.partition(chr(10))[0]}"
+    _current.end(line)
+    sys.stderr.flush()
+    leave_at_once("", EXIT_CODE)
+
+
+def await_verdict() -> None:
+    """After a failed collective: wait for the watchdog to find the peer that it failed for, and to end the process.
+
+    Returns when all processes are here with such a failure, so that it is no death, or when the time is up.
+    """
+    hosts = _current
+    if hosts is None:
+        return
+    deadline = time.monotonic() + hosts.peer_timeout + MAIN_THREAD_SECONDS + 2 * BEAT_SECONDS
+    with suppress(HostsError, RuntimeError):
+        hosts.board.key_value_set(f"failed/{hosts.process}", "", True)
+        while time.monotonic() < deadline and len(hosts.board.key_value_dir_get("failed/")) < hosts.processes:
+            time.sleep(BEAT_SECONDS)
+
+
+def leave() -> None:
+    """Say goodbye to the others at the end of a run, so that nobody misses this process."""
+    global _current, _watchdog
+    if _current is None or _watchdog is None:
+        return
+    import jax
+
+    jax.distributed.shutdown()  # waits for all to come to it, watched over until it returns
+    _watchdog.close()
+    if isinstance(_current.board, RemoteBoard):
+        _current.board.leave()
+        _current.board.close()
+    _current = _watchdog = None

@@ -1,0 +1,185 @@
+"""Processes that differ, or die: all the others end with a line that names them."""
+
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxmllm.training.board import HostsError, RemoteBoard, gather
+from jaxmllm.training.coordinator import RECONNECT_SECONDS
+from jaxmllm.training.distributed import start_coordinator
+from jaxmllm.training.hosts import BEAT_SECONDS, Hosts, Watchdog
+from tests.training.test_signals import MemoryBoard
+
+NAMES = ("host-a", "host-b", "host-c")
+
+
+def hosts_on(board: MemoryBoard, process: int, processes: int = 3, start: float = 5.0, peer: float = 10.0) -> Hosts:
+    return Hosts(process, NAMES[:processes], board, start, peer)
+
+
+def on_threads(*calls: Callable[[], None]) -> list[str]:
+    """The errors of some calls that run at the same time; "" for none."""
+    errors = [""] * len(calls)
+
+    def call(number: int) -> None:
+        try:
+            calls[number]()
+        except HostsError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_equal_facts_pass_and_different_ones_name_process_key_and_both_values() -> None:
+    board = MemoryBoard()
+    facts = {"run.seed": "0", "data.batch_size": "16"}
+    processes = [hosts_on(board, process) for process in range(3)]
+    assert on_threads(*(lambda h=h: h.compare("config", facts, "Advice") for h in processes)) == [""] * 3
+
+    other = facts | {"run.seed": "7", "jax's version": "1"}
+    told = [facts, facts, other]
+    errors = on_threads(
+        *(lambda h=h, f=f: h.compare("config", f, "Advice") for h, f in zip(processes, told, strict=True))
+    )
+    assert (
+        errors
+        == [
+            "the processes differ: process 2 (host-c): run.seed is 7 there, 0 on process 0, jax's version is 1 there, "
+            "absent on process 0. Advice"
+        ]
+        * 3
+    )
+
+
+def test_a_process_that_does_not_answer_is_named() -> None:
+    board = MemoryBoard()
+    present = [hosts_on(board, process, start=0.3) for process in (0, 2)]
+    late = "process 1 (host-b) has not told its config within 0 s: see its log; if it only needs longer, raise "
+    errors = on_threads(*(lambda h=h: h.compare("config", {}, "") for h in present))
+    assert errors[0] == f"{late}distributed.start_timeout"
+    assert "process 0 (host-a) has not told" in errors[1]
+    errors = on_threads(*(lambda h=h: h.meet("training") for h in present))
+    assert ["process 1 (host-b) has not come to training" in error for error in errors] == [True, True]
+
+
+def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
+    board = MemoryBoard()
+    early, late = hosts_on(board, 0, 2), hosts_on(board, 1, 2)
+    assert on_threads(lambda: early.meet("training"), lambda: (time.sleep(0.3), late.meet("training"))) == ["", ""]
+    late.end("process 1 (host-b) failed: no space left")
+    assert on_threads(lambda: early.meet("the end")) == ["process 1 (host-b) failed: no space left"]
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat_together(watchdogs: list[Watchdog], clock: Clock, seconds: float) -> list[str | None]:
+    """What each watchdog says when its process and all others live for some seconds."""
+    lines: list[str | None] = []
+    for _ in range(int(seconds / BEAT_SECONDS)):
+        clock.now += BEAT_SECONDS
+        lines = [watchdog.beat() for watchdog in watchdogs]
+        if any(lines):
+            break
+    return lines
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_silent_process_ends_the_others(silent: int) -> None:
+    board, clock = MemoryBoard(), Clock()
+    watchdogs = [Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)]
+    assert beat_together(watchdogs, clock, 30) == [None] * 3
+    rest = [watchdog for process, watchdog in enumerate(watchdogs) if process != silent]
+    assert beat_together(rest, clock, 8) == [None] * 2
+    lines = beat_together(rest, clock, 5)
+    assert lines[0] is not None
+    assert f"process {silent} ({NAMES[silent]}) has given no sign of life for 10 s" in lines[0]
+    assert beat_together(rest, clock, 1) == [lines[0]] * 2, "the others are told"
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    board, clock = MemoryBoard(), Clock()
+    watchdogs = [Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)]
+    assert beat_together(watchdogs, clock, 5) == [None] * 3
+    clock.now += 60  # the machine slept
+    assert watchdogs[0].beat() is None
+    assert beat_together(watchdogs, clock, 20) == [None] * 3
+
+
+def test_plans_are_compared_however_far_apart_the_processes_are() -> None:
+    board, clock = MemoryBoard(), Clock()
+    processes = [hosts_on(board, process) for process in range(3)]
+    watchdog = Watchdog(processes[0], exit=print, clock=clock)
+    for hosts in processes:
+        hosts.post_plan(100, "aa")
+    assert watchdog.beat() is None
+    assert board.key_value_dir_get("plan/") == [], "what was compared is forgotten"
+    processes[2].post_plan(200, "bb")
+    assert watchdog.beat() is None, "process 0 is behind"
+    processes[0].post_plan(200, "aa")
+    line = watchdog.beat()
+    assert line is not None and "step 200: process 2 (host-c) planned bb, process 0 aa" in line
+    assert Watchdog(processes[1], exit=print, clock=clock).beat() == line
+
+
+# ---------------------------------------------------------------------------- the coordinator's board
+
+
+@pytest.fixture
+def coordinator() -> Iterator[tuple[str, int]]:
+    """The address of a coordinator for two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    child: subprocess.Popen[bytes] = start_coordinator("127.0.0.1", port, 2, 60)
+    yield "127.0.0.1", port
+    child.kill()
+    child.wait()
+
+
+def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(coordinator: tuple[str, int]) -> None:
+    first, second = (RemoteBoard(coordinator, process, 5.0) for process in range(2))
+    first.key_value_set("a/0", "x")
+    second.key_value_set("a/1", json.dumps({"text": "ä\n"}))
+    assert sorted(first.key_value_dir_get("a/")) == [("a/0", "x"), ("a/1", json.dumps({"text": "ä\n"}))]
+    first.key_value_delete("a/0")
+    assert [key for key, _ in second.key_value_dir_get("a/")] == ["a/1"]
+    with pytest.raises(HostsError, match="process number 1 is taken by another process"):
+        RemoteBoard(coordinator, 1, 5.0).key_value_set("a/2", "")
+
+    second.close()  # a broken connection, made anew
+    second.key_value_set("a/1", "again", True)
+    time.sleep(RECONNECT_SECONDS + 0.5)
+    assert first.key_value_dir_get("ended/") == []
+    second.close()
+    with pytest.raises(HostsError, match=rf"process 1 \({socket.gethostname()}\) was killed or crashed"):
+        gather(first, "never", 2, 3 * RECONNECT_SECONDS, lambda missing: f"too late: {missing}")
+    second.key_value_set("b", "")
+    second.leave()
+    second.close()
+
+
+def test_an_absent_coordinator_is_one_line() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # not listening
+        board = RemoteBoard(probe.getsockname(), 1, 0.5)
+        with pytest.raises(HostsError, match=r"which process 0 starts at 127\.0\.0\.1:.* has not answered for 0 s"):
+            board.key_value_set("a", "")
