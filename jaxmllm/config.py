@@ -230,7 +230,7 @@ class ImagesConfig(Section):
 class SoundConfig(Section):
     """Log-mel settings; frames are `hop` samples apart. Longer clips than `max_seconds` are refused, not cut."""
 
-    sample_rate: PositiveInt = 16_000
+    sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; the same bounds as for files
     window: PositiveInt = 400
     hop: PositiveInt = 160
     max_seconds: PositiveFloat = 60.0

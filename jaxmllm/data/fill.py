@@ -59,7 +59,10 @@ Array = NDArray[Any]
 
 
 class MisalignmentError(ValueError):
-    """What was loaded is not what the plan was made from; the message says both counts."""
+    """What was loaded is not what the plan was made from; the message says both counts, in one line."""
+
+    def __init__(self, message: str):
+        super().__init__(shown(message))
 
 
 class Span(Protocol):

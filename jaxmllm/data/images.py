@@ -31,6 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
 MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # a BMP of so many pixels; metadata are read whole
+MAX_SCANS = 200  # of a JPEG: each is a pass over all pixels, in a few bytes; encoders write 10, damage a few more
 _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such pictures are refused below, so the warning would say it twice.
@@ -113,6 +114,8 @@ class Images:
         with open_file(path) as file, closing(_open(file, path)) as image:
             if (found := self._shape(image, path)) != shape:
                 raise MediaError("shape_changed", f"{path} was indexed as {shape} patches but is {found} now")
+            if image.format == "JPEG":
+                _check_scans(file, path)
             try:
                 pixels = _pixels(image, shape[1] * self.patch_size, shape[0] * self.patch_size)
             except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
@@ -194,6 +197,23 @@ def _too_many_pixels(path: Path) -> MediaError:
         "image_too_large",
         f"{path} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the picture down",
     )
+
+
+def _check_scans(file: FileIO, path: Path) -> None:
+    """Raise `MediaError` for a JPEG file that would take hours to decode."""
+    position = file.tell()
+    file.seek(0)
+    scans = 0
+    last = b""
+    while block := file.read(1 << 20):
+        scans += (last + block).count(b"\xff\xda")  # within the pixels, a byte of 255 is followed by a zero
+        last = block[-1:]
+    file.seek(position)
+    if scans > MAX_SCANS:
+        raise MediaError(
+            "undecodable_image",
+            f"{path} draws its pixels in {scans} passes, and at most {MAX_SCANS} are taken; save it again",
+        )
 
 
 def _orientation(image: Image.Image) -> int:

@@ -239,4 +239,5 @@ def _joined(path: Path, what: str) -> MediaError:
 
 
 def _id3_size(head: bytes) -> int:
-    return 10 + (head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9])
+    footer = 10 if head[5] & 0x10 else 0
+    return 10 + (head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]) + footer

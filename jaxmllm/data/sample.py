@@ -28,6 +28,8 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
+from jaxmllm.data.messages import shown
+
 T = TypeVar("T")
 
 KINDS = ("picture", "sound", "both", "text")
@@ -325,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         summary = make_sample(options.out, options.seed, options.train, options.test)
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        parser.error(shown(error))
     for name in ("train", "test"):
         split = summary[name]
         print(

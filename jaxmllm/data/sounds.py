@@ -135,7 +135,7 @@ class Sounds:
 
     def _scan(self, file: FileIO, stream: mpeg.Stream, path: Path) -> mpeg.Scan:
         """All frames of an MP3 stream, or one more than are of use."""
-        longest = int(self.max_seconds * stream.first.rate + mpeg.DECODER_DELAY) // stream.first.samples
+        longest = int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY) // stream.first.samples
         return mpeg.scan(file, stream, path, (longest if stream.stored is None else stream.stored) + 1)
 
     def _checked_body(self, file: FileIO, header: _Header, path: Path) -> int | BytesIO:
@@ -265,8 +265,8 @@ def _decode(source: int | BytesIO, header: _Header, sample_rate: int, path: Path
 
 
 def _check_range(block: NDArray[np.float32], path: Path) -> None:
-    # Before channels are averaged: opposite values would cancel.
-    peak = float(np.abs(block).max(initial=0))
+    # Before channels are averaged: opposite values would cancel. (np.maximum keeps NaN, Python's max may not.)
+    peak = float(np.maximum(block.max(initial=0), -block.min(initial=0)))
     if not np.isfinite(peak):
         raise MediaError("undecodable_audio", f"{path} holds samples that are not finite; write the clip again")
     if peak > MAX_PEAK:

@@ -163,6 +163,13 @@ def test_counts_must_fill_the_kinds(tmp_path, capsys):
     assert "--test 0" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "file" / "out")])
+    assert "Not a directory" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_command_prints_the_chance_levels(tmp_path, capsys):
     main([str(tmp_path), "--train", "16", "--test", "16"])
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 import soundfile
 import soxr
 
+from jaxmllm.config import SoundConfig
 from jaxmllm.data.modality import MediaError
 from jaxmllm.data.mpeg import DECODER_DELAY
 from jaxmllm.data.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
@@ -187,6 +188,14 @@ def test_sample_rates(tmp_path: Path) -> None:
         soundfile.write(path, noise(rate), rate)
         assert SOUNDS.measure(path) == (100, 1)
         assert np.isfinite(SOUNDS.load(path, (100, 1))).all()
+
+
+def test_the_configured_rate_has_the_bounds_of_files() -> None:
+    for rate in (MIN_RATE, MAX_RATE):
+        assert SoundConfig(sample_rate=rate).sample_rate == rate
+    for rate in (MIN_RATE - 1, MAX_RATE + 1):
+        with pytest.raises(ValueError, match="sample_rate"):
+            SoundConfig(sample_rate=rate)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 44_100, 96_000])
