@@ -52,10 +52,11 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
         return 2
 
     from jaxmllm.training import hosts
-    from jaxmllm.training.distributed import LaunchError, start_jax
+    from jaxmllm.training.distributed import LaunchError, start_jax, stopped_code
 
     stop.tell = hosts.tell_end
     try:
+        code_when_stopped = stopped_code()
         start_jax(config)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,7 +69,9 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
     from jaxmllm.training.run_folder import check_folder
 
     with hosts.ending_together((*USER_ERRORS, *RUN_ERRORS, hosts.HostsError)) as outcome:
-        train(build_run(check_folder(config, options.resume)), stop)
+        summary = train(build_run(check_folder(config, options.resume)), stop)
+        if summary["steps"] < config.run.steps:
+            outcome.code = code_when_stopped
     return outcome.code
 
 

@@ -4,7 +4,7 @@
 
 Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines come out behind its
 number. SIGINT and SIGTERM are passed on to all. When a process fails the others are ended, and its exit code is
-returned.
+returned. When this launcher is killed, so are they.
 """
 
 from __future__ import annotations
@@ -17,12 +17,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+GRACE = 30.0  # seconds between SIGTERM and SIGKILL for those that outlive another: to find out, and to end
 POLL = 0.05  # seconds
+# Reads process groups, each when it begins and again when it has ended, and kills those that are left when its input
+# ends: the kernel closes it whatever the launcher dies of.
+GUARD = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    groups ^= {int(line)}
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 
 def process_environment(
@@ -38,6 +51,7 @@ def process_environment(
         "JAXMLLM_COORDINATOR": coordinator,
         "JAXMLLM_PROCESSES": str(processes),
         "JAXMLLM_PROCESS_ID": str(process),
+        "JAXMLLM_BIND": "127.0.0.1",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -51,7 +65,7 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
     children: list[subprocess.Popen[str]] = []
     printers: list[threading.Thread] = []
     lock = threading.Lock()
-    with _forward_signals(children):
+    with _guard() as tell_guard, _forward_signals(children):
         try:
             for process in range(processes):
                 child = subprocess.Popen(
@@ -65,14 +79,33 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
                     start_new_session=True,
                 )
                 children.append(child)
+                tell_guard(child.pid)
                 assert child.stdout is not None
                 printers.append(threading.Thread(target=_print_lines, args=(child.stdout, process, lock), daemon=True))
                 printers[-1].start()
             return _wait(children)
         finally:
             _end(children)
+            for child in children:
+                tell_guard(child.pid)
             for printer in printers:
                 printer.join(timeout=1.0)  # a worker that a killed process left behind may hold its output open
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """A process that outlives this one, to kill what it leaves behind; called with a process group that begins or has
+    ended."""
+    guard = subprocess.Popen(
+        [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
+    )
+    assert guard.stdin is not None
+    stream = guard.stdin
+    try:
+        yield lambda group: print(group, file=stream, flush=True)
+    finally:
+        stream.close()
+        guard.wait()
 
 
 def _wait(children: Sequence[subprocess.Popen[str]]) -> int:

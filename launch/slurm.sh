@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # One process per node, all GPUs of the node in it. From the repository root, on storage that all nodes share:
 #
-#     sbatch --nodes 4 launch/slurm.sh configs/my.yaml [--resume] [--set mesh.fsdp=8 ...]
+#     sbatch --nodes 4 launch/slurm.sh configs/my.yaml [mesh.fsdp=8 ...]
 #
 # Everything after the script's name goes to jaxmllm.train. See launch/README.md for the variables.
+#
+# The run begins in a new run.directory and goes on in one that holds it (--resume=auto), so a job that is requeued goes
+# on by itself from its last checkpoint:
+#   preempted, or a node fails   Slurm requeues the job (--requeue)
+#   the time is up               two minutes before, the run saves a checkpoint and this script requeues the job
+#   scancel, or an error         the run saves or ends with a line; the job is not requeued
 
 #SBATCH --job-name=jaxmllm
 #SBATCH --nodes=2
@@ -13,10 +19,10 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# Ask for SIGTERM two minutes before the time is up: the run saves a checkpoint and exits.
-#SBATCH --signal=TERM@120
-# A requeued job starts over unless the command says --resume.
+#SBATCH --open-mode=append
 #SBATCH --requeue
+# USR1 to this script alone says that the time is up; scancel and preemption send TERM.
+#SBATCH --signal=B:USR1@120
 
 set -euo pipefail
 if (($# == 0)); then
@@ -30,6 +36,24 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export JAXMLLM_COORDINATOR="$first:$((20000 + SLURM_JOB_ID % 20000))"
 export JAXMLLM_PROCESSES=$SLURM_NTASKS
 
-# The process number is known only inside srun. `exec` lets Python itself receive the signals.
-exec srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
-    'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm.train --config "$@"' train "$@"
+# The process number is known only inside srun.
+srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
+    'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm.train --resume=auto --config "$@"' \
+    train "$@" &
+tasks=$!
+
+time_is_up=no
+trap 'time_is_up=yes; kill -TERM "$tasks"' USR1 # srun passes it on to all processes
+trap : TERM # the processes have it from Slurm: wait for them
+code=0
+wait "$tasks" || code=$?
+# A trap ends `wait` early.
+while kill -0 "$tasks" 2>/dev/null; do
+    code=0
+    wait "$tasks" || code=$?
+done
+# Saved, or done in that very moment: then the next job finds nothing left to do.
+if [[ $time_is_up == yes && $code == 0 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

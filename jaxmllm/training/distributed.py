@@ -28,6 +28,7 @@ COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
 PROCESS_ID = "JAXMLLM_PROCESS_ID"
 BIND = "JAXMLLM_BIND"  # address that process 0 listens on
+STOPPED_CODE = "JAXMLLM_STOPPED_CODE"  # exit code after a signal; 0 tells some schedulers that the run is complete
 AUTO = "auto"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -91,6 +92,16 @@ def initialize_distributed(
         _join_detected(limits, facts or {})
     else:
         _join(*address, environment.get(BIND), limits, facts or {})
+
+
+def stopped_code(environment: Mapping[str, str] = os.environ) -> int:
+    """Exit code of a run that a signal stopped after it had saved."""
+    if not environment.get(STOPPED_CODE):
+        return 0
+    code = _integer(environment, STOPPED_CODE, 0)
+    if code > 255:
+        raise LaunchError(f"{STOPPED_CODE}={code} must be at most 255")
+    return code
 
 
 def facts_of(config: Config) -> dict[str, str]:

@@ -112,6 +112,27 @@ def test_signals_reach_every_process_which_may_end_well(tmp_path, number):
     assert [(tmp_path / str(process)).read_text() for process in range(2)] == [f"got {number.value}"] * 2
 
 
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
+    """Its processes are killed, and what they have started in their groups."""
+    code = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "mine = pathlib.Path(sys.argv[1]) / os.environ['JAXMLLM_PROCESS_ID']\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "mine.write_text(f'{os.getpid()} {worker.pid}'); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *python(code, tmp_path)]
+    launcher = subprocess.Popen(command, cwd=ROOT)
+    try:
+        pids = [int(pid) for process in range(2) for pid in wait_for(tmp_path / str(process)).split()]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.05)
+
+
 def test_bad_arguments_are_refused(capsys):
     for arguments, message in ([], "no command"), (["--processes", "0", "--", "true"], "must be at least 1"):
         with pytest.raises(SystemExit):

@@ -39,8 +39,22 @@ def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
     done = subprocess.run(["bash", LAUNCH / "slurm.sh", *arguments], env=cluster, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    command = ["-m", "jaxmllm.train", "--config", *arguments]
+    command = ["-m", "jaxmllm.train", "--resume=auto", "--config", *arguments]
     assert told == [["node-a:25123", "2", str(process), *command] for process in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("signal", "code", "requeued"), [("USR1", 0, True), ("USR1", 1, False), ("TERM", 0, False), (None, 0, False)]
+)
+def test_slurm_requeues_what_ran_out_of_time(cluster, tmp_path, signal, code, requeued):
+    """A stand-in for srun signals the script, gets TERM if that passes it on, and ends with a code."""
+    tell = f"kill -{signal} $PPID\n" if signal else ""
+    passed_on = "while ! [ -e term ]; do sleep 0.05; done\n" if signal == "USR1" else ""
+    script(tmp_path / "bin/srun", f"#!/bin/bash\ntrap 'touch term' TERM\n{tell}{passed_on}exit {code}\n")
+    script(tmp_path / "bin/scontrol", f'#!/bin/sh\necho node-a; echo "$@" >> {tmp_path}/scontrol\n')
+    done = subprocess.run(["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=20)
+    assert done.returncode == code, done.stderr
+    assert ("requeue 45123" in (tmp_path / "scontrol").read_text().splitlines()) == requeued
 
 
 def test_slurm_asks_for_a_config(cluster):
@@ -54,7 +68,9 @@ def test_kubernetes_numbers_and_names_agree():
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     variables = {item["name"]: item for item in container["env"]}
-    assert set(variables) == set(VARIABLES)
+    assert set(variables) == {*VARIABLES, "JAXMLLM_STOPPED_CODE"}
+    assert int(variables["JAXMLLM_STOPPED_CODE"]["value"]) > 0, "an evicted pod is not one that is done"
+    assert container["args"][-1] == "--resume=auto"
     processes = int(variables["JAXMLLM_PROCESSES"]["value"])
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == processes
