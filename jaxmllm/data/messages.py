@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-MAX_SHOWN = 2000  # characters; what is longer keeps both of its ends, where paths and reasons stand
+MAX_SHOWN = 2000  # characters
 
 
-def shown(value: object) -> str:
-    """`value` as one line of printable text: a path, an id, a whole message.
+def shown(value: object, most: int = MAX_SHOWN) -> str:
+    """`value` as one line of printable text: a path, an id, a whole message. Of more than `most` characters it keeps
+    both ends, where paths and reasons stand.
 
     Control characters, line breaks of any kind, marks that turn the direction of writing, and bytes that are no
     Unicode are written as Python escapes them (`\\n`, `\\x1b`, `\\u202e`, `\\udcff`), so that no file name can forge a
     line of the log or steer a terminal. Text without them is returned as it is.
     """
     text = str(value)
-    if len(text) > MAX_SHOWN:
-        half = (MAX_SHOWN - 5) // 2
+    if len(text) > most:
+        half = (most - 5) // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text

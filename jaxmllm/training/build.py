@@ -37,6 +37,7 @@ from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.training import hosts
 from jaxmllm.training.checkpoint import check_space, state_bytes
 from jaxmllm.training.hardware import peak_flops
+from jaxmllm.training.messages import WarningLog
 from jaxmllm.training.metrics import CompilationCounter
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.pipeline import PipelinePrograms
@@ -70,6 +71,8 @@ class Run:
     sources: tuple[str, ...]  # names behind the source numbers of metrics
     peak_flops: float | None  # of one device
     compilations: CompilationCounter
+    warnings: WarningLog
+    held_out: Corpus | None  # what `evaluation` is made from
 
     @property
     def directory(self) -> Path:
@@ -151,7 +154,7 @@ def build_run(config: Config) -> Run:
 
     Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint has room.
     """
-    compilations = CompilationCounter()
+    compilations, warnings = CompilationCounter(), WarningLog()
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
     corpus, held_out = ground.corpus, ground.held_out
     params = ground.model.abstract(config.run.param_dtype)
@@ -170,7 +173,18 @@ def build_run(config: Config) -> Run:
         peak = peak_flops(jax.local_devices()[0], config.components.language.compute_dtype)
     else:
         peak = config.logging.peak_flops
-    return Run(config, programs, corpus, batches, evaluation, corpus.sources, peak, compilations)
+    return Run(
+        config,
+        programs,
+        corpus,
+        batches,
+        evaluation,
+        corpus.sources,
+        peak,
+        compilations,
+        warnings,
+        held_out[0] if held_out else None,
+    )
 
 
 def data_facts(corpus: Corpus, held_out: Sequence[Corpus]) -> dict[str, str]:

@@ -2,36 +2,70 @@
 
 An answer matches exactly when every one of its tokens is the argmax given the true tokens before it. That is the
 same as greedy decoding writing the answer, so one forward pass measures it.
+
+Examples with a media item that does not decode carry no loss, as in training. They are left out of loss and exact
+match, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jaxmllm.data.fill import HostStep
-from jaxmllm.training.loss import Sums
-from jaxmllm.training.programs import Programs
+from jaxmllm.training.programs import Evaluated, Programs
+
+NOTHING: dict[str, Any] = {  # without a batch
+    "loss": None,
+    "loss_by_source": {},
+    "exact_match": {},
+    "examples": {},
+    "masked_examples": 0,
+    "masked_by_source": {},
+    "failed_media": 0,
+}
 
 
-def evaluate(programs: Programs, params: Any, batches: Iterable[HostStep], sources: Sequence[str]) -> dict[str, Any]:
+def evaluate(
+    programs: Programs,
+    params: Any,
+    batches: Iterable[HostStep],
+    sources: Sequence[str],
+    source_of: Callable[[int], int],
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[Sequence[str]], None] = lambda failures: None,
+) -> dict[str, Any] | None:
     """Mean loss over target tokens and share of exactly answered examples, over all batches and by source.
 
-    {"loss": float, "loss_by_source": {...}, "exact_match": {source: float}, "examples": {source: int}}; sources
-    without an example are left out.
+    {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float}, "examples": {source: int},
+    "masked_examples": int, "masked_by_source": {source: int}, "failed_media": int}: `examples` are those that loss and
+    exact match are over, the masked ones are left out of both, because of media items that could not be decoded. A
+    source without an example is left out, one without a masked example of `masked_by_source`; `loss` is None when no
+    example is left. `source_of` has the source of an example number. `tell` gets what this host could not decode,
+    batch by batch. `should_stop` is asked once per batch; None when it said so.
     """
-    sums: Sums | None = None
+    found: Evaluated | None = None
+    drawn: Counter[int] = Counter()
     for batch in batches:
-        sums = programs.evaluate(params, programs.put(batch), sums)
-    if sums is None:
-        return {"loss": None, "loss_by_source": {}, "exact_match": {}, "examples": {}}
-    total = jax.device_get(programs.totals(sums))
+        if should_stop():
+            return None
+        tell(batch.failures)
+        found = programs.evaluate(params, programs.put(batch), found)
+        drawn.update(source_of(int(example)) for example in batch.examples)
+    if found is None:
+        return NOTHING
+    total, failed = jax.device_get((programs.totals(found.sums), found.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
+    masked = {sources[i]: drawn[i] - int(total.examples[i]) for i in sorted(drawn)}
     return {
-        "loss": float(total.loss.sum() / total.targets.sum()),
+        "loss": float(total.loss.sum() / total.targets.sum()) if present else None,
         "loss_by_source": {sources[i]: float(total.loss[i] / total.targets[i]) for i in present},
         "exact_match": {sources[i]: float(total.exact[i] / total.examples[i]) for i in present},
         "examples": {sources[i]: int(total.examples[i]) for i in present},
+        "masked_examples": sum(masked.values()),
+        "masked_by_source": {source: count for source, count in masked.items() if count},
+        "failed_media": int(failed),
     }

@@ -23,6 +23,7 @@ from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
 from jaxmllm.training.initial import CHECKPOINTS, initial_state
+from jaxmllm.training.messages import Messages
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar
 from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.report import Pending, Report, TrainingError, due
@@ -62,11 +63,14 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         sources = [source for source in (run.batches, run.evaluation) if source is not None]
         loader = Loader(sources, config.data.workers, config.data.prefetch, progress.print)
         batches = loader.read(run.batches, step, config.run.steps)
-        report, completions = Report(run, writer, progress, loader), Completions()
+        messages = Messages(together.board if together else None, jax.process_index())
+        report = Report(run, writer, progress, loader, messages)
+        report.resume(step)
+        completions = Completions()
         first, stopped = step, False
         try:
-            if config.evaluation.at_start and step == 0:
-                report.evaluate(step, state)
+            if report.evaluation_missing(step):
+                stopped = not _evaluate(run, report, step, state, checkpoints, stop)
             while step < config.run.steps and not stopped:
                 asked = time.monotonic()
                 try:
@@ -79,8 +83,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 waited = time.monotonic() - asked
                 if step == first:
                     hosts.meet("its first step")
-                for failure in batch.failures:
-                    progress.print(f"step {step + 1}: masked: {failure}")
+                report.tell(step + 1, batch.failures)
                 if together and due(step + 1, config.balance.check_every):
                     together.post_plan(step + 1, batch.digest)
                 if profiler.before_step(step, state.step):
@@ -93,7 +96,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 stopped = stop.should_stop()
                 last = stopped or step == config.run.steps
                 saves = last or due(step, config.checkpoint.every)
-                evaluates = run.evaluation is not None and not stopped and (last or due(step, config.evaluation.every))
+                evaluates = not stopped and report.evaluation_due(step)
                 if saves or evaluates:
                     report.settle()  # never keep a state that the limits forbid
                 if saves and (last or not report.streak):
@@ -101,9 +104,13 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 elif saves:
                     progress.print(f"step {step}: no checkpoint, the last {report.streak} updates were not finite")
                 if evaluates:
-                    report.evaluate(step, state)
+                    stopped = not _evaluate(run, report, step, state, checkpoints, stop)
+        except TrainingError as error:
+            writer.write_summary(report.summary(step, time.monotonic() - started, str(error)))
+            raise
         finally:
             loader.close()
+            report.close()
             completions.close()
             profiler.close(state.step)
             progress.close()
@@ -111,6 +118,20 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         summary = report.summary(step, time.monotonic() - started)
         writer.write_summary(summary)
     return summary
+
+
+def _evaluate(
+    run: Run, report: Report, step: int, state: TrainState, checkpoints: Checkpoints, stop: StopSignals
+) -> bool:
+    """Whether the run continues after an evaluation; if not, the state is kept, for nothing is wrong with it."""
+    try:
+        continues = report.evaluate(step, state, stop.should_stop)
+    except TrainingError:
+        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+        raise
+    if not continues:
+        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+    return continues
 
 
 def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[TrainState, int]:

@@ -1,8 +1,9 @@
 """What a run says about itself: metric records, a summary, a progress bar and the count of compilations.
 
-    write(step, values) --> metrics.jsonl   one JSON object a line: {"step": 7, "time": ..., "loss": 2.3, ...}
+    write(step, values) --> metrics.jsonl   one JSON object per line: {"step": 7, "time": ..., "loss": 2.3, ...}
                         --> tensorboard/    numbers only
                         --> wandb           if a project is named
+    write_message(..)   --> metrics.jsonl   {"step": 7, "time": ..., "process": 1, "message": "masked: a.png: ..."}
 
 Only the main process writes.
 """
@@ -71,15 +72,15 @@ class MetricsWriter:
         """Add one record; it is on disk when this returns."""
         if not self._is_main:
             return
-        if self._stream is None:
-            self._open()
-        assert self._stream is not None
         numbers = {name: _scalar(value) for name, value in values.items()}
-        record = {"step": step, "time": round(time.time(), 3), **{k: _finite(v) for k, v in numbers.items()}}
-        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
-        self._stream.flush()
+        self._append(step, numbers)
         for sink in self._sinks:
             sink.write(step, numbers)
+
+    def write_message(self, step: int, process: int, message: str) -> None:
+        """Add what a process had to say as a record of its own, to metrics.jsonl alone."""
+        if self._is_main:
+            self._append(step, {"process": process, "message": message})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one move; values may be nested dicts and lists."""
@@ -103,6 +104,14 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _append(self, step: int, values: Mapping[str, Scalar]) -> None:
+        if self._stream is None:
+            self._open()
+        assert self._stream is not None
+        record = {"step": step, "time": round(time.time(), 3), **{k: _finite(v) for k, v in values.items()}}
+        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+        self._stream.flush()
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -162,9 +171,19 @@ class WandbSink:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """All complete records of a run, in the order written."""
-    lines = (Path(run_directory) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    """All complete records of a run, in the order written; none where nothing was written yet."""
+    path = Path(run_directory) / METRICS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [record for record in map(_parsed, lines) if record is not None]
+
+
+def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
+    """What summary.json says; None where there is none, or none that can be read."""
+    try:
+        summary = json.loads((Path(run_directory) / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -215,9 +234,9 @@ class ProgressBar:
             self._task = self._bar.add_task("train", total=steps, completed=first, text="")
             self._bar.start()
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
+    def update(self, step: int, values: Mapping[str, float | None]) -> None:
         """Show that `step` steps are done, with a few named numbers, e.g. {"loss": 2.1, "examples/s": 31.0}."""
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        text = "  ".join(f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in values.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif self._visible:

@@ -32,7 +32,7 @@ from jaxmllm.data.modality import Modality
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
 from jaxmllm.training.loss import Sums
-from jaxmllm.training.programs import LANGUAGE, Job, Programs, local_ranks, put_ranks
+from jaxmllm.training.programs import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
 from jaxmllm.training.step import Step, TrainState
 from sharding.pipeline.executor import Component, Inputs, TableArrays, make_executor
 from sharding.pipeline.gradient import Params
@@ -91,12 +91,14 @@ class PipelinePrograms(Programs):
         assert results is not None, "a batch has at least one run"
         return results
 
-    def evaluate(self, params: Any, batch: PipelineStep, sums: Sums | None = None) -> Sums:  # type: ignore[override]
-        """Add a batch's sums by rank and source to `sums` (none: zero)."""
-        sums = self.compiled["zero", "sums"]() if sums is None else sums
+    def evaluate(  # type: ignore[override]
+        self, params: Any, batch: PipelineStep, found: Evaluated | None = None
+    ) -> Evaluated:
+        """Add what a batch comes to, to what others came to (none: zero)."""
+        found = found or self._nothing_evaluated()
         for rows, table in batch.runs:
-            sums = self.compiled["evaluate"](params, rows, table, sums)
-        return sums
+            found = self.compiled["evaluate"](params, rows, table, found)
+        return found
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -151,15 +153,17 @@ class PipelinePrograms(Programs):
 
     def _jobs(self, modalities: Mapping[str, Modality]) -> dict[Any, Job]:
         saved = self.saved_state
-        jobs = {key: job for key, job in self._common_jobs().items() if key in (("zero", "sums"), "totals", "update")}
+        kept = (("zero", "sums"), ("zero", "failed"), "totals", "update")
+        jobs = {key: job for key, job in self._common_jobs().items() if key in kept}
         trained = {name: self.params[name] for name in sorted(self.step.model.trainable)}
-        found = (trained, self._abstract_sums(), self._scalar(np.int32))
+        found: Any = (trained, self._abstract_sums(), self._scalar(np.int32))
         rows = self.rows = self._abstract_rows(modalities)
+        evaluated: Any = Evaluated(found[1], found[2])
         table = self._abstract_table(self.sizes.training)
         return jobs | {
             "gradients": Job(self._gradients, (self.params, rows, table, self._scalar()), found),
             "add": Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
-            "evaluate": Job(self._evaluate, (self.params, rows, table, found[1]), found[1], (3,)),
+            "evaluate": Job(self._evaluate, (self.params, rows, table, evaluated), evaluated, (3,)),
             "init": Job(self.step.init, (self.params,), self.state, (0,)),
             "stage params": Job(self.staged, (saved.params,), self.params),
             "to saved": Job(self.joined, (self.state,), saved),
@@ -172,15 +176,14 @@ class PipelinePrograms(Programs):
         out = executor(table, pieces.inputs(params, rows, scale, self.step.model.trainable))
         grads = pieces.gradients(out.layers, out.outer)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, {name: params[name] for name in grads})
-        failed = sum((rows[phase].failed.sum(dtype=jnp.int32) for phase in pieces.encoders), jnp.int32(0))
-        return grads, self._by_rank(out.sums), failed
+        return grads, self._by_rank(out.sums), _failed(rows, pieces)
 
-    def _evaluate(self, params: Any, rows: Any, table: TableArrays, sums: Sums) -> Sums:
+    def _evaluate(self, params: Any, rows: Any, table: TableArrays, found: Evaluated) -> Evaluated:
         pieces = Pieces(self.step, self.replicas)
         executor = self._executor(self.sizes.evaluation, pieces)
-        one = jnp.ones((), sums.loss.dtype)
+        one = jnp.ones((), found.sums.loss.dtype)
         out = executor(table, pieces.inputs(params, rows, one, frozenset()))
-        return jax.tree.map(jnp.add, sums, self._by_rank(out.sums))
+        return jax.tree.map(jnp.add, found, Evaluated(self._by_rank(out.sums), _failed(rows, pieces)))
 
     def _executor(self, pipeline: PipelineSpec, pieces: Pieces) -> Callable[[TableArrays, Inputs], Any]:
         assert isinstance(self.mesh, Mesh)
@@ -260,6 +263,11 @@ class PipelinePrograms(Programs):
         padding = ((0, tables.ticks - count), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
         return TableArrays(put(rows), put(np.pad(run.moves, padding)), put(np.array(count, np.int32)))
+
+
+def _failed(rows: Mapping[str, Any], pieces: Pieces) -> jax.Array:
+    """Media items of all encoder rows that could not be decoded."""
+    return sum((rows[phase].failed.sum(dtype=jnp.int32) for phase in pieces.encoders), jnp.int32(0))
 
 
 def _put_stacked(local: int, leaf: Any, *parts: np.ndarray) -> jax.Array:

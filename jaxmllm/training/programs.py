@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,13 @@ class DeviceStep:
     tables: dict[str, list[DeviceTables]]  # by encoder phase and round
 
 
+class Evaluated(NamedTuple):
+    """What evaluation batches come to."""
+
+    sums: Sums  # by rank and source
+    failed: jax.Array  # media items that could not be decoded
+
+
 class Programs:
     """The compiled programs of a run: `put` a batch on the devices, `train` on it or `evaluate` it.
 
@@ -139,7 +146,7 @@ class Programs:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
         source; and the number of media items that could not be decoded."""
         run, host = self.compiled, batch.host
-        pools, starts, failed = self._encode(params, batch)
+        pools, starts, failed = self._encode(params, batch, run["zero", "failed"]())
         d_pools = [run["zero", "d_language"]() for _ in pools]
         grads, sums, scale = run["zero", "grads"](), run["zero", "sums"](), 1 / self._targets(batch)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
@@ -158,15 +165,18 @@ class Programs:
     def _targets(self, batch: Any) -> np.ndarray:
         return np.asarray(batch.host.targets, self._real_dtype)
 
-    def evaluate(self, params: Any, batch: DeviceStep, sums: Sums | None = None) -> Sums:
-        """Add a batch's sums by rank and source to `sums` (none: zero)."""
-        pools, _, _ = self._encode(params, batch)
-        sums = self.compiled["zero", "sums"]() if sums is None else sums
+    def evaluate(self, params: Any, batch: DeviceStep, found: Evaluated | None = None) -> Evaluated:
+        """Add what a batch comes to, to what others came to (none: zero)."""
+        sums, failed = found or self._nothing_evaluated()
+        pools, _, failed = self._encode(params, batch, failed)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             capacity, pool = batch.host.capacities[LANGUAGE][m], batch.host.pools[LANGUAGE][m]
             arguments = self._components(params, LANGUAGE), rows, pools[pool], sums
             sums = self.compiled["evaluate", capacity](*arguments, *self._home(batch.host, m))
-        return sums
+        return Evaluated(sums, failed)
+
+    def _nothing_evaluated(self) -> Evaluated:
+        return Evaluated(self.compiled["zero", "sums"](), self.compiled["zero", "failed"]())
 
     @staticmethod
     def _home(host: HostStep, microbatch: int) -> tuple[np.int32, ...]:
@@ -177,12 +187,14 @@ class Programs:
         """Sums over the ranks: [N], whole on every host."""
         return self.compiled["totals"](sums)
 
-    def _encode(self, params: Any, batch: DeviceStep) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
-        """Language pools with all media tokens, what each encoder's backward starts from, and failed items."""
+    def _encode(
+        self, params: Any, batch: DeviceStep, failed: jax.Array
+    ) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
+        """Language pools with all media tokens, what each encoder's backward starts from, and the items that could not
+        be decoded, added to `failed`."""
         run, host = self.compiled, batch.host
         encoder_pools = self._zero_pools(batch, self.carriers.values(), "")
         starts: dict[str, list[Any]] = {}
-        failed = run["zero", "failed"]()
         for phase in self.encoders:
             pools = encoder_pools[self.carriers[phase]]
             starts[phase] = []

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -169,7 +170,7 @@ def test_exact_match_is_what_greedy_decoding_reproduces(alone, learnt):
     right = greedy_decoder(alone, learnt)
     matches = []
     for i in [*range(10), *range(48, 54)]:
-        sums = jax.device_get(alone.programs.evaluate(learnt, alone.put(alone.step([i]))))
+        sums = jax.device_get(alone.programs.evaluate(learnt, alone.put(alone.step([i]))).sums)
         assert sums.examples.sum() == 1
         matches.append(sums.exact.sum() == 1)
         assert right(i) == matches[-1]
@@ -219,17 +220,119 @@ def test_evaluation_counts_every_example_once(alone, learnt):
     filler = StepFiller(alone.held_out, alone.spec, local_share(alone.programs), alone.attention)
     names, results = alone.held_out.sources, []
     for batch_size in (10, 24):  # 24 = 10 + 10 + 4
-        results.append(evaluate(alone.programs, learnt, evaluation_steps(filler, batch_size), names))
+        batches = evaluation_steps(filler, batch_size)
+        results.append(evaluate(alone.programs, learnt, batches, names, alone.held_out.source_of))
     short, whole = results
     assert short["examples"] == whole["examples"] == dict.fromkeys(KINDS, 6)
     assert short["exact_match"] == whole["exact_match"]
     assert short["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    one_by_one = [alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))) for i in range(24)]
+    assert short["masked_examples"] == short["failed_media"] == 0 and short["masked_by_source"] == {}
+    one_by_one = [alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))).sums for i in range(24)]
     loss, targets = (sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets"))
     assert whole["loss"] == pytest.approx(loss / targets, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def damaged_held_out(tmp_path_factory) -> tuple[Path, set[Path]]:
+    """A sample, and the held-out files of it whose body is broken."""
+    folder = tmp_path_factory.mktemp("damaged_held_out")
+    make_sample(folder, train=96, test=24)
+    records = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    pictures = {part["image"] for record in records for part in record["messages"][0]["content"] if "image" in part}
+    broken = {folder / name for name in sorted(pictures) if name.endswith(".png")}
+    for path in broken:
+        break_body(path)
+    return folder, broken
+
+
+def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_out):
+    folder, broken = damaged_held_out
+    corpus = setup_corpus(alone, folder, alone.held_out)
+    filler = StepFiller(corpus, alone.spec, local_share(alone.programs), alone.attention)
+    told = []
+    batches, names = evaluation_steps(filler, 10), corpus.sources
+    result = evaluate(alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append)
+    bad = {i: [media for media in corpus.example(i).media if Path(media.path) in broken] for i in range(24)}
+    masked = [i for i, media in bad.items() if media]
+    assert result["failed_media"] == sum(map(len, bad.values())) == sum(map(len, told)) > 1
+    assert all(sum(str(path) in line for lines in told for line in lines) >= 1 for path in broken)
+    assert result["masked_examples"] == len(masked)
+    assert result["masked_by_source"] == Counter(names[corpus.source_of(i)] for i in masked)
+    others = Counter(names[corpus.source_of(i)] for i in range(24) if i not in masked)
+    assert result["examples"] == others
+    healthy = [alone.programs.evaluate(alone.params, alone.put(alone.step([i], corpus))) for i in range(24)]
+    assert [int(found.failed) > 0 for found in healthy] == [i in masked for i in range(24)]
+    loss, targets = (sum(float(getattr(found.sums, name).sum()) for found in healthy) for name in ("loss", "targets"))
+    assert result["loss"] == pytest.approx(loss / targets, rel=1e-5)
+
+
+def test_an_evaluation_of_nothing_has_no_loss(alone, damaged_held_out):
+    folder, broken = damaged_held_out
+    corpus = setup_corpus(alone, folder, alone.held_out)
+    masked = [i for i in range(24) if any(Path(media.path) in broken for media in corpus.example(i).media)]
+    result = evaluate(alone.programs, alone.params, [alone.step(masked, corpus)], corpus.sources, corpus.source_of)
+    assert result["loss"] is None and result["exact_match"] == {} and result["masked_examples"] == len(masked)
+    empty = evaluate(alone.programs, alone.params, [], corpus.sources, corpus.source_of)
+    assert empty["loss"] is None and empty.keys() == result.keys()
+
+
+class StopAt:
+    """Stands for the signals of a run: the n-th question whether to stop is answered with yes."""
+
+    def __init__(self, call: float = math.inf):
+        self.calls_left = call
+
+    def begin_training(self, *arguments):
+        pass
+
+    def should_stop(self) -> bool:
+        self.calls_left -= 1
+        return self.calls_left <= 0
+
+
+def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, tmp_path):
+    """Calls 1 and 2 belong to the two batches of the evaluation at the start, 3 to 5 to steps, 6 and 7 to the next."""
+    folder, _ = damaged_held_out
+    tree = tiny_config(folder, run={"directory": str(tmp_path), "steps": 4}, mesh={"data": 1, "fsdp": 8})
+    tree |= {"evaluation": {"at_start": True, "every": 3}}
+    tree["data"]["max_failed_media"] = 1000
+    run = build_run(parse_config(tree))
+
+    def records():
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines() if (tmp_path / "metrics.jsonl").exists() else []
+        return [record for record in map(json.loads, lines) if "message" not in record]
+
+    def history():
+        return [(record["step"], "eval/examples/text" in record) for record in records()]
+
+    summary = train(run, StopAt(2))
+    assert summary["steps"] == 0 and summary["eval"] is None and not summary["complete"] and history() == []
+    summary = train(run, StopAt(7))
+    assert summary["steps"] == 3 and summary["eval"]["step"] == 0 and not summary["complete"]
+    assert history() == [(0, True), (1, False), (2, False), (3, False)]
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [0, 3]
+    strict = parse_config(tree | {"data": tree["data"] | {"max_failed_media": 0}})
+    with pytest.raises(TrainingError, match=r"step 3: \d+ media items of the evaluation .*max_failed_media = 0"):
+        train(dataclasses.replace(run, config=strict), StopAt())
+    assert "max_failed_media" in json.loads((tmp_path / "summary.json").read_text())["error"]
+    summary = train(run, StopAt())
+    assert history() == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
+    assert summary["complete"] and summary["eval"]["step"] == 4 and summary["error"] is None
+    assert records()[-1]["eval/failed_media"] == summary["eval"]["failed_media"] > 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    named = [record for record in map(json.loads, lines) if "message" in record and record["step"] == 4]
+    assert named and all("masked in the evaluation" in record["message"] for record in named)
+
+
 # ---------------------------------------------------------------------------- undecodable media
+
+
+def break_body(path: Path) -> None:
+    """Leave the header of a PNG as it is, and nothing that can be decoded behind it."""
+    content = bytearray(path.read_bytes())
+    body = content.index(b"IDAT") + 4
+    content[body : body + 16] = bytes(16)
+    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +343,7 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     shown = [[part["image"] for part in record["messages"][0]["content"] if "image" in part] for record in records]
     example = next(i for i, images in enumerate(shown) if len(images) == 1 and images[0].endswith(".png"))
-    path = folder / shown[example][0]
-    content = bytearray(path.read_bytes())
-    body = content.index(b"IDAT") + 4
-    content[body : body + 16] = bytes(16)
-    path.write_bytes(content)
+    break_body(folder / shown[example][0])
     return folder, example
 
 
@@ -285,12 +384,13 @@ def places(step, source: int) -> tuple[int, int]:
     return int(encoder), int(language)
 
 
-def setup_corpus(setup, folder):
-    """The corpus of `setup`, read from another folder of the same layout."""
-    (index,) = setup.corpus.indexes
+def setup_corpus(setup, folder, corpus=None):
+    """A corpus of `setup` (that of training), read from another folder of the same layout."""
+    corpus = corpus or setup.corpus
+    (index,) = corpus.indexes
     copy = folder / index.path.name
     copy.write_bytes(index.path.read_bytes())
-    return dataclasses.replace(setup.corpus, indexes=(dataclasses.replace(index, path=copy, root=folder),))
+    return dataclasses.replace(corpus, indexes=(dataclasses.replace(index, path=copy, root=folder),))
 
 
 def shares_media(corpus, i: int, j: int) -> bool:

@@ -1,4 +1,4 @@
-"""Two processes of four devices train as one process of eight does."""
+"""Two processes of four devices train as one process of eight does, and say all that they have to say."""
 
 import json
 import os
@@ -6,34 +6,75 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import yaml
 
 from jaxmllm.config import parse_config
+from jaxmllm.data.sample import make_sample
 from jaxmllm.training.build import build_run
 from jaxmllm.training.loop import train
 from tests.support import tiny_config, train_command
 
 
-def test_two_processes_train_as_one(data, tmp_path):
-    tree = tiny_config(data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3})
-    tree |= {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "evaluation": {"every": 3}}
-    config = tmp_path / "config.yaml"
+def in_two_processes(tree, folder):
+    """The config run by the launcher, and what it printed."""
+    config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
     launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "4", "--"]
     environment = os.environ | {"NPROC": "16"}
-    ran = subprocess.run(
-        [*launcher, *train_command(config)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [*launcher, *train_command(config)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def records_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# Context and stages across the processes: the axis of least stride is within a process, the first one between them.
+LAYOUTS = {
+    "fsdp-tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+    "context": {"mesh": {"data": 1, "fsdp": 1, "context": 8}},
+    "context2": {"mesh": {"data": 2, "fsdp": 2, "context": 2}},
+    "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp-tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
+)
+def test_two_processes_train_as_one(data, tmp_path, layout):
+    tree = tiny_config(data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3})
+    tree |= LAYOUTS[layout] | {"evaluation": {"every": 3}}
+    ran = in_two_processes(tree, tmp_path)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
 
     tree["run"]["directory"] = str(tmp_path / "one")
     train(build_run(parse_config(tree)))
-    one, two = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    )
+    one, two = (records_of(tmp_path / name) for name in ("one", "two"))
     assert [record["step"] for record in one] == [record["step"] for record in two] == [1, 2, 3, 3, 4, 5, 6, 6]
     for key in ("loss", "gradient_norm", "eval/loss", "eval/exact_match/text"):
         values = [[record[key] for record in records if key in record] for records in (one, two)]
         assert len(values[0]) in (2, 6)
         np.testing.assert_allclose(values[1], values[0], rtol=2e-5, err_msg=key)
+
+
+@pytest.mark.slow
+def test_what_the_second_process_cannot_decode_is_named_before_both_end(tmp_path):
+    """All pictures are broken, so both processes have some; the limit ends the run in the first steps."""
+    make_sample(tmp_path, train=96, test=24)
+    for path in (tmp_path / "media").rglob("*.png"):
+        content = path.read_bytes()
+        path.write_bytes(content[: content.index(b"IDAT") + 4] + bytes(64))
+    tree = tiny_config(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, mesh={"data": 8})
+    ran = in_two_processes(tree, tmp_path)
+    assert ran.returncode != 0
+    errors = [line for line in ran.stderr.splitlines() if "could not be decoded so far" in line]
+    assert errors and "Traceback" not in ran.stderr, ran.stderr[-3000:]
+    named = [record for record in records_of(tmp_path / "run") if "message" in record]
+    assert {record["process"] for record in named} == {0, 1} and {record["step"] for record in named} <= {1, 2}
+    for record in named:
+        line = f"step {record['step']}: process {record['process']}: {record['message']}"
+        assert "masked: " in line and ".png" in line
+        assert ran.stderr.index(line) < ran.stderr.index("could not be decoded so far")
+    failed = next(record for record in records_of(tmp_path / "run") if "loss" in record)["failed_media"]
+    assert failed == sum(record["step"] == 1 for record in named), "few enough to be named one by one"

@@ -1,6 +1,9 @@
-"""What a report makes of steps: times and rates from a clock that the test turns by hand."""
+"""What a report makes of steps: times and rates from a clock that the test turns by hand, messages, limits, and what a
+run leaves that had nothing to say."""
 
+import json
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.training.report import Pending, Report
+from jaxmllm.training.messages import Messages
+from jaxmllm.training.metrics import MetricsWriter, ProgressBar, read_metrics
+from jaxmllm.training.report import Pending, Report, TrainingError
+from tests.training.test_messages import Store
 
 PHASE = {"language/tokens": 300.0, "language/slots": 400.0, "language/flops": 6e9, "language/max_over_mean": 1.5}
 PEAK = 1e9
@@ -24,8 +30,11 @@ class Written:
     def write(self, step: int, values: dict[str, Any]) -> None:
         self.records.append((step, values))
 
+    def write_message(self, step: int, process: int, message: str) -> None:
+        self.records.append((step, {"process": process, "message": message}))
+
     def update(self, step: int, values: dict[str, float]) -> None:
-        self.lines.append("  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        assert values
 
     def print(self, line: str) -> None:
         self.lines.append(line)
@@ -45,6 +54,10 @@ def make_run(**config: Any) -> Any:
         peak_flops=PEAK,
         compilations=SimpleNamespace(count=7),
         corpus=SimpleNamespace(rejected_counts=dict),
+        warnings=SimpleNamespace(take=list),
+        is_main=True,
+        directory="runs/x",
+        evaluation=None,
     )
 
 
@@ -96,3 +109,90 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     assert [record["examples/s"] for _, record in out.records] == pytest.approx(rates)
     assert [record["language/tokens/s"] for _, record in out.records] == pytest.approx([25 * rate for rate in rates])
     assert out.records[5][1]["data_wait_seconds"] == 4.9
+
+
+# ---------------------------------------------------------------------------- messages and limits
+
+
+def test_a_limits_error_comes_after_the_lines_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxmllm.training.messages._serial", iter([0, 0]))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    run, out, board = make_run(), Written(), Store()
+    run.warnings.take = iter([["warning: the index is damaged"], [], [], []]).__next__
+    other = Messages(board, 1)
+    report: Any = Report(run, out, out, None, Messages(board, 0))  # type: ignore[arg-type]
+    report.tell(1, ("a.png: broken",))
+    report.follow(started(1, began=0.0, completed=1.0, failed_media=np.int32(1)))
+    other.tell(2, ["masked: b.png: broken", "masked: c.wav: broken"])
+    report.follow(started(2, began=0.0, completed=2.0, failed_media=np.int32(3)))
+    assert out.lines == ["step 1: process 0: masked: a.png: broken", *OTHERS]
+    with pytest.raises(TrainingError, match=r"step 2: 3 media items .* data\.max_failed_media = 2 .*metrics\.jsonl"):
+        report.settle()
+    messages = [(step, record["process"], record["message"]) for step, record in out.records if "message" in record]
+    assert messages == [
+        (0, 0, "warning: the index is damaged"),
+        (1, 0, "masked: a.png: broken"),
+        (2, 1, "masked: b.png: broken"),
+        (2, 1, "masked: c.wav: broken"),
+    ]
+
+
+OTHERS = ["step 2: process 1: masked: b.png: broken", "step 2: process 1: masked: c.wav: broken"]
+
+
+def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
+    run, out = make_run(), Written()
+    report: Any = Report(run, out, out, None)  # type: ignore[arg-type]
+    nothing = {"loss": np.float32(0), "targets_by_source": np.zeros(2), "masked_targets": np.float32(30)}
+    report.follow(started(1, began=0.0, completed=1.0, **nothing))
+    report.follow(started(2, began=0.0, completed=2.0, **nothing, skipped_in_row=np.int32(3)))
+    with pytest.raises(TrainingError, match="step 2: loss or gradients were not finite, or of no target token, for 3"):
+        report.settle()
+    for _, record in out.records:
+        assert record["loss"] is None and record["masked_targets"] == 30
+        assert not any(name.startswith("loss/") for name in record)
+
+
+# ---------------------------------------------------------------------------- what a run leaves
+
+
+def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> None:
+    run = make_run()
+    run.directory, run.evaluation = tmp_path, object()
+    run.config.evaluation = SimpleNamespace(at_start=True, every=3)
+    evaluation = {"loss": 0.5, "exact_match": {"a": 1.0, "b/c": 0.5}, "examples": {"a": 2, "b/c": 4}}
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        progress = ProgressBar(8, visible=False)
+        report = Report(run, writer, progress, None)
+        report.resume(0)
+        assert report.evaluation_missing(0)
+        for step in range(1, 9):
+            report.follow(started(step, began=0.0, completed=step, loss=np.float32(step)))
+        report.settle()
+        flat = {
+            f"eval/{name}/{source}": n for name in ("exact_match", "examples") for source, n in evaluation[name].items()
+        }
+        writer.write(6, {"eval/loss": 0.5} | flat)
+        assert not report.evaluation_due(7) and report.evaluation_due(8)
+
+        killed = Report(run, writer, progress, None)  # between the last checkpoint and its evaluation
+        killed.resume(8)
+        assert killed.evaluation_missing(8)
+        assert (
+            killed.evaluation
+            == {"step": 6, "failed_media": 0, "masked_examples": 0}
+            | {"loss_by_source": {}, "masked_by_source": {}}
+            | evaluation
+        )
+        summary = killed.summary(8, 1.0)
+        assert summary["loss"] == 8.0 and summary["complete"] and summary["error"] is None
+
+        writer.write(8, {"eval/loss": 0.25} | flat)
+        writer.write_summary(report.summary(8, 100.0))
+        again = Report(run, writer, progress, None)
+        again.resume(8)
+        assert not again.evaluation_missing(8)
+        assert again.summary(8, 1.0) == json.loads((tmp_path / "summary.json").read_text())
+        stopped = again.summary(8, 1.0, error="step 8: why")
+        assert stopped["error"] == "step 8: why" and not stopped["complete"]
+    assert len(read_metrics(tmp_path)) == 10

@@ -1,0 +1,128 @@
+"""What every process of a run has to say reaches the log and metrics.jsonl of the run, which the main process writes.
+
+    process n   tell(step, lines)  --> key-value store of the coordinator -->  drain(..) main process
+    any code    logging, warnings and above  --> WarningLog --> the same way
+
+No step waits for another process here, and what a step can send is bounded: the text of the first `SHOWN_LINES`
+messages of a process, and the number of the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxmllm.data.messages import shown
+from jaxmllm.training.board import POLL_SECONDS, Board, HostsError
+
+SHOWN_LINES = 8  # of one process and step; a folder of broken media must not flood the coordinator
+SHOWN_CHARACTERS = 500  # of one line
+PUBLICATION_SECONDS = 10.0  # that a process which ends the run gives the main one to write down why
+
+_serial = itertools.count()  # every process begins to train in the same order, so this names one run everywhere
+
+
+@dataclass(frozen=True)
+class Message:
+    """A line that a process had to say about a step; steps count from 1, and 0 is before the first."""
+
+    step: int
+    process: int
+    text: str
+
+
+class Messages:
+    """The way of messages from all processes to the main one, process 0. Without a board there is only one process."""
+
+    def __init__(self, board: Board | None = None, process: int = 0) -> None:
+        self._board, self._process = board, process
+        self._prefix = f"jaxmllm/messages/{next(_serial)}"
+        self._sent = 0
+        self._own: list[Message] = []
+
+    def tell(self, step: int, lines: Sequence[str]) -> None:
+        """Send lines on their way. Where the coordinator is gone they go to stderr, before its `HostsError`."""
+        if not lines:
+            return
+        lines = bounded(lines)
+        if self._board is None or self._process == 0:
+            self._own += [Message(step, self._process, line) for line in lines]
+            return
+        key = f"{self._prefix}/{self._process:08d}/{self._sent:08d}"
+        self._sent += 1
+        try:
+            self._board.key_value_set(key, json.dumps([step, lines]))
+        except HostsError:
+            print(*(f"step {step}: {line}" for line in lines), sep="\n", file=sys.stderr)
+            raise
+
+    def drain(self, publish: Callable[[Message], None]) -> None:
+        """Publish what was told since the last call, by step; only the main process gets to see anything.
+
+        A message that was told before a step's programs were started is there once the step has run.
+        """
+        messages, self._own = self._own, []
+        entries: list[tuple[str, str]] = []
+        if self._board is not None and self._process == 0:
+            entries = sorted(self._board.key_value_dir_get(f"{self._prefix}/"))
+        for key, value in entries:
+            step, lines = json.loads(value)
+            messages += [Message(step, int(key.split("/")[-2]), line) for line in lines]
+        for message in sorted(messages, key=lambda message: (message.step, message.process)):
+            publish(message)
+        for key, _ in entries:
+            assert self._board is not None
+            self._board.key_value_delete(key)
+
+    def await_publication(self, seconds: float = PUBLICATION_SECONDS) -> None:
+        """Wait until the main process has published what this one told: after that this one may end the run."""
+        if self._board is None or self._process == 0:
+            return
+        deadline = time.monotonic() + seconds
+        while self._board.key_value_dir_get(f"{self._prefix}/{self._process:08d}/") and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def bounded(lines: Sequence[str]) -> list[str]:
+    """The first few lines, each short and printable, and how many more there were."""
+    few = [shown(line, SHOWN_CHARACTERS) for line in lines[:SHOWN_LINES]]
+    more = len(lines) - len(few)
+    return [*few, f"and {more} more like these"] if more else few
+
+
+class WarningLog(logging.Handler):
+    """Keeps what jaxmllm's modules log, from warnings up, for the run's records; it is also shown as ever.
+
+    There is one at a time: a new one takes the place of the one before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+        logger = logging.getLogger("jaxmllm")
+        for handler in [handler for handler in logger.handlers if isinstance(handler, WarningLog)]:
+            logger.removeHandler(handler)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record. Python shows warnings of loggers without a handler; having one must not silence them."""
+        self._lines.append(shown(record.getMessage(), SHOWN_CHARACTERS))
+        if not logging.getLogger().handlers and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def take(self) -> list[str]:
+        """The lines since the last call."""
+        self.acquire()  # other threads may log
+        lines, self._lines = self._lines, []
+        self.release()
+        return [f"warning: {line}" for line in lines]
+
+    def close(self) -> None:
+        """Listen no more."""
+        logging.getLogger("jaxmllm").removeHandler(self)
+        super().close()

@@ -1,0 +1,103 @@
+"""Messages of several processes on their way to the main one."""
+
+import logging
+import threading
+
+import pytest
+
+from jaxmllm.training.board import HostsError
+from jaxmllm.training.messages import SHOWN_CHARACTERS, SHOWN_LINES, Message, Messages, WarningLog
+from tests.training.test_signals import MemoryBoard
+
+
+class Store(MemoryBoard):
+    """The part of the coordinator's store that messages need."""
+
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
+
+def drained(messages: Messages) -> list[Message]:
+    published: list[Message] = []
+    messages.drain(published.append)
+    return published
+
+
+@pytest.fixture
+def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Messages]]:
+    monkeypatch.setattr("jaxmllm.training.messages._serial", iter([0] * 3))  # three processes of one run
+    board = Store()
+    return board, [Messages(board, process) for process in range(3)]
+
+
+def test_main_process_hears_all_and_leaves_nothing(board_and_processes: tuple[Store, list[Messages]]) -> None:
+    board, (main, first, second) = board_and_processes
+    second.tell(4, ["masked: c.wav"])
+    first.tell(3, ["masked: a.png", "masked: b.png"])
+    first.tell(4, ["warning: slow"])
+    first.tell(5, [])
+    main.tell(4, ["masked: d.png"])
+    assert len(board.values) == 3
+    assert drained(main) == [
+        Message(3, 1, "masked: a.png"),
+        Message(3, 1, "masked: b.png"),
+        Message(4, 0, "masked: d.png"),
+        Message(4, 1, "warning: slow"),
+        Message(4, 2, "masked: c.wav"),
+    ]
+    assert board.values == {} and drained(main) == []
+    second.tell(6, ["again"])
+    assert drained(main) == [Message(6, 2, "again")]
+
+
+def test_many_and_long_lines_are_counted_and_cut(board_and_processes: tuple[Store, list[Messages]]) -> None:
+    board, (main, first, _) = board_and_processes
+    first.tell(1, [f"{n}: {'x' * 9000}\n{n}" for n in range(1000)])
+    (value,) = board.values.values()
+    assert len(value) < SHOWN_LINES * (SHOWN_CHARACTERS + 30)
+    texts = [message.text for message in drained(main)]
+    assert len(texts) == SHOWN_LINES + 1 and texts[-1] == f"and {1000 - SHOWN_LINES} more like these"
+    assert texts[3].startswith("3: xxx") and texts[3].endswith(r"xx\n3")
+
+
+def test_a_run_of_one_process_needs_no_store() -> None:
+    messages = Messages()
+    messages.tell(2, ["a"])
+    assert drained(messages) == [Message(2, 0, "a")]
+
+
+def test_what_cannot_be_sent_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Gone(Store):
+        def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+            raise HostsError("the coordinator is gone")
+
+    with pytest.raises(HostsError):
+        Messages(Gone(), 1).tell(7, ["masked: a.png"])
+    assert capsys.readouterr().err == "step 7: masked: a.png\n"
+
+
+def test_a_process_waits_until_its_messages_are_published(board_and_processes: tuple[Store, list[Messages]]) -> None:
+    _, (main, first, second) = board_and_processes
+    first.tell(1, ["masked: a.png"])
+    second.tell(1, ["masked: b.png"])
+    published: list[tuple[str, bool]] = []
+    waiting = threading.Thread(target=first.await_publication, args=(60.0,))
+    waiting.start()
+    main.drain(lambda message: published.append((message.text, waiting.is_alive())))
+    waiting.join(60)
+    assert published == [("masked: a.png", True), ("masked: b.png", True)] and not waiting.is_alive()
+    first.tell(2, ["masked: c.png"])
+    first.await_publication(0.0)  # the main process is gone
+
+
+def test_warnings_are_kept_and_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    replaced, log = WarningLog(), WarningLog()
+    logger = logging.getLogger("jaxmllm.data.index")
+    logger.warning("the index %s\nis damaged", "x")
+    logger.info("nothing to keep")
+    assert log.take() == [r"warning: the index x\nis damaged"] and log.take() == replaced.take() == []
+    assert capsys.readouterr().err == "the index x\nis damaged\n", "once, as without a handler"
+    log.close()
+    logger.warning("later")
+    assert log.take() == []
