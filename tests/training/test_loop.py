@@ -443,4 +443,4 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
     good = max(record["step"] for record in records if record["skipped"] == 0)
     kept = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert kept == [good], "a state inside the streak took the place of the last good one"
-    assert f"step {good + 1}: no checkpoint, the last 1 updates were not finite" in capsys.readouterr().out
+    assert f"step {good + 1}: no checkpoint, the last 1 updates were not finite" in capsys.readouterr().err
