@@ -369,6 +369,7 @@ class CheckpointConfig(Section):
 
 class LoggingConfig(Section):
     every: PositiveInt = 1  # steps between metric records
+    examples: bool = False  # write the ids of every step's examples to examples.jsonl
     tensorboard: bool = True
     wandb: str | None = None  # project name
     peak_flops: PositiveFloat | Auto = "auto"  # of one device, for MFU

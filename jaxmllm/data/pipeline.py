@@ -1,15 +1,18 @@
-"""The steps of a run: element k is this host's share of step k, a pure function of (config, seed, step).
+"""The steps of a run: element k is this host's share of step k, a pure function of (config, seed, step, history).
 
     sources --shuffle, repeat, mix--> order --batch--> examples of step k --gather--> lengths
         --plan_step--> plan (the same on every host) --fill--> HostStep (rows of the local ranks)
 
 Nothing is kept between steps, so the state of the data is the step number: a run resumes at any step, with any number
-of hosts, workers or devices. The order is grain's; `StepFiller` does the rest, in worker processes where there are any
-(reader.py), which import neither grain nor jax for it.
+of hosts, workers or devices. Where batch size or weights changed on the way, the history of the run says from which
+step on they count: the order goes on where it stands, so that no example is skipped or comes twice. The order is
+grain's; `StepFiller` does the rest, in worker processes where there are any (reader.py), which import neither grain
+nor jax for it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,17 +26,44 @@ from jaxmllm.data.index import DataError
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
 
 
-def example_order(members: Sequence[Member], seed: int) -> grain.MapDataset[int]:
+@dataclass(frozen=True)
+class Segment:
+    """What the steps from `step` on are made of, until the next segment; weights in the order of data.sources."""
+
+    step: int
+    batch_size: int
+    weights: tuple[float, ...]
+
+
+def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | None = None) -> grain.MapDataset[int]:
     """Endless weighted mixture of the sources, each reshuffled every epoch: random access to example numbers.
 
-    Raises `DataError` when a source has no examples.
+    `taken` examples of each source are passed over: those of earlier segments. Raises `DataError` when a source has no
+    examples.
     """
     sources = []
     for number, (name, _, examples) in enumerate(members):
         if not len(examples):
             raise DataError(f"source {name!r} of data.sources has no usable example; remove it, or see its refusals")
-        sources.append(grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, number)).repeat())
+        source = grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, number)).repeat()
+        sources.append(source[taken[number] :] if taken else source)
     return grain.MapDataset.mix(sources, [weight for _, weight, _ in members])
+
+
+def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
+    """How many examples of each source the first `positions` places of a mixture hold.
+
+    The mixture is periodic, so its last places tell: the last example of each source says how many came before.
+    """
+    count = len(weights)
+    places = grain.MapDataset.mix([grain.MapDataset.range(n, sys.maxsize, count) for n in range(count)], list(weights))
+    taken: dict[int, int] = {}
+    for position in range(positions - 1, -1, -1):
+        number, source = divmod(places[position], count)
+        taken.setdefault(source, number + 1)
+        if len(taken) == count:
+            break
+    return [taken.get(source, 0) for source in range(count)]
 
 
 def evaluation_order(members: Sequence[Member], limit: int | None = None) -> grain.MapDataset[int]:
@@ -46,19 +76,22 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 
 @dataclass(frozen=True)
 class Steps:
-    """This host's share of every step: a `Source` of a reader, and a sequence. Raises `IndexError` beyond the end."""
+    """This host's share of every step: a `Source` of a reader, and a sequence. Raises `IndexError` beyond the end, and
+    before step `start`, whose first example is number `first` of the order."""
 
     order: grain.MapDataset[int]
     batch_size: int
     filler: Callable[[int, Longs], HostStep]
     name: str = "step"
+    start: int = 0
+    first: int = 0
 
     def examples(self, k: int) -> Longs:
         """Example numbers of step k over all hosts, without planning or loading."""
-        return batch_examples(self.order, self.batch_size, k)
+        return batch_examples(self.order, self.batch_size, k - self.start, self.first)
 
     def __len__(self) -> int:
-        return -(-len(self.order) // self.batch_size)
+        return min(sys.maxsize, self.start + -(-(len(self.order) - self.first) // self.batch_size))
 
     def __getitem__(self, k: int) -> HostStep:
         return self.filler(k, self.examples(k))
@@ -69,18 +102,39 @@ def steps(filler: StepFiller, batch_size: int, seed: int) -> Steps:
     return Steps(example_order(filler.corpus.members, seed), batch_size, filler)
 
 
+def continued_steps(
+    filler: Callable[[int, Longs], HostStep], members: Sequence[Member], seed: int, history: Sequence[Segment]
+) -> Steps:
+    """Endless training steps from the last segment's first one on; the segments before it say where the order stands.
+
+    A new batch size goes on in the same order. New weights begin a new mixture, in which every source goes on where
+    it stands, in the middle of its epoch.
+    """
+    segment, taken, first = history[0], [0] * len(members), 0
+    weights = segment.weights
+    for following in history[1:]:
+        first += (following.step - segment.step) * segment.batch_size
+        if following.weights != weights:
+            taken = [sum(pair) for pair in zip(taken, taken_examples(weights, first), strict=True)]
+            weights, first = following.weights, 0
+        segment = following
+    weighted = [(name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)]
+    order = example_order(weighted, seed, taken if any(taken) else None)
+    return Steps(order, segment.batch_size, filler, "step", segment.step, first)
+
+
 def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> Steps:
     """Every example (or `limit` of them) once, in a fixed order; the last step may be short."""
     return Steps(evaluation_order(filler.corpus.members, limit), batch_size, filler, "held-out batch")
 
 
-def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int) -> Longs:
+def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int, begin: int = 0) -> Longs:
     """Example numbers [B] of any step, without planning or loading; the last batch of a finite order may be short.
 
-    Raises `IndexError` beyond the end of the order.
+    Step 0 begins at number `begin` of the order. Raises `IndexError` outside the order.
     """
-    first = step * batch_size
-    if not 0 <= first < len(order):
+    first = begin + step * batch_size
+    if step < 0 or not first < len(order):
         raise IndexError(f"step {step} of {batch_size} examples is outside an order of {len(order)}")
     return _numbers([order[i] for i in range(first, min(first + batch_size, len(order)))])
 

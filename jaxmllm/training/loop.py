@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 
 from jaxmllm.config import dump_config
+from jaxmllm.data.pipeline import continued_steps
 from jaxmllm.data.reader import Loader, LoadError
 from jaxmllm.training import hosts
 from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
 from jaxmllm.training.files import write_atomically
+from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from jaxmllm.training.initial import CHECKPOINTS, initial_state
 from jaxmllm.training.messages import Messages
 from jaxmllm.training.metrics import MetricsWriter, ProgressBar
@@ -54,7 +56,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         MetricsWriter(run.directory, config.logging.tensorboard, config.logging.wandb, run.is_main) as writer,
         nullcontext(stop) if stop else StopSignals() as stop,
     ):
-        state, step = _begin(run, checkpoints, writer)
+        run, state, step = _begin(run, checkpoints, writer)
         hosts.meet("training")
         together = hosts.current()
         stop.begin_training(together.board if together else None, jax.process_index(), jax.process_count())
@@ -78,7 +80,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 except (*USER_ERRORS, LoadError):
                     if step > first and jax.process_count() == 1:  # others would not join in saving
                         report.settle()
-                        checkpoints.save(step, run.programs.to_saved(state))
+                        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
                     raise
                 waited = time.monotonic() - asked
                 if step == first:
@@ -134,10 +136,14 @@ def _evaluate(
     return continues
 
 
-def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[TrainState, int]:
-    """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from."""
+def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Run, TrainState, int]:
+    """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from.
+
+    Returns the run with its batches from there on, its state, and the steps done.
+    """
     _check_data(run)
     config, saved_config = begun_config(run.config), read_config(run.directory)
+    history = read_history(run.directory) or ((segment_of(saved_config),) if saved_config else ())
     if run.is_main:
         print(dump_config(config), run.describe(), sep="\n")
     restored = checkpoints.restore_latest(run.programs.saved_state, run.say)
@@ -145,12 +151,15 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[T
         state, step = initial_state(config, run.programs, run.say), 0
     else:
         state, step = run.programs.from_saved(restored[0]), restored[1]
-    for line in changes(saved_config, config, step) if saved_config else ():
+    history, lines = continued_history(history, segment_of(config, step), run.directory)
+    for line in (*lines, *(changes(saved_config, config, step) if saved_config else ())):
         run.say(line)
     writer.resume_from(step)
     if run.is_main:
+        write_history(run.directory, history)
         write_config(run.directory, config)
-    return state, step
+    batches = continued_steps(run.batches.filler, run.corpus.members, config.run.seed, history)
+    return replace(run, batches=batches), state, step
 
 
 def _check_data(run: Run) -> None:

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -28,6 +28,7 @@ from jaxmllm.config import ConfigError
 from jaxmllm.training.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
+EXAMPLES_FILE = "examples.jsonl"
 SUMMARY_FILE = "summary.json"
 WANDB_ID_FILE = "wandb_id.txt"
 
@@ -49,6 +50,7 @@ class MetricsWriter:
         self._tensorboard, self._wandb, self._is_main = tensorboard, wandb, is_main
         self._resumed_from: int | None = None
         self._stream: TextIO | None = None
+        self._examples: TextIO | None = None
         self._sinks: list[Sink] = []
 
     @property
@@ -57,16 +59,16 @@ class MetricsWriter:
         return self.directory / METRICS_FILE
 
     def resume_from(self, step: int) -> None:
-        """Drop records of steps after `step`, and a last line cut short by a kill, so that the file stays one
-        straight history. The file is replaced in one move."""
+        """Drop records of steps after `step`, and a last line cut short by a kill, so that the files stay one
+        straight history. Each file is replaced in one move. Other lines that are no records are left out, too; the
+        damaged file is then kept beside the new one, and said."""
         if self._stream is not None:
             raise RuntimeError("resume_from must be called before the first write")
         self._resumed_from = step
-        if self._is_main and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            records = [(line, _parsed(line)) for line in lines]
-            kept = [f"{line}\n" for line, record in records if record is not None and record["step"] <= step]
-            write_atomically(self.path, "".join(kept))
+        if self._is_main:
+            for path in (self.path, self.directory / EXAMPLES_FILE):
+                if path.exists():
+                    _trim(path, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one record; it is on disk when this returns."""
@@ -82,6 +84,15 @@ class MetricsWriter:
         if self._is_main:
             self._append(step, {"process": process, "message": message})
 
+    def write_examples(self, step: int, ids: Sequence[str]) -> None:
+        """Add a line with the ids of a step's examples, in order, to examples.jsonl."""
+        if self._is_main:
+            if self._examples is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._examples = (self.directory / EXAMPLES_FILE).open("a", encoding="utf-8")
+            self._examples.write(json.dumps({"step": step, "ids": list(ids)}) + "\n")
+            self._examples.flush()
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one move; values may be nested dicts and lists."""
         if self._is_main:
@@ -93,6 +104,9 @@ class MetricsWriter:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        if self._examples is not None:
+            self._examples.close()
+            self._examples = None
         for sink in self._sinks:
             sink.close()
         self._sinks = []
@@ -186,13 +200,26 @@ def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
+def _trim(path: Path, step: int) -> None:
+    """Keep the records up to `step` of a file with one per line."""
+    content = path.read_bytes()
+    lines = content.decode("utf-8", "replace").split("\n")
+    records = [(line, _parsed(line)) for line in lines]
+    kept = [f"{line}\n" for line, record in records if record is not None and record["step"] <= step]
+    if count := sum(record is None and bool(line.strip()) for line, record in records[:-1]):
+        aside = path.with_name(f"{path.name}.damaged")
+        aside.write_bytes(content)
+        print(f"{path}: {count} lines are no records and are left out; the file as it was is {aside.name}")
+    write_atomically(path, "".join(kept))
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
     """The record of a line; None for one that was cut short."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) and "step" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _scalar(value: Any) -> Scalar:

@@ -36,6 +36,7 @@ A record of a message has `process` and `message`. Records of all kinds have `st
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -241,6 +242,11 @@ class Report:
         record = self._record(pending, values)
         self.loss = record["loss"]
         self.streak = int(values["skipped_in_row"])
+        if self.run.is_main:
+            ids = [self.run.corpus.id(example) for example in pending.batch.examples]
+            record["batch"] = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
+            if self.run.config.logging.examples:
+                self.writer.write_examples(pending.step, ids)
         if due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
             self.writer.write(pending.step, record)
         shown: dict[str, Any] = {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record}

@@ -43,6 +43,8 @@ FREE_KEYS = (
 # Steps to come depend on these, steps done do not: their new values count from the step of the checkpoint on.
 CHANGEABLE_KEYS = (
     "run.steps",
+    "data.batch_size",
+    "data.sources.*.weight",
     "components.*.freeze",
     "components.*.learning_rate_scale",
     "optimizer",

@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
@@ -21,12 +23,15 @@ from jaxmllm.data.images import Images
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import MediaError
 from jaxmllm.data.pipeline import (
+    Segment,
     batch_examples,
+    continued_steps,
     evaluation_order,
     evaluation_steps,
     example_order,
     sample_batches,
     steps,
+    taken_examples,
 )
 from jaxmllm.data.reader import Loader
 from jaxmllm.data.text import ByteTokenizer, MediaSpan, Rendered
@@ -216,6 +221,71 @@ def test_mixture_follows_the_weights_and_loses_nothing():
     few = drawn[drawn >= 40]
     for epoch in range(len(few) // 10):
         assert sorted(few[10 * epoch : 10 * epoch + 10]) == list(range(40, 50))
+
+
+# ---------------------------------------------------------------------------- batch size and weights that change
+
+
+def drawn(history: tuple[Segment, ...], stop: int) -> list[int]:
+    """Examples of all steps up to `stop`, each from the segments that were known when it was done."""
+    corpus, examples = make_corpus(), []
+    filler = make_filler(corpus)
+    for step in range(stop):
+        known = tuple(segment for segment in history if segment.step <= step)
+        examples += continued_steps(filler, corpus.members, 3, known).examples(step).tolist()
+    return examples
+
+
+@settings(max_examples=8)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=3))
+def test_another_batch_size_skips_and_repeats_nothing(changes):
+    history, step = [Segment(0, 8, (3.0, 1.0))], 0
+    for more, size in changes:
+        step += more
+        history.append(Segment(step, size, (3.0, 1.0)))
+    found = drawn(tuple(history), step + 3)
+    order = example_order(make_corpus().members, 3)
+    assert found == [order[i] for i in range(len(found))]
+
+
+@settings(max_examples=8)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.floats(0.05, 20)), min_size=1, max_size=3))
+def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
+    history, step = [Segment(0, 8, (3.0, 1.0))], 0
+    for more, size, weight in changes:
+        step += more
+        history.append(Segment(step, size, (weight, 1.0)))
+    found = np.array(drawn(tuple(history), step + 4))
+    for number, (name, _, numbers) in enumerate(make_corpus().members):
+        alone = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
+        order = example_order(alone, 3)  # as far as this source is concerned: its seed is that of its number
+        expected = [order[i] for i in range((number + 1) * len(found) + 1)][number :: number + 1]
+        mine = found[np.isin(found, numbers)].tolist()
+        assert mine == expected[: len(mine)]
+
+
+def test_new_weights_are_those_of_the_mixture():
+    history = (Segment(0, 8, (3.0, 1.0)), Segment(10, 8, (1.0, 3.0)))
+    found = np.array(drawn(history, 110))
+    assert abs((found[:80] < 40).mean() - 0.75) < 0.05 and abs((found[80:] < 40).mean() - 0.25) < 0.02
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (3.0, 1.0), (1.0, 200.0, 7.5), (0.3, 0.3, 0.4)])
+def test_taken_examples_are_those_that_the_mixture_drew(weights):
+    members = [(str(n), weight, np.arange(1000 * n, 1000 * n + 1000)) for n, weight in enumerate(weights)]
+    order = example_order(members, 0)
+    places = np.array([order[i] // 1000 for i in range(400)])
+    for count in (0, 1, 2, 17, 400):
+        expected = [int((places[:count] == n).sum()) for n in range(len(weights))]
+        assert taken_examples(weights, count) == expected
+
+
+def test_steps_before_a_segment_are_not_its_own():
+    corpus, history = make_corpus(), (Segment(0, 8, (3.0, 1.0)), Segment(5, 1, (1.0, 1.0)))
+    steps_ = continued_steps(make_filler(corpus), corpus.members, 3, history)
+    with pytest.raises(IndexError):
+        steps_.examples(4)
+    assert len(steps_.examples(5)) == 1 and len(steps_) > 1 << 50
 
 
 def test_source_without_examples_is_refused():

@@ -54,6 +54,33 @@ def test_resume_keeps_one_straight_history(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "tail", ['{"step": 3, "loss": 3.0}', '{"step": 4, "loss": 4.0}\n{"step"', '{"step": 3, "loss": 3.0}\n\0']
+)
+def test_each_step_is_there_once_whatever_a_kill_left(tmp_path: Path, tail: str, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n' + tail)
+    (tmp_path / "examples.jsonl").write_text('{"step": 1, "ids": ["a"]}\n{"step": 2, "ids": ["b"]}\n{"step": 3, "i')
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.resume_from(2)
+        writer.write(3, {"loss": 3.0})
+        writer.write_examples(3, ["c", "ü"])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    examples = [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
+    assert examples == [{"step": 1, "ids": ["a"]}, {"step": 2, "ids": ["b"]}, {"step": 3, "ids": ["c", "ü"]}]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_damaged_file_of_records_is_put_aside_and_said(tmp_path: Path, capsys) -> None:
+    content = b'{"step": 1, "loss": 1.0}\n\xff\xfe\n[]\n{"step": 2, "loss": 2.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.resume_from(2)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+    said = capsys.readouterr().out
+    assert "metrics.jsonl: 2 lines are no records and are left out" in said and said.count("\n") == 1
+
+
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run", is_main=False) as writer:
         writer.resume_from(0)

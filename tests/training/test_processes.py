@@ -54,6 +54,8 @@ def test_two_processes_train_as_one(data, tmp_path, layout):
     train(build_run(parse_config(tree)))
     one, two = (records_of(tmp_path / name) for name in ("one", "two"))
     assert [record["step"] for record in one] == [record["step"] for record in two] == [1, 2, 3, 3, 4, 5, 6, 6]
+    batches = [[record["batch"] for record in records if "batch" in record] for records in (one, two)]
+    assert batches[0] == batches[1] and len(set(batches[0])) == 6, "the same examples in every step"
     for key in ("loss", "gradient_norm", "eval/loss", "eval/exact_match/text"):
         values = [[record[key] for record in records if key in record] for records in (one, two)]
         assert len(values[0]) in (2, 6)

@@ -51,10 +51,13 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
 @pytest.fixture(scope="module")
 def history(data, tmp_path_factory):
     """An uninterrupted run; one that was killed, resumed, stopped by SIGTERM and resumed; and one that was killed
-    and resumed on half of the devices. Each begins with `--resume` in a folder that does not exist."""
+    and resumed on half of the devices, with rows
+    in parts. Each begins with `--resume` in a folder that does not exist."""
     base = tmp_path_factory.mktemp("history")
     config = base / "config.yaml"
-    tree = tiny_config(data, run={"directory": "unset", "steps": STEPS}, checkpoint={"every": 3})
+    tree = tiny_config(
+        data, run={"directory": "unset", "steps": STEPS}, checkpoint={"every": 3}, logging__examples=True
+    )
     config.write_text(yaml.safe_dump(tree))
     random = np.random.default_rng()  # any step will do: no test may depend on which
     killed_after, stopped_after = int(random.integers(2, 7)), int(random.integers(9, 12))
@@ -75,7 +78,7 @@ def history(data, tmp_path_factory):
     stopped = json.loads((base / "killed" / "summary.json").read_text())["steps"]
     kept = [int(path.name) for path in (base / "killed" / "checkpoints").iterdir()]
 
-    both = [begin("killed"), begin("moved", "mesh.data=2", "mesh.fsdp=2", devices=4)]
+    both = [begin("killed"), begin("moved", "mesh.data=2", "mesh.context=2", devices=4)]
     for process in (*both, begin("whole")):
         finish(process)
     return base, {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
@@ -89,6 +92,10 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert [record["step"] for record in expected] == list(range(1, STEPS + 1))
     for key in ("loss", "learning_rate", "gradient_norm"):
         np.testing.assert_allclose([r[key] for r in actual], [r[key] for r in expected], rtol=tolerance)
+    assert [record["batch"] for record in actual] == [record["batch"] for record in expected]
+    drawn = [(base / each / "examples.jsonl").read_text() for each in ("whole", name)]
+    assert drawn[0] == drawn[1], "the examples of every step, by id"
+    assert [json.loads(line)["step"] for line in drawn[0].splitlines()] == list(range(1, STEPS + 1))
     by_source = [{k for k in record if k.startswith("loss/")} for record in expected]
     assert by_source == [{k for k in record if k.startswith("loss/")} for record in actual]
     summaries = [json.loads((base / each / "summary.json").read_text()) for each in ("whole", name)]
