@@ -66,10 +66,11 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
 
     from jaxmllm.training.build import USER_ERRORS, build_run
     from jaxmllm.training.loop import RUN_ERRORS, train
-    from jaxmllm.training.run_folder import check_folder
+    from jaxmllm.training.run_folder import open_folder
 
     with hosts.ending_together((*USER_ERRORS, *RUN_ERRORS, hosts.HostsError)) as outcome:
-        summary = train(build_run(check_folder(config, options.resume)), stop)
+        with open_folder(config, options.resume) as checked:
+            summary = train(build_run(checked), stop)
         if summary["steps"] < config.run.steps:
             outcome.code = code_when_stopped
     return outcome.code

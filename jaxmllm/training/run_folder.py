@@ -1,7 +1,9 @@
 """One run, one folder: who may write into it, and what it says of the run that began there.
 
 run.directory/
+  run.lock         the process that writes here: training/lock.py
   config.yaml      resolved config; a folder without it holds no run
+  history.json     batch size and weights by step: training/history.py
   checkpoints/     training/checkpoint.py
   data.json        what the run is trained on
   rejected.jsonl   examples that were refused, with reasons
@@ -12,17 +14,28 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import jax
+
 from jaxmllm.config import Config, ConfigError, dump_config, load_config
+from jaxmllm.training.agreement import agreed_problem
 from jaxmllm.training.checkpoint import CheckpointError
 from jaxmllm.training.files import write_atomically
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
+from jaxmllm.training.lock import LOCK_FILE, RunLock
 from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
 
 CONFIG_FILE = "config.yaml"
-OWN = (CHECKPOINTS, "data.json", "metrics.jsonl", "summary.json")  # what a run leaves behind besides its config
+OWN = (
+    CHECKPOINTS,
+    "data.json",
+    "history.json",
+    "metrics.jsonl",
+    "summary.json",
+)  # what a run leaves behind besides its config
 
 
 def write_config(run_directory: str | Path, config: Config) -> None:
@@ -43,6 +56,27 @@ def read_config(run_directory: str | Path) -> Config | None:
         ) from error
 
 
+@contextmanager
+def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
+    """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
+
+    The main process holds the folder for all. Raises `CheckpointError` in every process if another run holds it, or
+    if this one may not go on in it.
+    """
+    with ExitStack() as stack:
+        problem, checked = None, config
+        try:
+            check_writable(Path(config.run.directory))
+            if jax.process_index() == 0:
+                stack.enter_context(RunLock(Path(config.run.directory)))
+            checked = check_folder(config, resume)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := agreed_problem(problem):
+            raise CheckpointError(problem)
+        yield checked
+
+
 def check_folder(config: Config, resume: bool | str) -> Config:
     """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
 
@@ -59,7 +93,7 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             )
         check_compatible(saved, config)
         return resumed_config(saved, config)
-    present = sorted(entry.name for entry in folder.iterdir())
+    present = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK_FILE, ".")))
     if found := [name for name in present if name in OWN]:
         raise CheckpointError(
             f"{folder} holds {', '.join(found)} but no {CONFIG_FILE}, so it cannot be said which run that was: restore "

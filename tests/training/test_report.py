@@ -42,7 +42,7 @@ class Written:
 
 def make_run(**config: Any) -> Any:
     sections = {
-        "logging": SimpleNamespace(every=1),
+        "logging": SimpleNamespace(every=1, examples=False),
         "run": SimpleNamespace(steps=8),
         "optimizer": SimpleNamespace(max_skipped=3),
         "data": SimpleNamespace(max_failed_media=2),
@@ -53,7 +53,7 @@ def make_run(**config: Any) -> Any:
         sources=("a", "b"),
         peak_flops=PEAK,
         compilations=SimpleNamespace(count=7),
-        corpus=SimpleNamespace(rejected_counts=dict),
+        corpus=SimpleNamespace(rejected_counts=dict, id=str),
         warnings=SimpleNamespace(take=list),
         is_main=True,
         directory="runs/x",
