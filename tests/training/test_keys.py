@@ -1,0 +1,494 @@
+"""No key of the config is without effect: each one is listed here with something that it changes, or that refuses it.
+
+    EFFECTS     seen without training: parameters, traced programs, plans, lengths, rates
+    RUN         seen in the run folder or the reader of a run
+    ELSEWHERE   seen by a test of its own, which is named
+
+A new key without an entry fails `test_every_key_of_the_schema_is_listed`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from jaxmllm.balance.pipeline_plan import plan_pipeline
+from jaxmllm.config import Config, load_config
+from jaxmllm.data.corpus import modalities
+from jaxmllm.data.text import load_tokenizer
+from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
+from jaxmllm.strict_yaml import write_text
+from jaxmllm.training import loop
+from jaxmllm.training.build import (
+    USER_ERRORS,
+    Groundwork,
+    Run,
+    attention_spec,
+    build_run,
+    largest_row,
+    lay_groundwork,
+    pipeline_sizes,
+    plan_spec,
+    vocabulary,
+)
+from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
+from jaxmllm.training.step import Step
+from sharding.mesh import make_mesh, mesh_shape
+from tests.support import tiny_config
+
+MESH = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2})
+NO_ENCODERS = {"vision": None, "audio": None}
+CAPACITY = 256  # slots of the rows that programs are traced for
+
+
+# ---------------------------------------------------------------------------- what can be seen
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What observers may look at beside a config: a sample, an empty folder, what is known before compiling."""
+
+    data: Path
+    folder: Path
+    base: Path  # config file
+
+    @functools.cached_property
+    def ground(self) -> Groundwork:
+        return lay_groundwork(load_config(self.base), MESH)
+
+    @functools.cached_property
+    def staged(self) -> Groundwork:
+        """On one rank of a pipeline."""
+        config = load_config(self.base, STAGED)
+        return lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:2]))
+
+
+Observer = Callable[[Config, Scene], Any]
+
+
+@functools.lru_cache(maxsize=4)
+def model_of(config: str) -> MLLM:
+    made = Config.model_validate_json(config)
+    size = vocabulary(made, load_tokenizer(made.data.tokenizer))
+    return build_model(made.model, size, made.components, MESH)
+
+
+def model(config: Config) -> MLLM:
+    return model_of(config.model_dump_json(by_alias=True))
+
+
+def weights(config: Config, _: Scene) -> Any:
+    """Shapes, types and places of all parameters."""
+    leaves = jax.tree.leaves_with_path(model(config).abstract(config.run.param_dtype))
+    return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype, str(leaf.sharding)) for path, leaf in leaves]
+
+
+def decoder_weights(config: Config, scene: Scene) -> Any:
+    """The same without encoders, which is quicker."""
+    return weights(config.model_copy(update={"model": config.model.model_copy(update=NO_ENCODERS)}), scene)
+
+
+def text_of(function: Callable[..., Any], *arguments: Any) -> str:
+    """A traced function with its constants, without addresses."""
+    traced = jax.make_jaxpr(function)(*arguments)
+    constants = [np.asarray(value).tobytes() for value in traced.consts if not hasattr(value, "eqns")]
+    return re.sub(r"0x[0-9a-f]+", "", f"{traced} {constants}")
+
+
+def step_of(config: Config) -> Step:
+    return Step(model(config), config.optimizer, config.decay_steps, 1)
+
+
+def encoder(phase: str) -> Observer:
+    """The gradient of a phase's tower and projector."""
+
+    def observe(config: Config, _: Scene) -> str:
+        made = model(config)
+        modality = modalities(config.model, config.data, ())[phase]
+        block = getattr(config.phases, phase).block
+        layout = made.layout(phase)
+        rows = abstract_encoder_rows(layout, CAPACITY, modality, block, phase in config.model.windows)
+        params = {name: made.abstract("float32")[name] for name in (phase, f"projector.{phase}")}
+
+        def loss(params: Any, rows: Any) -> Any:
+            return made.project(params, phase, made.features(params, phase, rows), rows.places).sum()
+
+        return text_of(jax.grad(loss), params, rows)
+
+    return observe
+
+
+def language(config: Config, _: Scene) -> str:
+    """The gradient of the decoder's loss."""
+    made, step = model(config), step_of(config)
+    rows = abstract_language_rows(made.layout("language"), CAPACITY, 8, config.phases.language.block)
+    ranks, width = made.layout("language").ranks, config.model.language.width
+    media = jax.ShapeDtypeStruct((ranks, CAPACITY, width), np.float32)
+    valid = jax.ShapeDtypeStruct((ranks, CAPACITY), np.float32)
+
+    def loss(params: Any, *arguments: Any) -> Any:
+        return step.decode(params, *arguments)[0]
+
+    return text_of(jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid)
+
+
+def trained(config: Config, _: Scene) -> Any:
+    return model(config).trainable
+
+
+def scales(config: Config, _: Scene) -> Any:
+    """The learning rate of each component, as the update multiplies it."""
+    return {name: component.settings.learning_rate_scale for name, component in model(config).components.items()}
+
+
+def rates(config: Config, _: Scene) -> Any:
+    rate = functools.partial(learning_rate, config.optimizer, config.decay_steps)
+    return jax.vmap(rate)(jnp.arange(config.run.steps)).tolist()
+
+
+def updates(config: Config, _: Scene) -> Any:
+    optimizer, params = make_optimizer(config.optimizer), {"kernel": jnp.ones(2)}
+
+    def after(state: Any, grad: Any) -> Any:
+        grads = clip_by_norm({"kernel": grad}, jnp.float32(3.0), config.optimizer.clip_norm)
+        new, state = optimizer.update(grads, state, params)
+        return state, new["kernel"]
+
+    grads = jnp.array([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
+    return jax.lax.scan(after, optimizer.init(params), grads)[1].tolist()
+
+
+def lengths(config: Config, _: Scene) -> str:
+    """What length indexes are named by."""
+    return repr(modalities(config.model, config.data, ()))
+
+
+def examples(config: Config, _: Scene) -> Any:
+    """The data: sources, their files and lengths, what is learned of them, the order and size of batches."""
+    ground = lay_groundwork(config, MESH)
+    corpora = [ground.corpus, *ground.held_out]
+    indexes = [
+        (index.source, index.path, index.root, index.targets.tolist(), len(index.rejected))
+        for corpus in corpora
+        for index in corpus.indexes
+    ]
+    weights = [corpus.weights for corpus in corpora[1:]]  # training weights act through the order
+    return indexes, weights, [ground.order[i] for i in range(64)], [len(batch.examples) for batch in ground.samples]
+
+
+def cache_files(config: Config, scene: Scene) -> Any:
+    lay_groundwork(config, MESH)
+    return sorted(path.name for path in scene.folder.iterdir())
+
+
+def plan(config: Config, scene: Scene) -> Any:
+    """Rows, pools, exchange and attention of the step's plan."""
+    made, corpora = scene.ground.model, [scene.ground.corpus, *scene.ground.held_out]
+    spec = plan_spec(config, made, scene.ground.samples, corpora)
+    return repr((spec, attention_spec(config, made, scene.ground.corpus.modalities, spec)))
+
+
+def limits(config: Config, _: Scene) -> Any:
+    """What is too long for any row."""
+    media = modalities(config.model, config.data, ())
+    return [largest_row(config, phase, media, 1) for phase in ("vision", "audio", "language")]
+
+
+def stages(config: Config, scene: Scene) -> Any:
+    """Sizes of a pipeline, and the schedule of a batch."""
+    ground = scene.staged
+    sizes = pipeline_sizes(config, ground.model, ground.samples, [ground.corpus, *ground.held_out])
+    made = plan_pipeline(ground.samples[0], sizes.spec, sizes.training)
+    return repr(sizes.training.tables), sizes.training.microbatches, made.digest()
+
+
+def mesh(config: Config, _: Scene) -> Any:
+    return list(zip(config.mesh_sizes, mesh_shape(config.mesh_sizes, 8), strict=True))
+
+
+# ---------------------------------------------------------------------------- every key
+
+
+QUICK = (decoder_weights, trained, scales, rates, updates, lengths, limits, mesh)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A value of a key that changes what an observer sees; `given` are other keys that both configs have."""
+
+    seen: Observer
+    value: str
+    given: tuple[str, ...] = ()
+
+
+def effects(section: str, seen: Observer, given: tuple[str, ...] = (), **values: str) -> dict[str, Effect]:
+    return {f"{section}.{name}": Effect(seen, value, given) for name, value in values.items()}
+
+
+SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
+NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
+WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
+STAGED = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", "data.batch_size=8")
+SOURCES = "data.{split}=[{{name: a, path: {data}/train.jsonl}}, {{{first}}}]"
+PLAIN = "name: b, path: {data}/train.jsonl, root: {data}, weight: 1.0, targets: assistant"
+CHANGED = {
+    "name": PLAIN.replace("name: b", "name: c"),
+    "path": PLAIN.replace("{data}/train", "{data}/test"),
+    "root": PLAIN.replace("root: {data}", "root: {data}/.."),
+    "weight": PLAIN.replace("1.0", "3.0"),
+    "targets": PLAIN.replace("assistant", "all"),
+}
+RELATIVE = ("data.root={data}", "data.sources=[{name: a, path: train.jsonl}]", "data.evaluation=[]")
+INCOMPLETE = ("data.max_rejected=1.0", "data.sources=[{name: a, path: {data}/train.jsonl, root: {data}/..}]")
+LENIENT = ("data.max_rejected=1.0",)
+
+
+def sources(split: str) -> dict[str, Effect]:
+    """Each key of a source, as the second of two."""
+    given = (*LENIENT, SOURCES.replace("{split}", split).replace("{first}", PLAIN))
+    values = {key: SOURCES.replace("{split}", split).replace("{first}", text) for key, text in CHANGED.items()}
+    return {f"data.{split}.*.{key}": Effect(examples, value.partition("=")[2], given) for key, value in values.items()}
+
+
+def component(name: str, seen: Observer) -> dict[str, Effect]:
+    section = f"components.{name}"
+    remat = "dots" if not name.startswith("projector") else "full"
+    found = effects(section, trained, freeze="true") | effects(section, scales, learning_rate_scale="0.5")
+    found |= effects(section, weights, layout="{mlp: [], heads: []}")
+    return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
+
+
+def phase(name: str) -> dict[str, Effect]:
+    section = f"phases.{name}"
+    found = effects(section, plan, capacities="[1024]", row_classes="4", max_segments="99", block="64")
+    return found | effects(section, limits, max_capacity="640") | effects(section, plan, long_capacity="4096")
+
+
+EFFECTS: dict[str, Effect] = {
+    **effects("model.language", decoder_weights, **SHAPES | {"heads": "8"}, vocab_size="384"),
+    **effects("model.language", decoder_weights, qkv_bias="true", qk_norm="true", tie_embeddings="true"),
+    **effects("model.language", decoder_weights, ("model.language.rope_sections=null",), head_size="16", kv_heads="4"),
+    **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
+    **effects("model.language", plan, bidirectional="[]"),
+    **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),
+    **effects("model.vision", encoder("vision"), **NORMS),
+    **effects("model.vision", encoder("vision"), ("model.vision.layers=2",), window="4"),
+    **effects("model.vision", encoder("vision"), WINDOWED, full_layers="[1]"),
+    **effects("model.audio", weights, **SHAPES, merge="4", mel_bins="16"),
+    **effects("model.audio", encoder("audio"), **NORMS, chunk_frames="64"),
+    **component("vision", encoder("vision")),
+    **component("audio", encoder("audio")),
+    **component("projector.vision", encoder("vision")),
+    **component("projector.audio", encoder("audio")),
+    **component("language", language),
+    **sources("sources"),
+    **sources("evaluation"),
+    **effects("data", examples, batch_size="4", tokenizer="absent.json"),
+    **effects("data", examples, RELATIVE, root="{data}/.."),
+    **effects("data", examples, INCOMPLETE, max_rejected="0.0"),
+    **effects("data", cache_files, index_cache="{folder}"),
+    **effects("data.images", lengths, min_pixels="1000", max_pixels="10000"),
+    **effects("data.sounds", lengths, sample_rate="8000", window="200", hop="80", max_seconds="4.0"),
+    **phase("vision"),
+    **phase("audio"),
+    **phase("language"),
+    **effects("balance", plan, mode="none", pool_slots="4096", pair_slots="64", exchange="ragged"),
+    **effects("balance", plan, ranks_per_node="2", calibration="absent.json"),
+    **effects("mesh", mesh, ("mesh.data=-1",), data="2", fsdp="2", context="2", tensor="2"),
+    **effects("pipeline", mesh, ("pipeline.layout=chain",), stages="2"),
+    **effects("pipeline", stages, STAGED, layout="parallel", schedule="gpipe", split_backward="true", fan="5"),
+    **effects("pipeline", stages, STAGED, microbatches="3", live="2", kept_residuals="2"),
+    **effects("optimizer", rates, ("optimizer.schedule=cosine",), learning_rate="0.5", warmup_steps="2"),
+    **effects("optimizer", rates, ("optimizer.schedule=cosine",), final_scale="0.9", decay_steps="40"),
+    **effects("optimizer", rates, schedule="cosine"),
+    **effects("optimizer", updates, beta1="0.5", beta2="0.5", epsilon="0.1", weight_decay="0.1", clip_norm="0.5"),
+    **effects("run", decoder_weights, param_dtype="bfloat16"),
+    **effects("run", examples, seed="1"),
+}
+
+RUN = {  # changes of a run of three steps; see `left_by`
+    "run.directory": ("elsewhere", ()),
+    "run.steps": ("2", ()),
+    "data.workers": ("1", ()),
+    "data.prefetch": ("1", ()),
+    "checkpoint.every": ("1", ()),
+    "checkpoint.keep": ("1", ("checkpoint.every=1",)),
+    "logging.every": ("2", ()),
+    "logging.tensorboard": ("true", ()),
+    "logging.examples": ("true", ()),
+    "profile.steps": ("1", ("profile.start=1",)),
+    "profile.start": ("9", ("profile.steps=1",)),
+    "evaluation.every": ("1", ()),
+    "evaluation.at_start": ("true", ()),
+}
+
+ELSEWHERE = {
+    "model.from": "training/test_initial.py::test_parameters_are_read_on_any_mesh",
+    "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
+    "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",
+    "balance.check_every": "training/test_hosts.py::test_plans_are_compared_however_far_apart_the_processes_are",
+    "distributed.start_timeout": "training/test_hosts.py::test_a_process_that_does_not_answer_is_named",
+    "distributed.peer_timeout": "training/test_hosts.py::test_a_silent_process_ends_the_others",
+    "pipeline.deferral": "balance/test_microbatches.py::test_deferral_is_the_best_of_all_pairings_and_subsets",
+    "pipeline.rollouts": "sharding/pipeline/test_search.py::test_more_rollouts_find_more",
+    "logging.wandb": "training/test_metrics.py::test_wandb_run_continues",
+    "logging.peak_flops": "training/test_loop.py::test_times_of_a_run_are_those_of_its_steps",
+    "evaluation.examples": "data/test_pipeline.py::test_evaluation_visits_every_example_once",
+}
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every leaf of the schema by dotted name; `*` stands for the entries of a list of sections."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inside = {child: many for child, many in sections(field.annotation)}
+        for child, many in inside.items():
+            yield from keys(child, f"{key}.*." if many else f"{key}.")
+        if not inside:
+            yield key
+
+
+def sections(annotation: Any, many: bool = False) -> Iterable[tuple[type[BaseModel], bool]]:
+    """The sections that a field may hold, and whether it holds a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, many
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        listed = many or typing.get_origin(annotation) is tuple
+        for argument in typing.get_args(annotation):
+            yield from sections(argument, listed)
+
+
+def test_every_key_of_the_schema_is_listed() -> None:
+    listed = list(itertools.chain(EFFECTS, RUN, ELSEWHERE))
+    schema = list(keys())
+    assert len(schema) > 130 and len(set(schema)) == len(schema)
+    assert sorted(set(schema) - set(listed)) == [], "name something that each of these keys changes"
+    assert sorted(set(listed) - set(schema)) == [], "these are no keys (any more)"
+    assert len(set(listed)) == len(listed)
+
+
+def test_the_shown_elsewhere_are_shown() -> None:
+    for place in ELSEWHERE.values():
+        file, name = place.split("::")
+        tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "base.yaml"
+    path.write_text(write_text(tiny_config(data, run={"directory": str(path.parent / "run"), "steps": 8})))
+    return path
+
+
+@pytest.fixture(scope="module")
+def scene(data: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(data, tmp_path_factory.mktemp("cache"), base)
+
+
+@pytest.fixture(scope="module")
+def observed(base: Path, scene: Scene) -> Callable[..., Any]:
+    seen: dict[Any, Any] = {}
+
+    def observe(seen_by: Observer, *overrides: str) -> Any:
+        """What an observer sees of a config, or the words in which it is refused."""
+        places = {"{data}": str(scene.data), "{folder}": str(scene.folder), "{{": "{", "}}": "}"}
+        for name, place in places.items():
+            overrides = tuple(text.replace(name, place) for text in overrides)
+        if (seen_by, overrides) not in seen:
+            try:
+                seen[seen_by, overrides] = seen_by(load_config(base, overrides), scene)
+            except (*USER_ERRORS, ValueError) as error:
+                seen[seen_by, overrides] = f"refused: {error}"
+        return seen[seen_by, overrides]
+
+    return observe
+
+
+def cases() -> Iterator[Any]:
+    for key, effect in EFFECTS.items():
+        yield pytest.param(key, marks=() if effect.seen in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("key", list(cases()))
+def test_a_key_changes_something_or_is_refused(key: str, observed: Callable[..., Any]) -> None:
+    effect = EFFECTS[key]
+    before = observed(effect.seen, *effect.given)
+    assert not str(before).startswith("refused: "), before
+    written = key.replace(".*", "").rpartition(".")[0] if ".*" in key else key
+    after = observed(effect.seen, *effect.given, f"{written}={effect.value}")
+    assert before != after
+    if str(after).startswith("refused: "):
+        assert any(word in after for word in key.split(".")), after
+
+
+@pytest.mark.slow
+def test_what_is_seen_does_not_change_by_itself(base: Path, scene: Scene) -> None:
+    for seen in {effect.seen for effect in EFFECTS.values()} - {stages}:
+        assert seen(load_config(base), scene) == seen(load_config(base), scene)
+    assert stages(load_config(base, STAGED), scene) == stages(load_config(base, STAGED), scene)
+
+
+# ---------------------------------------------------------------------------- a whole run
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Run:
+    return build_run(load_config(base, ["run.steps=3", "logging.tensorboard=false"]))
+
+
+def left_by(run: Run, folder: Path, config: Path, overrides: Iterable[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a run leaves behind, and how its reader was made."""
+    made: list[tuple[int, ...]] = []
+
+    class Recorder(loop.Loader):  # type: ignore[type-arg]
+        def __init__(self, sources: Any, workers: int, prefetch: int, *more: Any) -> None:
+            made.append((workers, prefetch))
+            super().__init__(sources, workers, prefetch, *more)
+
+    monkeypatch.setattr(loop, "Loader", Recorder)
+    directory = f"run.directory={folder}/run"
+    changed = load_config(config, ["run.steps=3", "logging.tensorboard=false", directory, *overrides])
+    loop.train(dataclasses.replace(run, config=changed))
+    (directory,) = {path.parent for path in folder.rglob("metrics.jsonl")}
+    records = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return (
+        str(Path(directory).relative_to(folder)),
+        sorted(path.name for path in Path(directory).iterdir()),
+        sorted(path.name for path in (Path(directory) / "checkpoints").iterdir()),
+        [(record["step"], "loss" in record) for record in records],
+        any(path.is_file() for path in (Path(directory) / "profile").rglob("*")),
+        made,
+    )
+
+
+@pytest.mark.slow
+def test_keys_of_a_run_change_what_it_leaves(
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: dict[tuple[str, ...], Any] = {}
+    for number, (key, (value, given)) in enumerate(RUN.items()):
+        folders = [tmp_path / f"{number}.before", tmp_path / f"{number}.after"]
+        for folder in folders:
+            folder.mkdir()
+        if given not in before:
+            before[given] = left_by(run, folders[0], base, given, monkeypatch)
+        value = f"{folders[1]}/elsewhere" if key == "run.directory" else value
+        assert left_by(run, folders[1], base, (*given, f"{key}={value}"), monkeypatch) != before[given], key
