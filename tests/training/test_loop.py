@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import soundfile
 import yaml
 
 from jaxmllm.balance.step_plan import plan_step
@@ -409,6 +410,27 @@ def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
     assert summary["steps"] == 12
     records = [json.loads(line) for line in (tmp_path / "tolerant" / "metrics.jsonl").read_text().splitlines()]
     assert records[-2]["failed_media"] >= 1 and max(record.get("masked_targets", 0) for record in records) > 0
+
+
+@pytest.mark.slow
+def test_a_clip_of_absurd_amplitude_costs_no_update(tmp_path):
+    """Its features were NaN, the updates of its batches were lost, and so was the held-out loss."""
+    folder = tmp_path / "data"
+    make_sample(folder, train=96, test=24)
+    for split in ("train", "test"):
+        path = min((folder / "media" / split).glob("*.wav"))
+        samples, rate = soundfile.read(path)
+        soundfile.write(path, 1e20 * samples, rate, subtype="FLOAT")
+    tree = tiny_config(folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8})
+    tree["data"]["max_failed_media"] = 100
+    train(build_run(parse_config(tree)))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "failed_media" in record]
+    assert len(steps) >= 12 and steps[-1]["failed_media"] >= 1 and all(record["skipped"] == 0 for record in steps)
+    evaluations = [
+        value for record in records for name, value in record.items() if name.startswith("eval") and "loss" in name
+    ]
+    assert evaluations and all(value is not None and math.isfinite(value) for value in evaluations)
 
 
 # ---------------------------------------------------------------------------- numbers that are not finite
