@@ -109,7 +109,7 @@ def _is_chunk_name(name: bytes) -> bool:
 
 _PAGE_HEAD = 27
 _LARGEST_PAGE = _PAGE_HEAD + 255 + 255 * 255
-_FIRST, _LAST = 2, 4  # flags of a page of its stream
+_FIRST = 2  # flag of the first page of a stream
 _STREAMS = 16  # side by side in one file, at most
 _REVERSED = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
 
@@ -136,7 +136,10 @@ class _Page:
 
 
 def check_last_page(file: FileIO, path: Path) -> None:
-    """Check that the file ends with the last page of its first stream; reads only both ends.
+    """Check that the file ends with a whole page of the streams that it begins with; reads only both ends.
+
+    That page need not be marked as the last one: programs that were stopped leave such files, data sets hold them, and
+    all that was written is there. (A file cut exactly between two pages looks the same.)
 
     Raises `MediaError`: truncated_audio, joined_audio.
     """
@@ -156,24 +159,20 @@ def check_last_page(file: FileIO, path: Path) -> None:
         raise _cut(path, f"the page at byte {pages[-1].end} is not whole")
     if pages[-1].serial not in _serials(file, first):
         raise _joined(path)
-    if not pages[-1].flags & _LAST:
-        raise _cut(path, "its last page is not marked as the last one")
 
 
 def check_pages(file: FileIO, path: Path) -> None:
-    """Check every page: its checksum, its number, and that its stream ends with the file.
+    """Check every page: its checksum, its number, and that the file ends with a whole one.
 
     Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages, which libsndfile
     leaves out without a word).
     """
     numbers: dict[int, int] = {}  # of the next page of each stream
-    open_streams: set[int] = set()
     end, begun = 0, False
     for page in _pages(file, 0):
         if page.flags & _FIRST:
             if begun:
                 raise _joined(path)
-            open_streams.add(page.serial)
             numbers[page.serial] = page.number
         begun = begun or not page.flags & _FIRST
         if not page.intact or numbers.get(page.serial) != page.number:
@@ -181,8 +180,6 @@ def check_pages(file: FileIO, path: Path) -> None:
                 "undecodable_audio", f"{path} is damaged or lacks a part before byte {page.end}; copy it again"
             )
         numbers[page.serial] += 1
-        if page.flags & _LAST:
-            open_streams.discard(page.serial)
         end = page.end
     if not only_zeros(file, end):
         size = os.fstat(file.fileno()).st_size
@@ -191,8 +188,6 @@ def check_pages(file: FileIO, path: Path) -> None:
         raise MediaError(
             "undecodable_audio", f"{path} holds something else than OGG pages at byte {end}; copy it again"
         )
-    if open_streams:
-        raise _cut(path, "its last page is not marked as the last one")
 
 
 def _page(file: FileIO, place: int) -> _Page | None:
