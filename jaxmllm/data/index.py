@@ -20,6 +20,7 @@ import socket
 import stat
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from jaxmllm.data.messages import shown
 from jaxmllm.data.modality import MediaError, Modality, Shape
 from jaxmllm.data.text import Tokenizer, modality_of, render
 
-VERSION = 3  # of the cache file and of everything lengths depend on that is no setting
+VERSION = 4  # of the cache file and of everything lengths depend on that is no setting
 CHUNK = 2048  # lines whose media are measured together, unless they come to ...
 CHUNK_BYTES = 64 << 20
 MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being held in memory
@@ -96,6 +97,7 @@ class LengthIndex:
     label: Ints  # [N]
     language_length: Longs  # [N] tokens
     targets: Longs  # [N] of them with a target
+    checksum: Longs  # [N] CRC-32 of the record's line
     item_start: Longs  # [N + 1]
     item_phase: NDArray[np.int8]  # [K]
     item_media: Ints  # [K] row of `media`
@@ -130,7 +132,7 @@ class LengthIndex:
         return replace(self, **rows, item_start=_starts(counts[keep]), rejected=rejected)
 
 
-_EXAMPLE_COLUMNS = ("id", "offset", "line", "label", "language_length", "targets")
+_EXAMPLE_COLUMNS = ("id", "offset", "line", "label", "language_length", "targets", "checksum")
 _ITEM_COLUMNS = ("item_phase", "item_media", "item_shape", "item_length", "item_real", "item_tokens", "item_slot")
 _MEDIA_COLUMNS = ("phase", "stamp", "shape")
 
@@ -195,6 +197,7 @@ class _Line:
     id: str
     conversation: Conversation | None
     failure: tuple[str, str] = ("", "")
+    checksum: int = 0
 
 
 class _Builder:
@@ -214,7 +217,7 @@ class _Builder:
         self.phases = tuple(modalities)
         self.media: dict[_MediaKey, tuple[int, _Measured]] = {}  # row in the table, what was found
         self.labels: dict[str, int] = {}
-        self.examples: list[tuple[str, int, int, int, int, int]] = []  # as _EXAMPLE_COLUMNS
+        self.examples: list[tuple[str, int, int, int, int, int, int]] = []  # as _EXAMPLE_COLUMNS
         self.counts: list[int] = []  # items of each example
         self.items: list[tuple[int, int, Shape, int, int, int, int]] = []  # as _ITEM_COLUMNS
         self.rejected: list[Rejected] = []
@@ -244,7 +247,7 @@ class _Builder:
             self._keys(conversation)  # refuses media that no encoder takes
         except ConversationError as error:
             return _Line(number, offset, id, None, (error.reason, str(error)))
-        return _Line(number, offset, conversation.id, conversation)
+        return _Line(number, offset, conversation.id, conversation, checksum=zlib.crc32(text.strip()))
 
     def _measure(self, lines: Iterable[_Line], pool: ThreadPoolExecutor) -> None:
         keys = (key for line in lines if line.conversation for key in self._keys(line.conversation))
@@ -284,7 +287,7 @@ class _Builder:
             return
         label = self.labels.setdefault(line.conversation.source, len(self.labels))
         targets = int(np.count_nonzero(rendered.targets >= 0))
-        self.examples.append((line.id, line.offset, line.number, label, len(rendered.tokens), targets))
+        self.examples.append((line.id, line.offset, line.number, label, len(rendered.tokens), targets, line.checksum))
         self.counts.append(len(found))
         for (row, _), span in zip(found, rendered.media, strict=True):
             modality = self.modalities[span.phase]
@@ -297,7 +300,7 @@ class _Builder:
     def _finish(self) -> LengthIndex:
         id, *rows = _columns(self.examples, len(_EXAMPLE_COLUMNS))
         phase, media, shape, *lengths = _columns(self.items, len(_ITEM_COLUMNS))
-        offset, line, label, length, targets = (np.array(row, np.int64) for row in rows)
+        offset, line, label, length, targets, checksum = (np.array(row, np.int64) for row in rows)
         slots, real, tokens, slot = (np.array(row, np.int64) for row in lengths)
         return LengthIndex(
             source=self.name,
@@ -312,6 +315,7 @@ class _Builder:
             label=label.astype(np.int32),
             language_length=length,
             targets=targets,
+            checksum=checksum,
             item_start=_starts(self.counts),
             item_phase=np.array(phase, np.int8),
             item_media=np.array(media, np.int32),

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` (UTF-8); its folder is made if need be."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file at `path` by `content` (text as UTF-8); its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    with draft.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+    with draft.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
     draft.replace(path)

@@ -7,10 +7,9 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jaxmllm.training import hosts
 from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.training.clock import Completions
-from jaxmllm.training.files import write_atomically
+from jaxmllm.training.data_stamps import check_data
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from jaxmllm.training.initial import CHECKPOINTS, initial_state
 from jaxmllm.training.messages import Messages
@@ -33,9 +32,6 @@ from jaxmllm.training.resume import begun_config, changes
 from jaxmllm.training.run_folder import read_config, write_config
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
-
-DATA_FILE = "data.json"  # what the run was trained on
-REJECTED_FILE = "rejected.jsonl"  # examples that were refused, with reasons
 
 RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 
@@ -141,7 +137,7 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[R
 
     Returns the run with its batches from there on, its state, and the steps done.
     """
-    _check_data(run)
+    check_data(run.directory, run.corpus, run.is_main, run.say)
     config, saved_config = begun_config(run.config), read_config(run.directory)
     history = read_history(run.directory) or ((segment_of(saved_config),) if saved_config else ())
     if run.is_main:
@@ -160,24 +156,3 @@ def _begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[R
         write_config(run.directory, config)
     batches = continued_steps(run.batches.filler, run.corpus.members, config.run.seed, history)
     return replace(run, batches=batches), state, step
-
-
-def _check_data(run: Run) -> None:
-    """The run that began in this folder must have seen the same data: else its steps differ."""
-    fingerprint = run.corpus.fingerprint()
-    path = run.directory / DATA_FILE
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if saved is not None and saved["fingerprint"] != fingerprint:
-        raise CheckpointError(
-            f"{run.directory} was trained on other data: {saved['examples']} examples then, {len(run.corpus)} now, or "
-            f"other lengths; restore the files and row limits, or set run.directory to a new folder"
-        )
-    if run.is_main:
-        content = {
-            "fingerprint": fingerprint,
-            "examples": len(run.corpus),
-            "rejected": run.corpus.rejected_counts(),
-        }
-        write_atomically(path, json.dumps(content, indent=1))
-        lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in run.corpus.rejected]
-        write_atomically(run.directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))

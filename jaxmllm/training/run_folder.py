@@ -5,8 +5,7 @@ run.directory/
   config.yaml      resolved config; a folder without it holds no run
   history.json     batch size and weights by step: training/history.py
   checkpoints/     training/checkpoint.py
-  data.json        what the run is trained on
-  rejected.jsonl   examples that were refused, with reasons
+  data.json, data.npz, rejected.jsonl          training/data_stamps.py
   metrics.jsonl, summary.json, tensorboard/    training/metrics.py
 """
 
@@ -29,13 +28,8 @@ from jaxmllm.training.lock import LOCK_FILE, RunLock
 from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
 
 CONFIG_FILE = "config.yaml"
-OWN = (
-    CHECKPOINTS,
-    "data.json",
-    "history.json",
-    "metrics.jsonl",
-    "summary.json",
-)  # what a run leaves behind besides its config
+# What a run leaves behind besides its config.
+OWN = (CHECKPOINTS, "data.json", "data.npz", "history.json", "metrics.jsonl", "summary.json")
 
 
 def write_config(run_directory: str | Path, config: Config) -> None:

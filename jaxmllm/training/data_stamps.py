@@ -1,0 +1,149 @@
+"""What a run is trained on, and whether it still is that: data.json, data.npz and rejected.jsonl of the run folder.
+
+    corpus --fingerprint--> data.json    examples, their order, shapes and tokens
+           --stamps-------> data.npz     CRC-32 of every record, size and modification time of every media file
+
+Lengths alone would not notice another answer of the same length or another picture of the same size. Stamps do, and
+name the first record or file that differs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.index import LengthIndex
+from jaxmllm.training.agreement import agreed_problem
+from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.files import write_atomically
+
+DATA_FILE = "data.json"
+STAMPS_FILE = "data.npz"
+REJECTED_FILE = "rejected.jsonl"
+
+Stamps = Mapping[str, np.ndarray]
+
+
+def check_data(run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print) -> None:
+    """Raise `CheckpointError` in every process unless the run in a folder was trained on this corpus; keep what the
+    next resume compares with. The main process looks and writes; all call it."""
+    problem = None
+    if is_main:
+        try:
+            _compare(run_directory, corpus, say)
+            _write(run_directory, corpus)
+        except CheckpointError as error:
+            problem = str(error)
+    if problem := agreed_problem(problem):
+        raise CheckpointError(problem)
+
+
+def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
+    """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D paths; stamp [D, 2] size and time."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, index in enumerate(corpus.indexes):
+        arrays[f"{number}/checksum"] = index.checksum.astype(np.uint32)
+        arrays[f"{number}/media"] = np.frombuffer(json.dumps(index.media.path).encode(), np.uint8)
+        arrays[f"{number}/stamp"] = index.media.stamp
+    return arrays
+
+
+def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) -> None:
+    saved, stamps = _read(run_directory)
+    if saved is None:
+        return
+    advice = (
+        f"restore it, or begin another run with this one's parameters: a new run.directory and "
+        f"model.from={run_directory}"
+    )
+    for number, index in enumerate(corpus.indexes):
+        if f"{number}/checksum" not in stamps:
+            continue
+        if record := _changed_record(index, stamps[f"{number}/checksum"]):
+            raise CheckpointError(f"{record}; {advice}")
+        paths = json.loads(stamps[f"{number}/media"].tobytes())
+        before = dict(zip(paths, stamps[f"{number}/stamp"].tolist(), strict=True))
+        now = dict(zip(index.media.path, index.media.stamp.tolist(), strict=True))
+        common = [path for path in now if path in before]
+        if resized := [path for path in common if now[path][0] != before[path][0]]:
+            first = resized[0]
+            raise CheckpointError(
+                f"{index.root / first!s} has {now[first][0]} bytes, {before[first][0]} when the run was trained on it "
+                f"({len(resized)} media files of source {index.source!r} differ so); {advice}"
+            )
+        if touched := [path for path in common if now[path][1] != before[path][1]]:
+            say(
+                f"warning: {len(touched)} media files of source {index.source!r} have another modification time than "
+                f"when the run was trained on them, the first is {index.root / touched[0]}; their sizes are the same"
+            )
+    if saved["fingerprint"] != corpus.fingerprint():
+        raise CheckpointError(
+            f"{run_directory} was trained on other data: {saved['examples']} examples then, {len(corpus)} now, or "
+            f"other lengths; restore the files and row limits, or begin another run with its parameters: a new "
+            f"run.directory and model.from={run_directory}"
+        )
+
+
+def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
+    """Where the first record stands that is not what it was; none: all are."""
+    now = index.checksum.astype(np.uint32)
+    both = min(len(now), len(before))
+    differing = np.flatnonzero(now[:both] != before[:both])
+    if len(differing):
+        first = int(differing[0])
+        return (
+            f"{index.path}:{index.line[first]}: the record {str(index.id[first])!r} is not the one that the run was "
+            f"trained on ({len(differing)} records differ)"
+        )
+    if len(now) != len(before):
+        return f"{index.path}: {len(now)} usable records, {len(before)} when the run was trained on them"
+    return None
+
+
+def _read(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
+    """(data.json, stamps) of the run in a folder; none where none began, no stamps where an older version began it."""
+    path = run_directory / DATA_FILE
+    try:
+        saved = dict(json.loads(path.read_text(encoding="utf-8")))
+        saved["fingerprint"], saved["examples"]
+    except FileNotFoundError:
+        return None, {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from error
+    path = run_directory / STAMPS_FILE
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return saved, dict(arrays)
+    except FileNotFoundError:
+        return saved, {}
+    except Exception as error:  # a damaged file can fail anywhere in zip and npy
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return CheckpointError(
+        f"{path} is damaged ({reason}): restore it, or delete it to continue without comparing the data with that of "
+        "the run"
+    )
+
+
+def _write(run_directory: Path, corpus: Corpus) -> None:
+    content = {
+        "fingerprint": corpus.fingerprint(),
+        "examples": len(corpus),
+        "rejected": corpus.rejected_counts(),
+    }
+    stamps = io.BytesIO()
+    np.savez_compressed(stamps, **stamps_of(corpus))  # type: ignore[arg-type]
+    lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in corpus.rejected]
+    write_atomically(run_directory / STAMPS_FILE, stamps.getvalue())
+    write_atomically(run_directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
+    write_atomically(run_directory / DATA_FILE, json.dumps(content, indent=1))

@@ -1,0 +1,129 @@
+"""Data that is edited under a run is noticed, whatever its lengths, and named."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config import SourceConfig, parse_config
+from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.images import Images
+from jaxmllm.data.text import ByteTokenizer
+from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.data_stamps import check_data
+from tests.support import tiny_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six records, of which every other one has a picture."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(6):
+        record = {"id": f"r{number}", "messages": [{"role": "assistant", "content": f"answer {number}"}]}
+        if number % 2:
+            picture = Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8))
+            picture.save(folder / f"{number}.bmp")
+            user = {"role": "user", "content": "<image>what?"}
+            record |= {"images": [f"{number}.bmp"], "messages": [user, *record["messages"]]}
+        lines.append(json.dumps(record) + "\n")
+    (folder / "a.jsonl").write_text("".join(lines))
+    return folder
+
+
+def opened(folder: Path) -> Corpus:
+    source = SourceConfig(name="s", path=str(folder / "a.jsonl"))
+    return Corpus.open([source], ByteTokenizer(), {"vision": Images(14, 2, 28 * 28, 1 << 20)}, progress=False)
+
+
+def refusal(run: Path, corpus: Corpus) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check_data(run, corpus, True)
+    assert "\n" not in str(caught.value)
+    assert f"model.from={run}" in str(caught.value)
+    return str(caught.value)
+
+
+def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
+    for _ in range(2):
+        check_data(tmp_path / "run", opened(folder), True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["data.json", "data.npz", "rejected.jsonl"]
+    assert capsys.readouterr().out == ""
+
+
+def test_another_answer_of_the_same_length_is_named(folder, tmp_path):
+    before = opened(folder)
+    check_data(tmp_path / "run", before, True)
+    path = folder / "a.jsonl"
+    path.write_text(path.read_text().replace("answer 2", "answer 9").replace("answer 4", "answer 8"))
+    after = opened(folder)
+    assert after.fingerprint() == before.fingerprint(), "lengths say nothing"
+    text = refusal(tmp_path / "run", after)
+    assert text.startswith(f"{path}:3: the record 'r2' is not the one that the run was trained on (2 records differ)")
+
+
+def test_records_that_came_or_went_are_counted(folder, tmp_path):
+    check_data(tmp_path / "run", opened(folder), True)
+    path = folder / "a.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+    assert "a.jsonl: 5 usable records, 6 when the run was trained on them" in refusal(tmp_path / "run", opened(folder))
+
+
+def test_another_picture_is_named(folder, tmp_path):
+    check_data(tmp_path / "run", opened(folder), True)
+    with (folder / "3.bmp").open("ab") as stream:
+        stream.write(b"more")
+    text = refusal(tmp_path / "run", opened(folder))
+    size = (folder / "3.bmp").stat().st_size
+    assert text.startswith(f"{folder / '3.bmp'} has {size} bytes, {size - 4} when the run was trained on it (1 media")
+
+
+def test_a_copy_with_new_times_is_a_warning(folder, tmp_path, capsys):
+    check_data(tmp_path / "run", opened(folder), True)
+    for path in folder.glob("*.bmp"):
+        os.utime(path, (1, 1))
+    check_data(tmp_path / "run", opened(folder), True)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "warning: 3 media files of source 's' have another modification time" in said
+    assert f"the first is {folder / '1.bmp'}" in said
+    check_data(tmp_path / "run", opened(folder), True)
+    assert capsys.readouterr().out == "", "said once"
+
+
+def test_other_lengths_are_refused_without_stamps_too(folder, tmp_path):
+    check_data(tmp_path / "run", opened(folder), True)
+    (tmp_path / "run" / "data.npz").unlink()
+    path = folder / "a.jsonl"
+    path.write_text(path.read_text().replace("answer 2", "another answer"))
+    assert "was trained on other data: 6 examples then, 6 now, or other lengths" in refusal(
+        tmp_path / "run", opened(folder)
+    )
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.npz"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xff\xff"])
+def test_damaged_files_are_one_line(folder, tmp_path, name, content):
+    check_data(tmp_path / "run", opened(folder), True)
+    (tmp_path / "run" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged \(.*delete it to continue") as caught:
+        check_data(tmp_path / "run", opened(folder), True)
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_slots_that_depend_on_the_mesh_are_no_other_data(data):
+    """Parts of a row hold whole chunks of sound, so clips take more slots there."""
+    config = parse_config(tiny_config(data))
+    plain, split = (
+        Corpus.open(config.data.sources, ByteTokenizer(), modalities(config.model, config.data, phases))
+        for phases in ((), ("audio",))
+    )
+    assert not np.array_equal(plain.indexes[0].item_length, split.indexes[0].item_length)
+    assert plain.fingerprint() == split.fingerprint()
