@@ -10,6 +10,8 @@ import io
 import os
 import socket
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -338,6 +340,34 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
         file.truncate(44 + size)
     assert SOUNDS.measure(path) == (400, 1)
     assert peak_memory(lambda: SOUNDS.load(path, (400, 1))) < 30e6 < size
+
+
+LOAD = """
+import pathlib, sys
+from jaxmllm.data.images import Images
+
+def peak():
+    return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+images, path = Images(14, 2, 784, 1024 * 1024), pathlib.Path(sys.argv[1])
+images.measure(path)
+before = peak()
+images.load(path, images.measure(path))
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mode", "most"), [("a.png", "RGBA", 12), ("b.png", "LA", 12), ("a.bmp", "RGB", 12), ("a.webp", "RGBA", 20)]
+)
+def test_the_largest_pictures_take_the_stated_memory(name: str, mode: str, most: int, tmp_path: Path) -> None:
+    """`most`: bytes per source pixel."""
+    width, height = 9000, 9900
+    Image.new(mode, (width, height)).save(tmp_path / name, **({"method": 0} if name.endswith("webp") else {}))
+    command = [sys.executable, "-c", LOAD, str(tmp_path / name)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert int(printed) < most * width * height
 
 
 @pytest.mark.parametrize("kind", ["mp3", "bare.mp3"])
