@@ -43,6 +43,10 @@ class LoadError(RuntimeError):
     """An element cannot be loaded though its data may be sound: workers died of it, memory or a file failed."""
 
 
+class Interrupted(Exception):
+    """Nobody wants the element any more that is being waited for."""
+
+
 class Source(Protocol[T_co]):
     """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers."""
 
@@ -68,14 +72,19 @@ class Loader(Generic[T]):
 
     Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. `say` is called with one line, by the
     thread that reads, when a worker died or an element takes long. A context manager; `close` takes a few seconds at
-    most, whatever the workers are doing.
+    most, whatever the workers are doing. While it waits, a reader asks `interrupted` and raises `Interrupted` if so.
     """
 
     def __init__(
-        self, sources: Sequence[Source[T]], workers: int, prefetch: int, say: Callable[[str], None] = _log.warning
+        self,
+        sources: Sequence[Source[T]],
+        workers: int,
+        prefetch: int,
+        say: Callable[[str], None] = _log.warning,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.window = max(prefetch, workers)
-        self._sources, self._say = sources, say
+        self._sources, self._say, self._interrupted = sources, say, interrupted
         self._tasks: queue.SimpleQueue[_Task[T] | None] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -106,6 +115,8 @@ class Loader(Generic[T]):
         """Wait for an element; raises what loading it raised, and `LoadError`."""
         began, notice = time.monotonic(), FIRST_NOTICE_SECONDS
         while not wait_for([task.future], POLL_SECONDS).done:
+            if self._interrupted():
+                raise Interrupted(f"{task.what}: not waited for")
             waited = time.monotonic() - began
             if waited >= notice:
                 self._say(f"{task.what}: waiting for its data for {waited:.0f} s; {task.place}")

@@ -16,7 +16,7 @@ import jax
 
 from jaxmllm.config import dump_config
 from jaxmllm.data.pipeline import continued_steps
-from jaxmllm.data.reader import Loader, LoadError
+from jaxmllm.data.reader import Interrupted, Loader, LoadError
 from jaxmllm.training import hosts
 from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
@@ -59,7 +59,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         sources = [source for source in (run.batches, run.evaluation) if source is not None]
-        loader = Loader(sources, config.data.workers, config.data.prefetch, progress.print)
+        loader = Loader(sources, config.data.workers, config.data.prefetch, progress.print, stop.ends_waiting)
         batches = loader.read(run.batches, step, config.run.steps)
         messages = Messages(together.board if together else None, jax.process_index())
         report = Report(run, writer, progress, loader, messages)
@@ -106,6 +106,10 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         except TrainingError as error:
             writer.write_summary(report.summary(step, time.monotonic() - started, str(error)))
             raise
+        except Interrupted:  # by a signal, in a wait for data
+            report.settle()
+            if step > first:
+                checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
         finally:
             loader.close()
             report.close()

@@ -95,6 +95,10 @@ class StopSignals:
         """Whether to stop here. With several processes, raises `HostsError` if one does not answer."""
         return self.requested if self._agreement is None else self._agreement.should_stop()
 
+    def ends_waiting(self) -> bool:
+        """Whether to give up a wait of this process alone. One of several must get to the place they agree on."""
+        return self.requested and self._agreement is None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 

@@ -15,7 +15,7 @@ import pytest
 from jaxmllm.data import reader
 from jaxmllm.data.fill import MisalignmentError
 from jaxmllm.data.index import DataError
-from jaxmllm.data.reader import Loader, LoadError
+from jaxmllm.data.reader import Interrupted, Loader, LoadError
 from tests.data.elements import Numbers
 
 SOON = 20  # seconds: a bound that catches a hang, and nothing else
@@ -142,6 +142,14 @@ def test_closing_does_not_wait_for_elements(workers, tmp_path):
     with pytest.raises(LoadError, match="closed"):
         loader.read(source, 0, 20)
     loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wait_can_be_interrupted(workers, tmp_path):
+    source = Numbers(act="sleep", at=(0,), folder=str(tmp_path))
+    with Loader([source], workers, 2, interrupted=lambda: bool(os.listdir(tmp_path))) as loader:
+        with pytest.raises(Interrupted, match="1: not waited for"):
+            next(loader.read(source, 0, 20))
 
 
 def test_closing_at_once_leaves_no_process():
