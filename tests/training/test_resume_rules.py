@@ -1,12 +1,19 @@
 """What a run may change when it is resumed, and what it is told."""
 
+import json
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from jaxmllm.config import Config, dump_config, load_config, parse_config
+from jaxmllm.training.build import build_run
 from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.training.loop import train
 from jaxmllm.training.resume import begun_config, changes, check_compatible, resumed_config, same_run
+from jaxmllm.training.run_folder import check_folder
+from tests.support import tiny_config
 
 
 def make_config(directory: str = "runs/a", **settings: Any) -> Config:
@@ -110,3 +117,40 @@ def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
     chosen = resumed_config(saved, make_config(run__steps=50, optimizer__decay_steps=50))
     assert chosen.decay_steps == 50 and len(changes(saved, chosen, 10)) == 2
     assert len(changes(saved, resumed_config(saved, make_config(run__steps=9, optimizer__schedule="constant")), 1)) == 2
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
+    """Unfrozen, slower, in smaller batches and other weights: what was said, and which examples were drawn."""
+    sources = [{"name": name, "path": str(data / "train.jsonl"), "weight": 1.0} for name in ("a", "b")]
+    tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 3}, data__evaluation=[])
+    tree |= {"mesh": {"data": 8}, "components": {"language": {"freeze": True}, "vision": {"freeze": True}}}
+    tree["data"]["sources"], tree["logging"]["examples"] = sources, True
+    train(build_run(check_folder(parse_config(tree), False)))
+    tree["run"]["steps"] = 5
+    tree["components"] = {"audio": {"freeze": True}}
+    tree["optimizer"]["learning_rate"] = 1e-3
+    tree["data"]["batch_size"] = 8
+    tree["data"]["sources"] = [sources[0] | {"weight": 3.0}, sources[1]]
+    capsys.readouterr()
+    train(build_run(check_folder(parse_config(tree), True)))
+    said = capsys.readouterr().out
+    for line in (
+        "from step 3: optimizer.learning_rate 0.01 -> 0.001",
+        "from step 3: components.language.freeze True -> False",
+        "from step 3: data.batch_size 16 -> 8",
+        "from step 3: data.sources.0.weight 1.0 -> 3.0",
+        "optimizer state of language, vision: begins at zero from step 3",
+        "optimizer state of audio: dropped from step 3, the components are frozen",
+    ):
+        assert line in said
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [record["learning_rate"] for record in records] == pytest.approx([1e-2] * 3 + [1e-3] * 2)
+    drawn = [json.loads(line)["ids"] for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
+    assert [len(ids) for ids in drawn] == [16, 16, 16, 8, 8]
+    assert max(Counter(chain.from_iterable(drawn)).values()) <= 2, (
+        "no source has begun its epoch anew: each holds an example once"
+    )
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert history[1] == {"step": 3, "batch_size": 8, "weights": [3.0, 1.0]}
