@@ -11,6 +11,7 @@ run.directory/
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from jaxmllm.training.lock import LOCK_FILE, RunLock
 from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
 
 CONFIG_FILE = "config.yaml"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # whatever was being written
 # What a run leaves behind besides its config.
 OWN = (CHECKPOINTS, "data.json", "data.npz", "history.json", "metrics.jsonl", "summary.json")
 
@@ -55,7 +57,7 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
 
     The main process holds the folder for all. Raises `CheckpointError` in every process if another run holds it, or
-    if this one may not go on in it.
+    if this one may not go on in it; and in the place of an error of a full disk inside the context.
     """
     with ExitStack() as stack:
         problem, checked = None, config
@@ -68,7 +70,16 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
             problem = str(error)
         if problem := agreed_problem(problem):
             raise CheckpointError(problem)
-        yield checked
+        try:
+            yield checked
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            where = error.filename or config.run.directory
+            raise CheckpointError(
+                f"{where} cannot be written ({error.strerror}): make room, then --resume continues from the latest "
+                "checkpoint"
+            ) from error
 
 
 def check_folder(config: Config, resume: bool | str) -> Config:

@@ -1,12 +1,14 @@
 """Whose run folder it is, and what is refused before anything is compiled."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from jaxmllm.training.checkpoint import CheckpointError
 from jaxmllm.training.resume import begun_config
-from jaxmllm.training.run_folder import check_folder, read_config, write_config
+from jaxmllm.training.run_folder import check_folder, open_folder, read_config, write_config
 from tests.training.test_resume_rules import make_config
 
 
@@ -65,3 +67,15 @@ def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"):
         check_folder(make_config(str(tmp_path / "file" / "run")), False)
+
+
+def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "metrics.jsonl"))
+    with pytest.raises(
+        CheckpointError, match=r"metrics\.jsonl cannot be written \(No space left on device\): make room"
+    ):
+        with open_folder(make_config(str(tmp_path)), False):
+            raise full
+    with pytest.raises(FileNotFoundError), open_folder(make_config(str(tmp_path)), False):
+        raise FileNotFoundError
+    assert list(tmp_path.iterdir()) == [], "the folder is released"
