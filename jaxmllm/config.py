@@ -245,8 +245,8 @@ class DataConfig(Section):
     images: ImagesConfig = ImagesConfig()
     sounds: SoundConfig = SoundConfig()
     index_cache: str | None = None  # folder of length indexes; none: beside each JSONL file
-    workers: int = Field(0, ge=0)  # worker processes per host that decode and fill rows
-    prefetch: PositiveInt = 2  # steps prepared ahead
+    workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
+    prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker
     max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that may be refused by the index
     max_failed_media: int = Field(0, ge=0)  # media items whose body may fail to decode before the run stops
 

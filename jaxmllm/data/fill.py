@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,10 @@ class MisalignmentError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(shown(message))
+
+
+def _never() -> bool:
+    return False
 
 
 class Span(Protocol):
@@ -159,14 +163,15 @@ def fill(
     local: LocalRanks,
     attention: AttentionSpec,
     threads: int = DECODE_THREADS,
+    cancelled: Callable[[], bool] = _never,
 ) -> HostStep:
     """Decode and lay out what `plan` places on the local ranks.
 
     `examples` [B] are the numbers behind `items`; `modalities` go by phase. A media item that does not decode leaves
     zeros that are not valid and is counted; it changes no shape and no placement. Raises `MisalignmentError` when the
-    data is not what the plan was made from.
+    data is not what the plan was made from, and `CancelledError` soon after `cancelled` returns True.
     """
-    batch = _Batch(examples, items, functools.cache(corpus.example), modalities)
+    batch = _Batch(examples, items, functools.cache(corpus.example), modalities, cancelled)
     rows: dict[str, list[Row]] = {}
     failures: list[str] = []
     for phase in spec.phases:
@@ -211,11 +216,11 @@ class StepFiller:
     pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # that decode the media of one step
 
-    def __call__(self, step: int, examples: Longs) -> HostStep:
+    def __call__(self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never) -> HostStep:
         items = self.corpus.gather(examples)
         plan = plan_pipeline(items, self.spec, self.pipeline) if self.pipeline else plan_step(items, self.spec)
         where = (self.corpus, self.corpus.modalities, self.local, self.attention)
-        return fill(step, examples, items, plan, self.spec, *where, threads=self.threads)
+        return fill(step, examples, items, plan, self.spec, *where, self.threads, cancelled)
 
 
 @dataclass(frozen=True)
@@ -224,8 +229,11 @@ class _Batch:
     items: BatchItems
     render: Callable[[int], Example]
     modalities: Mapping[str, Modality]
+    cancelled: Callable[[], bool]
 
     def example(self, index: int) -> Example:
+        if self.cancelled():
+            raise CancelledError
         return self.render(int(self.examples[index]))
 
     def media(self, phase: str, index: int) -> Iterator[tuple[int, Span]]:
@@ -269,6 +277,8 @@ def _encoder_rows(
     }
 
     def place(item: int) -> str | None:
+        if batch.cancelled():
+            raise CancelledError
         # Items own disjoint slots, so threads may write into one row; only `failed` is shared, and counted below.
         span, row = spans[item], rows[plan.microbatch[item]]
         rank, slots = _slots(phase, item, plan, ranks, int(items.length[item]))

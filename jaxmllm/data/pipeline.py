@@ -81,7 +81,7 @@ class Steps:
 
     order: grain.MapDataset[int]
     batch_size: int
-    filler: Callable[[int, Longs], HostStep]
+    filler: Callable[..., HostStep]  # (step, examples), as StepFiller
     name: str = "step"
     start: int = 0
     first: int = 0

@@ -48,12 +48,16 @@ class Interrupted(Exception):
 
 
 class Source(Protocol[T_co]):
-    """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers."""
+    """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers.
+
+    Where there are none, it gets a third argument: a function that returns True once the element is not wanted any
+    more. It should then raise `CancelledError`, since a thread cannot be ended from outside.
+    """
 
     @property
     def name(self) -> str: ...  # of one element, for messages
     @property
-    def filler(self) -> Callable[[int, Any], T_co]: ...
+    def filler(self) -> Callable[..., T_co]: ...
     def examples(self, k: int) -> Any: ...
     def __len__(self) -> int: ...
 
@@ -70,9 +74,10 @@ class _Task(Generic[T]):
 class Loader(Generic[T]):
     """Worker processes (`workers` of them; 0: a thread) that load elements of several sources.
 
-    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. `say` is called with one line, by the
-    thread that reads, when a worker died or an element takes long. A context manager; `close` takes a few seconds at
-    most, whatever the workers are doing. While it waits, a reader asks `interrupted` and raises `Interrupted` if so.
+    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. In the thread that reads, `say` is
+    called with one line when a worker died or an element takes long, and `Interrupted` is raised when `interrupted`
+    returns True while an element is waited for. A context manager; `close` takes a few seconds at most, whatever the
+    workers do.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class Loader(Generic[T]):
         return task
 
     def result(self, task: _Task[T]) -> T:
-        """Wait for an element; raises what loading it raised, and `LoadError`."""
+        """Wait for an element; raises what loading it raised, `LoadError` and `Interrupted`."""
         began, notice = time.monotonic(), FIRST_NOTICE_SECONDS
         while not wait_for([task.future], POLL_SECONDS).done:
             if self._interrupted():
@@ -180,7 +185,7 @@ class Loader(Generic[T]):
 
     def _load_here(self, thread: int, task: _Task[T], examples: Any) -> T:
         task.place = "a thread of this process is loading it"
-        return self._sources[task.source].filler(task.number, examples)
+        return self._sources[task.source].filler(task.number, examples, self._closed.is_set)
 
     def _load_there(self, thread: int, task: _Task[T], examples: Any) -> T:
         for attempt in range(1, ATTEMPTS + 1):
@@ -224,7 +229,7 @@ class Reader(Iterator[T]):
         self._load_ahead()
 
     def __next__(self) -> T:
-        """The next element. Raises what loading it raised, such as `DataError`, and `LoadError`."""
+        """The next element. Raises what loading it raised, such as `DataError`, `LoadError` and `Interrupted`."""
         if not self._ahead:
             raise StopIteration
         element = self._loader.result(self._ahead[0])

@@ -33,6 +33,7 @@ from jaxmllm.training.run_folder import read_config, write_config
 from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
+DATA_ERRORS = (*USER_ERRORS, LoadError)  # what loading a step may raise
 RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 
 
@@ -41,7 +42,8 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
 
     Without `stop`, signals are received from here on. Continues from the latest checkpoint of the run folder, if
     there is one; `check_folder` says whether that is meant. Raises `TrainingError` after too many non-finite updates or
-    undecodable media, `CheckpointError` when the checkpoint does not fit.
+    undecodable media, `CheckpointError` when the checkpoint does not fit, and `DATA_ERRORS` when a step cannot be
+    loaded, after saving the steps before it where this is the only process.
     """
     config = run.config
     started = time.monotonic()
@@ -59,7 +61,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         progress = ProgressBar(config.run.steps, step, visible=run.is_main)
         profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
         sources = [source for source in (run.batches, run.evaluation) if source is not None]
-        loader = Loader(sources, config.data.workers, config.data.prefetch, progress.print, stop.ends_waiting)
+        loader = Loader(sources, config.data.workers, config.data.prefetch, interrupted=stop.ends_waiting)
         batches = loader.read(run.batches, step, config.run.steps)
         messages = Messages(together.board if together else None, jax.process_index())
         report = Report(run, writer, progress, loader, messages)
@@ -73,7 +75,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 asked = time.monotonic()
                 try:
                     batch = next(batches)
-                except (*USER_ERRORS, LoadError):
+                except DATA_ERRORS:
                     if step > first and jax.process_count() == 1:  # others would not join in saving
                         report.settle()
                         checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
@@ -103,7 +105,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                     progress.print(f"step {step}: no checkpoint, the last {report.streak} updates were not finite")
                 if evaluates:
                     stopped = not _evaluate(run, report, step, state, checkpoints, stop)
-        except TrainingError as error:
+        except (TrainingError, *DATA_ERRORS) as error:
             writer.write_summary(report.summary(step, time.monotonic() - started, str(error)))
             raise
         except Interrupted:  # by a signal, in a wait for data
@@ -130,6 +132,10 @@ def _evaluate(
         continues = report.evaluate(step, state, stop.should_stop)
     except TrainingError:
         checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+        raise
+    except DATA_ERRORS:
+        if jax.process_count() == 1:  # others would not join in saving
+            checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
         raise
     if not continues:
         checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)

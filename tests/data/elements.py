@@ -40,7 +40,7 @@ class Filler:
     at: tuple[int, ...]
     folder: str
 
-    def __call__(self, k, examples):
+    def __call__(self, k, examples, cancelled=None):
         if self.folder:
             Path(self.folder, str(k)).touch()
         if k in self.at:
@@ -71,11 +71,6 @@ class Filler:
 
         raise DataError("data.jsonl:7: not the record 'a' that was indexed")
 
-    def misalignment(self):
-        from jaxmllm.data.fill import MisalignmentError
-
-        raise MisalignmentError("a.png was loaded as (1, 2)")
-
     def unpicklable(self):
         class Local(ValueError):
             pass
@@ -95,6 +90,21 @@ class Imported:
 
     filler: Any
 
-    def __call__(self, k, examples):
+    def __call__(self, k, examples, cancelled=None):
         self.filler(k, examples)
         return {name.partition(".")[0] for name in sys.modules}
+
+
+def children(pid: int | str = "self") -> set[int]:
+    """Processes that a process started and has not collected."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found |= {int(child) for child in path.read_text().split()}
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

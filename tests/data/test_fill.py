@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -378,6 +379,32 @@ def test_media_of_other_hosts_are_not_decoded():
     mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
     assert sorted(loaded) == sorted(span_of(case, "vision", n).path for n in mine) and len(loaded) > 0
     assert all(row["features"].shape[0] == 0 for row in step.rows["audio"])
+
+
+@pytest.mark.parametrize("last", [0, 3, None])
+def test_filling_ends_soon_after_it_is_cancelled(last):
+    """Before media are loaded, between them, and after all of them."""
+    loaded = []
+
+    @dataclass(frozen=True)
+    class Recording(FakeModality):
+        def load(self, path, shape):
+            loaded.append(path)
+            return super().load(path, shape)
+
+    case = make_case(6)
+    count = sum(len(items.length) for name, items in case.items.phases.items() if name != "language")
+    last = count if last is None else last
+    recording = {
+        name: Recording(name, fake.slots_per_token, fake.attention_stride) for name, fake in MODALITIES.items()
+    }
+    where = (case.corpus, recording, EVERYWHERE, ATTENTION)
+    with pytest.raises(CancelledError):
+        fill(
+            0, case.examples, case.items, case.plan, make_spec(), *where,
+            threads=1, cancelled=lambda: len(loaded) >= last,
+        )  # fmt: skip
+    assert len(loaded) == last
 
 
 def test_steps_without_a_modality_have_no_rows_of_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import jax
@@ -54,6 +55,14 @@ def test_nested_values_come_back_through_a_socket():
     for row, expected in zip(found["rows"], value["rows"], strict=True):
         assert row.keys() == expected.keys()
         jax.tree.map(np.testing.assert_array_equal, row, expected)
+
+
+def test_systems_without_anonymous_memory_use_files_without_names(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = attach(share(ARRAYS))
+    jax.tree.map(np.testing.assert_array_equal, found, ARRAYS)
+    assert not os.listdir(tmp_path)
 
 
 def test_a_closed_socket_is_an_error_and_not_a_wait():
