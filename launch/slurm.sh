@@ -36,15 +36,16 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export JAXMLLM_COORDINATOR="$first:$((20000 + SLURM_JOB_ID % 20000))"
 export JAXMLLM_PROCESSES=$SLURM_NTASKS
 
+tasks=
+time_is_up=no
+trap 'time_is_up=yes; kill -TERM ${tasks:-$!}' USR1 # srun passes it on to all processes
+trap : TERM # the processes have it from Slurm: wait for them
 # The process number is known only inside srun.
 srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
     'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm.train --resume=auto --config "$@"' \
     train "$@" &
 tasks=$!
 
-time_is_up=no
-trap 'time_is_up=yes; kill -TERM "$tasks"' USR1 # srun passes it on to all processes
-trap : TERM # the processes have it from Slurm: wait for them
 code=0
 wait "$tasks" || code=$?
 # A trap ends `wait` early.
