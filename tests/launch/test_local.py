@@ -61,11 +61,12 @@ def test_a_failure_ends_the_others_and_gives_the_exit_code(tmp_path):
         "import os, pathlib, sys, time\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "if os.environ['JAXMLLM_PROCESS_ID'] == '0':\n"
-        "    (folder / 'pid').write_text(str(os.getpid())); time.sleep(600)\n"
+        "    (folder / 'pid').write_text(str(os.getpid())); time.sleep(60); (folder / 'outlived').touch()\n"
         "while not (folder / 'pid').exists(): time.sleep(0.02)\n"
         "sys.exit(7)\n"
     )
     assert run_local(python(code, tmp_path), processes=2, devices=1) == 7
+    assert not (tmp_path / "outlived").exists()
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -81,7 +82,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
         "folder = pathlib.Path(sys.argv[1])\n"
         "if os.environ['JAXMLLM_PROCESS_ID'] == '0':\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    (folder / 'pid').write_text(str(os.getpid())); time.sleep(600)\n"
+        "    (folder / 'pid').write_text(str(os.getpid())); time.sleep(60); (folder / 'outlived').touch()\n"
         "while not (folder / 'pid').exists(): time.sleep(0.02)\n"
         "sys.exit(3)\n"
     )
