@@ -1,0 +1,48 @@
+"""A short drill: whatever is killed, the run that is resumed is the one that was never killed."""
+
+import numpy as np
+import pytest
+
+from benchmarks.drill import Drill, Life, main
+
+
+@pytest.mark.slow
+def test_no_promise_is_broken(tmp_path):
+    outcome = Drill(tmp_path, steps=12, seed=1).run(kills=4)
+    assert outcome.kills == 4 and outcome.runs >= 1
+    assert not outcome.violations
+
+
+def test_a_run_that_went_elsewhere_is_noticed(tmp_path):
+    """What the comparison is worth: other examples, another loss, a step twice and a step that is missing are told."""
+    drill = Drill(tmp_path, steps=3, seed=0)
+    write(tmp_path / "reference", [(1, 2.0), (2, 1.5), (3, 1.0)])
+    write(tmp_path / "same", [(1, 2.0), (2, 1.5), (3, 1.0 + 1e-6)])
+    drill.compare(tmp_path / "reference", tmp_path / "same")
+    assert not drill.outcome.violations
+    write(tmp_path / "other", [(1, 2.0), (1, 2.0), (2, 1.6)], ids="b")
+    drill.compare(tmp_path / "reference", tmp_path / "other")
+    told = "\n".join(drill.outcome.violations)
+    assert "step 1 took other examples" in told and "steps [1, 1, 2]" in told
+    assert "step 2: loss 1.6 instead of 1.5" in told and "step 3: loss nan" in told
+
+
+def write(folder, losses, ids="a"):
+    folder.mkdir()
+    metrics = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in losses]
+    (folder / "metrics.jsonl").write_text("".join(metrics) + '{"step": 9, "lo')
+    examples = {step: f'{{"step": {step}, "ids": ["{ids}{step}"]}}\n' for step, _ in losses}
+    (folder / "examples.jsonl").write_text("".join(examples.values()))
+
+
+def test_lives_follow_from_the_seed():
+    first, second = ([Life.draw(random) for _ in range(50)] for random in map(np.random.default_rng, (3, 3)))
+    assert first == second
+    assert {life.devices for life in first} == {1, 2, 4, 8} and {life.processes for life in first} == {1, 2}
+    assert all(life.devices % life.processes == 0 for life in first)
+
+
+@pytest.mark.parametrize("arguments", [["--kills", "0"], ["--steps", "1"]])
+def test_arguments_that_cannot_be(arguments):
+    with pytest.raises(SystemExit):
+        main(arguments)
