@@ -29,8 +29,8 @@ from jaxmllm.balance.workload import describe
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.fill import StepFiller
 from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, plan_spec
-from jaxmllm.training.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.training.programs import Programs
 from jaxmllm.training.step import Step
 from launch.local import run_local

@@ -27,8 +27,8 @@ from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.fill import StepFiller
 from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.training.build import USER_ERRORS, lay_groundwork, local_share, make_programs
-from jaxmllm.training.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from launch.local import run_local
 from sharding.mesh import make_mesh
 

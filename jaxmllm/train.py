@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxmllm.config import ConfigError, load_config
-from jaxmllm.training.signals import StopSignals
+from jaxmllm.runtime.signals import StopSignals
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from jaxmllm.training import hosts
-    from jaxmllm.training.distributed import LaunchError, start_jax, stopped_code
+    from jaxmllm.runtime import hosts
+    from jaxmllm.runtime.distributed import LaunchError, start_jax, stopped_code
 
     stop.tell = hosts.tell_end
     try:

@@ -16,7 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
 
-from jaxmllm.training.distributed import reserve_cpu_threads  # noqa: E402
+from jaxmllm.runtime.distributed import reserve_cpu_threads  # noqa: E402
 
 reserve_cpu_threads()
 

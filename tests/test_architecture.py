@@ -7,8 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARROWS = {
-    "jaxmllm/train.py": {"jaxmllm.config", "jaxmllm.training"},
-    "jaxmllm/training": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "jaxmllm.models", "sharding"},
+    "jaxmllm/train.py": {"jaxmllm.config", "jaxmllm.runtime", "jaxmllm.training"},
+    "jaxmllm/training": {
+        "jaxmllm.config",
+        "jaxmllm.balance",
+        "jaxmllm.data",
+        "jaxmllm.models",
+        "jaxmllm.runtime",
+        "sharding",
+    },
+    "jaxmllm/runtime": {"jaxmllm.config"},
     "jaxmllm/models": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "sharding"},
     "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
     "jaxmllm/balance": {"jaxmllm.config"},
@@ -21,7 +29,12 @@ ARROWS = {
     },
     "jaxmllm/balance/pipeline_plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
     "jaxmllm/balance/pipeline_sizes.py": {"jaxmllm.config", "sharding"},
-    "jaxmllm/balance/calibrate.py": {"jaxmllm.config", "jaxmllm.data", "jaxmllm.training"},  # a command, too
+    "jaxmllm/balance/calibrate.py": {  # a command, too
+        "jaxmllm.config",
+        "jaxmllm.data",
+        "jaxmllm.runtime",
+        "jaxmllm.training",
+    },
     "jaxmllm/balance/timeline.py": {"jaxmllm.config", "sharding"},  # the same
     "jaxmllm/config.py": {"jaxmllm.strict_yaml"},
     "jaxmllm/strict_yaml.py": set(),

@@ -423,7 +423,7 @@ def main(command: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from jaxmllm.training.distributed import LaunchError, start_jax
+    from jaxmllm.runtime.distributed import LaunchError, start_jax
 
     try:
         start_jax(config)
@@ -431,8 +431,8 @@ def main(command: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
+    from jaxmllm.runtime.files import write_atomically
     from jaxmllm.training.build import USER_ERRORS, build_run
-    from jaxmllm.training.files import write_atomically
 
     try:
         run = build_run(_uncalibrated(config))

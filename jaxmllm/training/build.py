@@ -34,11 +34,11 @@ from jaxmllm.data.modality import Modality
 from jaxmllm.data.pipeline import Steps, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
-from jaxmllm.training import hosts
-from jaxmllm.training.checkpoint import check_space, state_bytes
-from jaxmllm.training.hardware import peak_flops
+from jaxmllm.runtime import hosts
+from jaxmllm.runtime.checkpoint import check_space, state_bytes
+from jaxmllm.runtime.hardware import peak_flops
+from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.training.messages import WarningLog
-from jaxmllm.training.metrics import CompilationCounter
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.pipeline import PipelinePrograms
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks

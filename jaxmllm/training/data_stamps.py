@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index import LengthIndex
-from jaxmllm.training.agreement import agreed_problem
-from jaxmllm.training.checkpoint import CheckpointError
-from jaxmllm.training.files import write_atomically
+from jaxmllm.runtime.agreement import agreed_problem
+from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.files import write_atomically
 
 DATA_FILE = "data.json"
 STAMPS_FILE = "data.npz"

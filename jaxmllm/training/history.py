@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jaxmllm.config import Config
 from jaxmllm.data.pipeline import Segment
-from jaxmllm.training.checkpoint import CheckpointError
-from jaxmllm.training.files import write_atomically
+from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.files import write_atomically
 
 HISTORY_FILE = "history.json"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config import Config
-from jaxmllm.training.agreement import agreed_numbers
-from jaxmllm.training.checkpoint import (
+from jaxmllm.runtime.agreement import agreed_numbers
+from jaxmllm.runtime.checkpoint import (
     CHECKSUMS_FILE,
     CheckpointError,
     DamagedError,

@@ -17,20 +17,20 @@ import jax
 from jaxmllm.config import dump_config
 from jaxmllm.data.pipeline import continued_steps
 from jaxmllm.data.reader import Interrupted, Loader, LoadError
-from jaxmllm.training import hosts
+from jaxmllm.runtime import hosts
+from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
+from jaxmllm.runtime.clock import Completions
+from jaxmllm.runtime.metrics import MetricsWriter, ProgressBar
+from jaxmllm.runtime.profiler import ProfilerWindow
+from jaxmllm.runtime.resume import begun_config, changes
+from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.training.build import USER_ERRORS, Run
-from jaxmllm.training.checkpoint import CheckpointError, Checkpoints
-from jaxmllm.training.clock import Completions
 from jaxmllm.training.data_stamps import check_data
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from jaxmllm.training.initial import CHECKPOINTS, initial_state
 from jaxmllm.training.messages import Messages
-from jaxmllm.training.metrics import MetricsWriter, ProgressBar
-from jaxmllm.training.profiler import ProfilerWindow
 from jaxmllm.training.report import Pending, Report, TrainingError, due
-from jaxmllm.training.resume import begun_config, changes
 from jaxmllm.training.run_folder import read_config, write_config
-from jaxmllm.training.signals import StopSignals
 from jaxmllm.training.step import TrainState
 
 DATA_ERRORS = (*USER_ERRORS, LoadError)  # what loading a step may raise

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmllm.data.messages import shown
-from jaxmllm.training.board import POLL_SECONDS, Board, HostsError
+from jaxmllm.runtime.board import POLL_SECONDS, Board, HostsError
 
 SHOWN_LINES = 8  # of one process and step; a folder of broken media must not flood the coordinator
 SHOWN_CHARACTERS = 500  # of one line

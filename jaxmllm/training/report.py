@@ -50,12 +50,12 @@ from jax.experimental import multihost_utils
 
 from jaxmllm.data.fill import HostStep
 from jaxmllm.data.reader import Loader
-from jaxmllm.training.board import HostsError
+from jaxmllm.runtime.board import HostsError
+from jaxmllm.runtime.clock import RateMeter, StepClock
+from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, ProgressBar, read_metrics, read_summary
 from jaxmllm.training.build import Run
-from jaxmllm.training.clock import RateMeter, StepClock
 from jaxmllm.training.evaluate import NOTHING, evaluate
 from jaxmllm.training.messages import Message, Messages, bounded
-from jaxmllm.training.metrics import METRICS_FILE, MetricsWriter, ProgressBar, read_metrics, read_summary
 from jaxmllm.training.step import TrainState
 
 SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios

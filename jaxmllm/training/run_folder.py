@@ -1,12 +1,12 @@
 """One run, one folder: who may write into it, and what it says of the run that began there.
 
 run.directory/
-  run.lock         the process that writes here: training/lock.py
+  run.lock         the process that writes here: runtime/lock.py
   config.yaml      resolved config; a folder without it holds no run
   history.json     batch size and weights by step: training/history.py
-  checkpoints/     training/checkpoint.py
+  checkpoints/     runtime/checkpoint.py
   data.json, data.npz, rejected.jsonl          training/data_stamps.py
-  metrics.jsonl, summary.json, tensorboard/    training/metrics.py
+  metrics.jsonl, summary.json, tensorboard/    runtime/metrics.py
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 import jax
 
 from jaxmllm.config import Config, ConfigError, dump_config, load_config
-from jaxmllm.training.agreement import agreed_problem
-from jaxmllm.training.checkpoint import CheckpointError
-from jaxmllm.training.files import write_atomically
+from jaxmllm.runtime.agreement import agreed_problem
+from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.files import write_atomically
+from jaxmllm.runtime.lock import LOCK_FILE, RunLock
+from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
-from jaxmllm.training.lock import LOCK_FILE, RunLock
-from jaxmllm.training.resume import begun_config, check_compatible, resumed_config
 
 CONFIG_FILE = "config.yaml"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # whatever was being written

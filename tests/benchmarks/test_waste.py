@@ -12,8 +12,8 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config
 from jaxmllm.data.pipeline import batch_examples
 from jaxmllm.data.sample import make_sample
+from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.training.build import lay_groundwork, plan_spec
-from jaxmllm.training.metrics import CompilationCounter
 from sharding.mesh import abstract_mesh
 
 RANKS, STEPS, BATCH = 4, 3, 16

@@ -13,7 +13,7 @@ from jaxmllm.config import SourceConfig, parse_config
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.images import Images
 from jaxmllm.data.text import ByteTokenizer
-from jaxmllm.training.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.training.data_stamps import check_data
 from tests.support import tiny_config
 

@@ -13,8 +13,8 @@ import numpy as np
 from jaxmllm.balance.plan import ExchangeGrid, StepPlan
 from jaxmllm.balance.routes import route_tables
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.runtime.distributed import initialize_distributed
 from jaxmllm.training.build import local_ranks
-from jaxmllm.training.distributed import initialize_distributed
 from sharding.mesh import make_mesh
 from sharding.route import Exchange
 from sharding.rules import make_layout

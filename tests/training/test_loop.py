@@ -22,11 +22,11 @@ from jaxmllm.data.fill import StepFiller
 from jaxmllm.data.pipeline import evaluation_steps
 from jaxmllm.data.sample import make_sample
 from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.runtime.resume import begun_config
 from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
 from jaxmllm.training.report import TrainingError
-from jaxmllm.training.resume import begun_config
 from tests.support import assert_close, scaled, tiny_config, without_targets
 
 KINDS = {"picture", "sound", "both", "text"}

@@ -11,10 +11,10 @@ import yaml
 from jaxmllm.balance.pipeline_plan import plan_pipeline
 from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.modality import MediaError
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.train import main
 from jaxmllm.training.build import USER_ERRORS, lay_groundwork, pipeline_sizes
-from jaxmllm.training.checkpoint import Checkpoints
-from jaxmllm.training.metrics import CompilationCounter
 from sharding.mesh import make_mesh
 from tests.support import Result, assert_close, assert_same, tiny_config
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.training.metrics import CompilationCounter
+from jaxmllm.runtime.metrics import CompilationCounter
 from tests.support import assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmllm.runtime.metrics import MetricsWriter, ProgressBar, read_metrics
 from jaxmllm.training.messages import Messages
-from jaxmllm.training.metrics import MetricsWriter, ProgressBar, read_metrics
 from jaxmllm.training.report import Pending, Report, TrainingError
 from tests.training.test_messages import Store
 

@@ -19,9 +19,9 @@ import yaml
 
 from jaxmllm.config import parse_config
 from jaxmllm.data.index import DataError
+from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.training.build import build_run
 from jaxmllm.training.loop import train
-from jaxmllm.training.signals import StopSignals
 from tests.data.elements import alive, children
 from tests.support import tiny_config, train_command
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import jax
 
 from jaxmllm.config import Config, DistributedConfig, config_tree, dotted_values
-from jaxmllm.training import coordinator, hosts
-from jaxmllm.training.board import Board, HostsError, RemoteBoard, gather
+from jaxmllm.runtime import coordinator, hosts
+from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, gather
 
 COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
@@ -86,7 +86,7 @@ def initialize_distributed(
     limits = limits or DistributedConfig()
     address = _read(environment)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's own service takes SIGTERM alone, and by C; training/signals.py agrees on a step for every signal.
+    # JAX's own service takes SIGTERM alone, and by C; runtime/signals.py agrees on a step for every signal.
     jax.config.update("jax_enable_preemption_service", False)
     if address is None:
         _join_detected(limits, facts or {})

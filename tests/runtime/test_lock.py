@@ -11,17 +11,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from tests.runtime.test_resume_rules import make_config
 
-from jaxmllm.training.checkpoint import CheckpointError
-from jaxmllm.training.lock import Holder, RunLock
+from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.lock import Holder, RunLock
 from jaxmllm.training.run_folder import open_folder
-from tests.training.test_resume_rules import make_config
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxmllm.training.lock import RunLock
+from jaxmllm.runtime.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxmllm.training.clock import Completions, RateMeter, StepClock
+from jaxmllm.runtime.clock import Completions, RateMeter, StepClock
 
 
 @dataclass

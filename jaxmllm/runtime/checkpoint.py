@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmllm.training.agreement import agreed_numbers, agreed_problem
+from jaxmllm.runtime.agreement import agreed_numbers, agreed_problem
 
 CHECKSUMS_FILE = "checksums.json"
 UNSEALED = ("_CHECKPOINT_METADATA", CHECKSUMS_FILE)  # orbax stamps the former once more at the end; nothing reads it

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxmllm.config import ConfigError
-from jaxmllm.training.files import write_atomically
+from jaxmllm.runtime.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 EXAMPLES_FILE = "examples.jsonl"

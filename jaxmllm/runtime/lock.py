@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from jaxmllm.training.checkpoint import CheckpointError
-from jaxmllm.training.files import write_atomically
+from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.files import write_atomically
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 10.0

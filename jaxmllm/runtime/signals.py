@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from jaxmllm.training.board import Board, HostsError
+from jaxmllm.runtime.board import Board, HostsError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.

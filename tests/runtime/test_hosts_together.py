@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxmllm.training.signals import SAME_REQUEST_SECONDS
+from jaxmllm.runtime.signals import SAME_REQUEST_SECONDS
 from tests.support import tiny_config, train_command
 
 pytestmark = pytest.mark.slow

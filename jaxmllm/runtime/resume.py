@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config import Config, config_tree, dotted_values
-from jaxmllm.training.checkpoint import CheckpointError, listed
+from jaxmllm.runtime.checkpoint import CheckpointError, listed
 
 # No step depends on these. Each pattern covers the key it matches and everything below it.
 FREE_KEYS = (

@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.training import checkpoint
-from jaxmllm.training.checkpoint import (
+from jaxmllm.runtime import checkpoint
+from jaxmllm.runtime.checkpoint import (
     CheckpointError,
     Checkpoints,
     DamagedError,
@@ -118,7 +118,7 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path) -> None:
     program = """
         import os, signal, sys
         import jax.numpy as jnp
-        from jaxmllm.training.checkpoint import Checkpoints
+        from jaxmllm.runtime.checkpoint import Checkpoints
         checkpoints = Checkpoints(sys.argv[1], keep=3)
         checkpoints.save(1, {"w": jnp.full((4096, 4096), 1.0)})
         checkpoints.wait()

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from jaxmllm.training.signals import SAME_REQUEST_SECONDS, Agreement, StopSignals
+from jaxmllm.runtime.signals import SAME_REQUEST_SECONDS, Agreement, StopSignals
 
 WAITING = """
 import signal, sys, time
-from jaxmllm.training.signals import StopSignals
+from jaxmllm.runtime.signals import StopSignals
 with StopSignals() as stop:
     stop.tell = lambda line: print("told:", line, flush=True)
     if sys.argv[1] == "training":

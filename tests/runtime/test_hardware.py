@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.training.hardware import measured_cpu_flops, peak_flops, table_flops
+from jaxmllm.runtime.hardware import measured_cpu_flops, peak_flops, table_flops
 
 
 def chip(kind: str) -> Any:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxmllm.training.profiler import ProfilerWindow
+from jaxmllm.runtime.profiler import ProfilerWindow
 
 
 def traces(folder: Path) -> list[Path]:

@@ -27,8 +27,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxmllm.training.board import Board, HostsError, RemoteBoard, by_process, gather
-from jaxmllm.training.coordinator import ENDED
+from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, by_process, gather
+from jaxmllm.runtime.coordinator import ENDED
 
 BEAT_SECONDS = 1.0  # between signs of life, and between looks at those of the others
 OWN_GAP_BEATS = 5.0  # a watchdog that did not run for so long was stopped itself, and blames nobody for it

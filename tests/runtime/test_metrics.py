@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.config import ConfigError
-from jaxmllm.training.metrics import CompilationCounter, MetricsWriter, ProgressBar, read_metrics
+from jaxmllm.runtime.metrics import CompilationCounter, MetricsWriter, ProgressBar, read_metrics
 
 
 def strict_json(text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from jaxmllm.training import hosts
+from jaxmllm.runtime import hosts
 
 
 def agreed_problem(problem: str | None) -> str | None:

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from jaxmllm.config import DistributedConfig
-from jaxmllm.training import distributed
-from jaxmllm.training.checkpoint import Checkpoints
-from jaxmllm.training.distributed import (
+from jaxmllm.runtime import distributed
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.distributed import (
     JAX_SLACK_SECONDS,
     LaunchError,
     initialize_distributed,
@@ -109,9 +109,9 @@ PROGRAM = """
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     from orbax.checkpoint import multihost
-    from jaxmllm.training.checkpoint import Checkpoints
-    from jaxmllm.training.distributed import initialize_distributed
-    from jaxmllm.training.signals import StopSignals
+    from jaxmllm.runtime.checkpoint import Checkpoints
+    from jaxmllm.runtime.distributed import initialize_distributed
+    from jaxmllm.runtime.signals import StopSignals
 
     initialize_distributed()
     assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxmllm.training.coordinator import ENDED
+from jaxmllm.runtime.coordinator import ENDED
 
 POLL_SECONDS = 0.1  # between looks at the board while waiting for other processes
 RETRY_SECONDS = 0.2  # between attempts to connect
