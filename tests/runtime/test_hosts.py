@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.runtime.test_signals import MemoryBoard
 
 from jaxmllm.runtime.board import HostsError, RemoteBoard, gather
 from jaxmllm.runtime.coordinator import RECONNECT_SECONDS
 from jaxmllm.runtime.distributed import start_coordinator
 from jaxmllm.runtime.hosts import BEAT_SECONDS, Hosts, Watchdog
+from tests.runtime.test_signals import MemoryBoard
 
 NAMES = ("host-a", "host-b", "host-c")
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from tests.runtime.test_resume_rules import make_config
 
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.lock import Holder, RunLock
 from jaxmllm.training.run_folder import open_folder
+from tests.runtime.test_resume_rules import make_config
 
 ROOT = Path(__file__).parents[2]
 HOLD = """

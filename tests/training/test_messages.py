@@ -4,10 +4,10 @@ import logging
 import threading
 
 import pytest
-from tests.runtime.test_signals import MemoryBoard
 
 from jaxmllm.runtime.board import HostsError
 from jaxmllm.training.messages import SHOWN_CHARACTERS, SHOWN_LINES, Message, Messages, WarningLog
+from tests.runtime.test_signals import MemoryBoard
 
 
 class Store(MemoryBoard):
