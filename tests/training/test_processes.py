@@ -37,7 +37,7 @@ LAYOUTS = {
     "fsdp-tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
     "context": {"mesh": {"data": 1, "fsdp": 1, "context": 8}},
     "context2": {"mesh": {"data": 2, "fsdp": 2, "context": 2}},
-    "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2}},
+    "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2, "layout": "chain"}},
 }
 
 
