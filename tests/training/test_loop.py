@@ -23,6 +23,7 @@ from jaxmllm.data.pipeline import evaluation_steps
 from jaxmllm.data.sample import make_sample
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
+from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
@@ -277,14 +278,12 @@ def test_an_evaluation_of_nothing_has_no_loss(alone, damaged_held_out):
     assert empty["loss"] is None and empty.keys() == result.keys()
 
 
-class StopAt:
-    """Stands for the signals of a run: the n-th question whether to stop is answered with yes."""
+class StopAt(StopSignals):
+    """Signals of a run that come by themselves: the n-th question whether to stop is answered with yes."""
 
     def __init__(self, call: float = math.inf):
+        super().__init__()
         self.calls_left = call
-
-    def begin_training(self, *arguments):
-        pass
 
     def should_stop(self) -> bool:
         self.calls_left -= 1
