@@ -8,6 +8,7 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -67,18 +68,24 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         report = Report(run, writer, progress, loader, messages)
         report.resume(step)
         completions = Completions()
+        alone = jax.process_count() == 1
         first, stopped = step, False
+
+        def save() -> None:
+            """Keep the state after the steps done so far; one inside a streak of skipped updates evicts no other."""
+            checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+
         try:
             if report.evaluation_missing(step):
-                stopped = not _evaluate(run, report, step, state, checkpoints, stop)
+                stopped = not _evaluate(report, step, state, save, stop)
             while step < config.run.steps and not stopped:
                 asked = time.monotonic()
                 try:
                     batch = next(batches)
                 except DATA_ERRORS:
-                    if step > first and jax.process_count() == 1:  # others would not join in saving
+                    if step > first and alone:  # others would not join in saving
                         report.settle()
-                        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+                        save()
                     raise
                 waited = time.monotonic() - asked
                 if step == first:
@@ -100,18 +107,18 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
                 if saves or evaluates:
                     report.settle()  # never keep a state that the limits forbid
                 if saves and (last or not report.streak):
-                    checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+                    save()
                 elif saves:
                     progress.print(f"step {step}: no checkpoint, the last {report.streak} updates were not finite")
                 if evaluates:
-                    stopped = not _evaluate(run, report, step, state, checkpoints, stop)
+                    stopped = not _evaluate(report, step, state, save, stop)
         except (TrainingError, *DATA_ERRORS) as error:
             writer.write_summary(report.summary(step, time.monotonic() - started, str(error)))
             raise
         except Interrupted:  # by a signal, in a wait for data
             report.settle()
             if step > first:
-                checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+                save()
         finally:
             loader.close()
             report.close()
@@ -124,21 +131,19 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     return summary
 
 
-def _evaluate(
-    run: Run, report: Report, step: int, state: TrainState, checkpoints: Checkpoints, stop: StopSignals
-) -> bool:
+def _evaluate(report: Report, step: int, state: TrainState, save: Callable[[], None], stop: StopSignals) -> bool:
     """Whether the run continues after an evaluation; if not, the state is kept, for nothing is wrong with it."""
     try:
         continues = report.evaluate(step, state, stop.should_stop)
     except TrainingError:
-        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+        save()
         raise
     except DATA_ERRORS:
         if jax.process_count() == 1:  # others would not join in saving
-            checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+            save()
         raise
     if not continues:
-        checkpoints.save(step, run.programs.to_saved(state), sound=not report.streak)
+        save()
     return continues
 
 
