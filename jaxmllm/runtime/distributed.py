@@ -137,7 +137,7 @@ def _join(
     # From here on the coordinator is there, and its silence is that of process 0.
     board.patience_seconds = limits.peer_timeout
     hosts.joined(hosts.Hosts(process, titles, board, limits.start_timeout, limits.peer_timeout))
-    hosts.compare("config, code and versions", facts, "Give all hosts the same config, code and versions")
+    hosts.compare("config, code and versions", lambda: facts, "Give all hosts the same config, code and versions")
     jax_port = dict(board.key_value_dir_get("jax/"))["jax/port"]
     jax.distributed.initialize(
         f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
@@ -189,7 +189,7 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
     board = multihost.get_jax_distributed_client()
     titles = _meet(board, jax.process_index(), jax.process_count(), socket.gethostname(), AUTO, limits)
     hosts.joined(hosts.Hosts(jax.process_index(), titles, board, limits.start_timeout, limits.peer_timeout))
-    hosts.compare("config, code and versions", facts, "Give all hosts the same config, code and versions")
+    hosts.compare("config, code and versions", lambda: facts, "Give all hosts the same config, code and versions")
 
 
 def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: int) -> subprocess.Popen[bytes]:

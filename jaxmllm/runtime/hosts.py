@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -119,11 +119,19 @@ class Hosts:
         return line
 
 
-def digest_of(values: object) -> str:
-    """Sixteen hexadecimal digits that are equal for values of equal representation."""
+def digest_of(record: object) -> str:
+    """Sixteen hexadecimal digits that are equal for records of equal representation."""
     with np.printoptions(threshold=sys.maxsize):
-        text = repr(values)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = repr(record)
+    return digest_of_bytes([text.encode()])
+
+
+def digest_of_bytes(pieces: Iterable[bytes]) -> str:
+    """Sixteen hexadecimal digits that are equal for equal bytes, however they are cut into pieces."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class Watchdog:
@@ -252,10 +260,10 @@ def current() -> Hosts | None:
     return _current
 
 
-def compare(what: str, facts: Mapping[str, str], advice: str) -> None:
-    """`Hosts.compare`, where there are several processes."""
+def compare(what: str, facts: Callable[[], Mapping[str, str]], advice: str) -> None:
+    """`Hosts.compare` of what `facts` returns, where there are several processes; one alone gathers no facts."""
     if _current is not None:
-        _current.compare(what, facts, advice)
+        _current.compare(what, facts(), advice)
 
 
 def meet(what: str) -> None:

@@ -53,6 +53,7 @@ SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves
 SAMPLED_BATCHES = (8, 32)  # ... in as many batches as that makes, within these bounds
 LARGEST = 64  # examples of most images or sound, which a pipeline must have room for
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time
+SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"
 SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same data"
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 
@@ -122,7 +123,7 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
     media = modalities(config.model, config.data, model.split_phases)
     corpus, held_out = open_corpora(config, tokenizer, media, model)
-    hosts.compare("data", data_facts(corpus, held_out), "Give all hosts the same files for data.sources and evaluation")
+    hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
     fewest, most = SAMPLED_BATCHES
     count = min(max(SAMPLED_EXAMPLES // config.data.batch_size, fewest), most)
@@ -192,8 +193,9 @@ def data_facts(corpus: Corpus, held_out: Sequence[Corpus]) -> dict[str, str]:
     facts = {}
     for what, opened in (("data", corpus), *(("held-out data", corpus) for corpus in held_out)):
         for (name, _, examples), index in zip(opened.members, opened.indexes, strict=True):
-            content = (index.id.tobytes(), index.offset.tobytes(), index.item_shape.tobytes(), examples.tobytes())
-            facts[f"{what} of source {name!r}"] = f"{len(examples)} examples, index {hosts.digest_of(content)}"
+            columns = (index.id, index.offset, index.item_shape, examples)
+            digest = hosts.digest_of_bytes(column.tobytes() for column in columns)
+            facts[f"{what} of source {name!r}"] = f"{len(examples)} examples, index {digest}"
         facts[f"{what} as a whole"] = opened.fingerprint()
     return facts
 
@@ -217,10 +219,10 @@ def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, Pipelin
     modalities, param_dtype = ground.corpus.modalities, config.run.param_dtype
     if config.pipeline.stages == 1:
         spec = plan_spec(config, model, ground.samples, corpora)
-        hosts.compare("plan", plan_facts(spec), SAME_PLAN)
+        hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
         return Programs(step, spec, modalities, attention_spec(config, model, modalities, spec), param_dtype), None
     sizes = pipeline_sizes(config, model, ground.samples, corpora)
-    hosts.compare("plan", plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
+    hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
     attention = attention_spec(config, model, modalities, sizes.spec)
     return PipelinePrograms(step, sizes, modalities, attention, param_dtype), sizes
 

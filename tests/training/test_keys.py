@@ -216,7 +216,7 @@ def stages(config: Config, scene: Scene) -> Any:
     ground = scene.staged
     sizes = pipeline_sizes(config, ground.model, ground.samples, [ground.corpus, *ground.held_out])
     made = plan_pipeline(ground.samples[0], sizes.spec, sizes.training)
-    return repr(sizes.training.tables), sizes.training.microbatches, made.digest()
+    return repr(sizes.training.tables), sizes.training.microbatches, made.digest(ground.samples[0].examples)
 
 
 def mesh(config: Config, _: Scene) -> Any:
@@ -459,9 +459,9 @@ def left_by(run: Run, folder: Path, config: Path, overrides: Iterable[str], monk
     made: list[tuple[int, ...]] = []
 
     class Recorder(loop.Loader):  # type: ignore[type-arg]
-        def __init__(self, sources: Any, workers: int, prefetch: int, *more: Any) -> None:
+        def __init__(self, sources: Any, workers: int, prefetch: int, **more: Any) -> None:
             made.append((workers, prefetch))
-            super().__init__(sources, workers, prefetch, *more)
+            super().__init__(sources, workers, prefetch, **more)
 
     monkeypatch.setattr(loop, "Loader", Recorder)
     directory = f"run.directory={folder}/run"
