@@ -15,7 +15,7 @@ import pytest
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.lock import Holder, RunLock
 from jaxmllm.training.run_folder import open_folder
-from tests.runtime.test_resume_rules import make_config
+from tests.training.test_resume_rules import make_config
 
 ROOT = Path(__file__).parents[2]
 HOLD = """

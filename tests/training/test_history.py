@@ -9,7 +9,7 @@ from jaxmllm.data.pipeline import Segment
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.resume import begun_config, changes, check_compatible
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
-from tests.runtime.test_resume_rules import make_config
+from tests.training.test_resume_rules import make_config
 
 FIRST = Segment(0, 4, (1.0,))
 

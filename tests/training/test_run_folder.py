@@ -9,7 +9,7 @@ import pytest
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.training.run_folder import check_folder, open_folder, read_config, write_config
-from tests.runtime.test_resume_rules import make_config
+from tests.training.test_resume_rules import make_config
 
 
 def test_config_survives_the_run_folder(tmp_path: Path) -> None:
