@@ -239,6 +239,7 @@ def test_user_errors_are_told_in_one_line(command, capsys):
         calibrate.main(["--config", str(command[0]), "--repeats", "0"])
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_do_not_notice(data, tmp_path):
     """The same programs on plans by FLOPs and by a calibration for which only attention counts."""
     setup = assemble(silent(data, mesh={"data": 2}), 2)

@@ -290,6 +290,7 @@ class StopAt(StopSignals):
         return self.calls_left <= 0
 
 
+@pytest.mark.slow
 def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, tmp_path):
     """Calls 1 and 2 belong to the two batches of the evaluation at the start, 3 to 5 to steps, 6 and 7 to the next."""
     folder, _ = damaged_held_out

@@ -15,12 +15,13 @@ LEAF_TOLERANCE = 0.08
 LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "param_dtype, devices, mesh",
     [
         pytest.param("float32", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="fsdp-tensor"),
-        pytest.param("float32", 1, {"data": 1}, id="one", marks=pytest.mark.slow),
-        pytest.param("bfloat16", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="bfloat16-params", marks=pytest.mark.slow),
+        pytest.param("float32", 1, {"data": 1}, id="one"),
+        pytest.param("bfloat16", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="bfloat16-params"),
     ],
 )
 def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, alone, param_dtype, devices, mesh):

@@ -41,9 +41,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp-tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_train_as_one(data, tmp_path, layout):
     tree = tiny_config(data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3})
     tree |= LAYOUTS[layout] | {"evaluation": {"every": 3}}
