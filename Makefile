@@ -61,6 +61,6 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-sample/.made: jaxmllm/data/sample.py | $(VENV)/.runtime
-	$(PY) -m jaxmllm.data.sample sample
+sample/.made: jaxmllm/tools/sample_data.py | $(VENV)/.runtime
+	$(PY) -m jaxmllm.tools.sample_data sample
 	@touch $@

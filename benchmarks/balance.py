@@ -4,7 +4,7 @@
     python -m benchmarks.balance --quick
     python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
 
-Batches come from jaxmllm/balance/workload.py: six tasks with images, clips and text, costed by the FLOPs of a model of
+Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text, costed by the FLOPs of a model of
 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are `auto`, chosen for each mode from
 batches that are not measured. Figures are means over the measured batches, times are medians. The JSON's `rows` have
 one record for every setting and phase, and one without a phase for every setting.
@@ -46,7 +46,7 @@ from jaxmllm.balance.assign import item_costs
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.balance.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
+from jaxmllm.tools.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples a rank
 
@@ -64,7 +64,7 @@ SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes ...
 SAMPLED_BATCHES = (2, 32)  # ... in as many batches as that makes, within these bounds
 MEASURED_EXAMPLES, MEASURED_BATCHES = 1 << 13, (3, 16)
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
-GENERATOR = "jaxmllm.balance.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
+GENERATOR = "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
 
 
 def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes: int) -> list[dict[str, Any]]:

@@ -25,11 +25,11 @@ from benchmarks.balance import step_proxy
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.plan import Mode
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.balance.workload import describe
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.fill import StepFiller
 from jaxmllm.data.pipeline import batch_examples
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
+from jaxmllm.tools.workload import describe
 from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, plan_spec
 from jaxmllm.training.programs import Programs
 from jaxmllm.training.step import Step

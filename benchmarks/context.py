@@ -53,8 +53,8 @@ from jaxmllm.balance.context import (
 from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.plan import Ints, Longs
 from jaxmllm.balance.tiles import TokenIds
-from jaxmllm.balance.workload import TASKS, generate
 from jaxmllm.config import LanguageConfig, ModelConfig
+from jaxmllm.tools.workload import TASKS, generate
 
 TOKENS: Final = [8192, 16384, 32768, 65536, 131072]
 RANKS: Final = [8, 16, 32]

@@ -31,7 +31,7 @@ import numpy as np
 import yaml
 
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.data.sample import make_sample
+from jaxmllm.tools.sample_data import make_sample
 
 GENERATOR = "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
 MARKER = "JAXMLLM_DRILL"  # environment variable that all processes of a run inherit

@@ -52,8 +52,8 @@ from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import Longs
-from jaxmllm.balance.workload import MODEL as WORKLOAD_MODEL
 from jaxmllm.config import VisionConfig
+from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
 from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b

@@ -20,7 +20,7 @@ ARROWS = {
     "jaxmllm/models": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "sharding"},
     "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
     "jaxmllm/balance": {"jaxmllm.config"},
-    "jaxmllm/balance/report.py": {  # a command of its own, not used by the others
+    "jaxmllm/tools/balance_report.py": {  # a command of its own, not used by the others
         "jaxmllm.config",
         "jaxmllm.data",
         "jaxmllm.models",
@@ -35,7 +35,7 @@ ARROWS = {
         "jaxmllm.runtime",
         "jaxmllm.training",
     },
-    "jaxmllm/balance/timeline.py": {"jaxmllm.config", "sharding"},  # the same
+    "jaxmllm/tools/timeline.py": {"jaxmllm.config", "sharding"},  # the same
     "jaxmllm/config.py": {"jaxmllm.strict_yaml"},
     "jaxmllm/strict_yaml.py": set(),
     "sharding": set(),

@@ -17,7 +17,7 @@ from jaxmllm.balance.cost import PhaseTime
 from jaxmllm.balance.plan import PhaseFlops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import ConfigError, load_config, parse_config
-from jaxmllm.data.sample import make_sample
+from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.build import lay_groundwork, plan_spec
 from sharding.mesh import abstract_mesh, make_mesh
 from tests.support import assemble, assert_same, tiny_config

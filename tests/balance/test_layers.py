@@ -6,7 +6,7 @@ import pytest
 
 from jaxmllm.balance.cost import phase_flops
 from jaxmllm.balance.layers import layer_flops
-from jaxmllm.balance.workload import MODEL
+from jaxmllm.tools.workload import MODEL
 
 WINDOWED = MODEL.model_copy(update={"vision": MODEL.vision.model_copy(update={"window": 8, "full_layers": (7, 31)})})
 

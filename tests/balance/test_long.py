@@ -9,8 +9,8 @@ from jaxmllm.balance.assign import assign, assign_in_place
 from jaxmllm.balance.plan import PhaseFlops, PhaseItems, PhaseSpec
 from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics
-from jaxmllm.balance.workload import generate
 from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.tools.workload import generate
 
 SPEC = PhaseSpec("language", 4, (64, 16), 8, 1, 1, 0, long_capacity=256)
 

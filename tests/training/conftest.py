@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmllm.data.sample import make_sample
+from jaxmllm.tools.sample_data import make_sample
 from tests.support import Setup, assemble, one_source_an_example, tiny_config
 
 KEPT_SETUPS = 4

@@ -20,10 +20,10 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config, parse_config
 from jaxmllm.data.fill import StepFiller
 from jaxmllm.data.pipeline import evaluation_steps
-from jaxmllm.data.sample import make_sample
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals
+from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train

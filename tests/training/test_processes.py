@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxmllm.config import parse_config
-from jaxmllm.data.sample import make_sample
+from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.build import build_run
 from jaxmllm.training.loop import train
 from tests.support import tiny_config, train_command

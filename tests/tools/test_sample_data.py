@@ -7,7 +7,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.data.sample import COLOURS, KINDS, OPPOSITES, SOUNDS, answer_of, main, make_sample
+from jaxmllm.tools.sample_data import COLOURS, KINDS, OPPOSITES, SOUNDS, answer_of, main, make_sample
 
 TRAIN, TEST = 480, 160
 

@@ -1,9 +1,10 @@
 """Draw what balancing does: load of every rank and padding of every row, before and after, in each phase.
 
-    python -m jaxmllm.balance.report --config X [--generated] [--ranks R] [--per-rank b] [--out DIR] [key=value ...]
-    python -m jaxmllm.balance.report --generated [--ranks R] [--per-rank b]
+    python -m jaxmllm.tools.balance_report --config X [--generated] [--ranks R] [--per-rank b] [--out DIR]
+        [key=value ...]
+    python -m jaxmllm.tools.balance_report --generated [--ranks R] [--per-rank b]
 
-With a config the batch is one that its run would draw, or (`--generated`) one of jaxmllm/balance/workload.py on the
+With a config the batch is one that its run would draw, or (`--generated`) one of jaxmllm/tools/workload.py on the
 config's model, layouts and rows. Without, the generator's own model is planned. Row sizes are chosen for each mode,
 from other batches. Nothing is decoded, compiled or run. Writes balance.png and balance.html, and prints their table.
 
@@ -45,8 +46,8 @@ from rich.table import Table
 from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.sizes import choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics, plan_step
-from jaxmllm.balance.workload import MODEL, describe, generate, longest, make_spec, mix_for
 from jaxmllm.config import ModelConfig, load_config
+from jaxmllm.tools.workload import MODEL, describe, generate, longest, make_spec, mix_for
 
 AFTER: Mode = "phases"
 RANKS, PER_RANK = 64, 32  # of generated batches, unless the config or the caller says otherwise

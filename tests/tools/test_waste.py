@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.waste import main
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config
 from jaxmllm.data.pipeline import batch_examples
-from jaxmllm.data.sample import make_sample
 from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.tools.waste import main
 from jaxmllm.training.build import lay_groundwork, plan_spec
 from sharding.mesh import abstract_mesh
 

@@ -1,6 +1,6 @@
 """Make a small, ragged, learnable data set of real media files.
 
-    python -m jaxmllm.data.sample OUT [--seed 0] [--train 4096] [--test 512]
+    python -m jaxmllm.tools.sample_data OUT [--seed 0] [--train 4096] [--test 512]
 
     OUT/train.jsonl, OUT/test.jsonl    conversations; media paths are relative to OUT
     OUT/media/{train,test}/            PNG, JPEG, WebP pictures; WAV, FLAC clips
@@ -319,7 +319,7 @@ def _describe(split: Split) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxmllm.data.sample", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jaxmllm.tools.sample_data", description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=4096, help="training examples")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmllm.balance import report
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.data.sample import make_sample
+from jaxmllm.tools import balance_report as report
+from jaxmllm.tools.sample_data import make_sample
 
 CONFIG = """
 run: {{directory: {data}/run, steps: 4, seed: 5}}

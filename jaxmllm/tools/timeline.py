@@ -1,9 +1,9 @@
 """Draw a pipeline's schedule: every rank's operations over time, coloured by component and kind.
 
-    python -m jaxmllm.balance.timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
-    python -m jaxmllm.balance.timeline --table FILE [--names vision language]
+    python -m jaxmllm.tools.timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
+    python -m jaxmllm.tools.timeline --table FILE [--names vision language]
 
-The first plans a batch of jaxmllm/balance/workload.py on its model; operations are as wide as their FLOPs, a tick as
+The first plans a batch of jaxmllm/tools/workload.py on its model; operations are as wide as their FLOPs, a tick as
 its longest operation. The second draws a saved table, which knows no times: ticks are equally wide. Writes
 pipeline.png and pipeline.html, and prints their table. Nothing is compiled or run.
 
@@ -32,8 +32,8 @@ from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.balance.pack import sums_by
 from jaxmllm.balance.plan import BatchItems, Ints, Longs
-from jaxmllm.balance.report import FAINT, INK, STYLE, html_table, png, print_table
-from jaxmllm.balance.workload import MODEL, PHASES, generate
+from jaxmllm.tools.balance_report import FAINT, INK, STYLE, html_table, png, print_table
+from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.pipeline.graph import Graph, Kind, PipelineError, Workload, build_graph
 from sharding.pipeline.partition import Layer, chain_work, layer_costs, partition
 from sharding.pipeline.schedule import (

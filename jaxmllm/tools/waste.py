@@ -1,6 +1,6 @@
 """What a run wastes: padding, and waiting for the slowest rank, on the very batches that it would draw.
 
-    python -m benchmarks.waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
+    python -m jaxmllm.tools.waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
 Four ways to make rows of the same batches:
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.step_plan import plan_step, validate
-from jaxmllm.balance.workload import (
+from jaxmllm.tools.workload import (
     DEFAULT_MIX,
     MODEL,
     TASKS,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmllm.balance import timeline
-from jaxmllm.balance.timeline import of_schedule, of_table
+from jaxmllm.tools import timeline
+from jaxmllm.tools.timeline import of_schedule, of_table
 from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Ring, Workload, build_graph
 from sharding.pipeline.schedule import greedy, lockstep
 from sharding.pipeline.table import TableSpec, make_table, slots_needed
