@@ -7,7 +7,7 @@ Four ways to give the blocks of a row to ranks:
     contiguous       equal stretches
     zigzag           of 2 R equal stretches the r-th from either end
     longest_first    by descending work to the lightest rank, whatever number of blocks it gets
-    equal            ours (jaxmllm/balance/context.py): equally many blocks, least work on the heaviest rank
+    equal            ours (jaxmllm/attention/parts.py): equally many blocks, least work on the heaviest rank
 
 Four kinds of rows, and every image, clip and frame is seen in both directions inside itself:
 
@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.balance.context import (
+from jaxmllm.attention.parts import (
     TILE,
     assign_blocks,
     block_size,
@@ -50,9 +50,9 @@ from jaxmllm.balance.context import (
     span_work,
     zigzag,
 )
+from jaxmllm.attention.tiles import TokenIds
 from jaxmllm.balance.layers import layer_flops
 from jaxmllm.balance.plan import Ints, Longs
-from jaxmllm.balance.tiles import TokenIds
 from jaxmllm.config import LanguageConfig, ModelConfig
 from jaxmllm.tools.workload import TASKS, generate
 

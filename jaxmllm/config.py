@@ -34,7 +34,7 @@ Auto = Literal["auto"]
 Targets = Literal["assistant", "all"]
 DType = Literal["float32", "bfloat16", "float64"]
 Remat = Literal["none", "dots", "full"]
-Kernel = Literal["auto", "jax", "gpu"]  # of attention; see models/attention.py
+Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
 SHOWN = 200  # characters of a value in a message
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 

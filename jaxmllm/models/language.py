@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxmllm.attention.attention import TokenIds
 from jaxmllm.config import ComponentConfig, LanguageConfig
-from jaxmllm.models.attention import TokenIds
 from jaxmllm.models.layers import (
     Block,
     GatedMLP,

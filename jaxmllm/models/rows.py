@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
-from jaxmllm.balance.tiles import list_bound
+from jaxmllm.attention.tiles import list_bound
 from jaxmllm.data.modality import Modality
 from sharding.rules import Layout
 
 
 class RowTiles(NamedTuple):
-    """Which blocks attend to which, for each part of a row (balance/tiles.py). A row has X parts of n blocks each."""
+    """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has X parts of n blocks each."""
 
     query_spans: Int[Array, "R X n 3"]  # of the part's own blocks of queries, into `query_blocks`
     query_blocks: Int[Array, "R X L"]

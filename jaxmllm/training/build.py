@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.calibrate import load_calibration
-from jaxmllm.balance.context import SMALLER_BLOCK, block_size
 from jaxmllm.balance.cost import PhaseTime, phase_flops
 from jaxmllm.balance.pipeline_sizes import PipelineSizes, choose_pipeline
 from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec, RouteSpec

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.context import METHODS, ROWS, balance, isolated_work, main
-from jaxmllm.balance.context import block_work
-from jaxmllm.balance.tiles import TokenIds
+from jaxmllm.attention.parts import block_work
+from jaxmllm.attention.tiles import TokenIds
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["rule", "isolated"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmllm.attention.tiles import segment_ids, tile_map
 from jaxmllm.balance.plan import (
     BatchItems,
     ExchangeGrid,
@@ -23,7 +24,6 @@ from jaxmllm.balance.plan import (
     StepPlan,
 )
 from jaxmllm.balance.routes import route_tables
-from jaxmllm.balance.tiles import segment_ids, tile_map
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import MediaError

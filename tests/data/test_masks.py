@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmllm.balance.tiles import segment_ids, visible_tiles
+from jaxmllm.attention.tiles import segment_ids, visible_tiles
 from jaxmllm.data.masks import AttentionSpec, finish_encoder_row, finish_language_row
 
 BLOCK, SLOTS = 4, 48

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxmllm.attention.attention import TokenIds
 from jaxmllm.data.masks import finish_language_row
-from jaxmllm.models.attention import TokenIds
 from jaxmllm.models.layers import (
     MLP,
     Block,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxmllm.balance import context
-from jaxmllm.balance.context import (
+from jaxmllm.attention import parts as context
+from jaxmllm.attention.parts import (
     assign_blocks,
     block_size,
     block_work,

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmllm.balance import tiles
-from jaxmllm.balance.tiles import dealt_tiles, segment_ids, tile_map, visible_tiles
-from jaxmllm.models.attention import Mask, TileLists, TokenIds, attention
+from jaxmllm.attention import tiles
+from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
+from jaxmllm.attention.tiles import dealt_tiles, segment_ids, tile_map, visible_tiles
 
 BLOCK = 8
 SLOTS = 40

@@ -1,4 +1,4 @@
-"""Which blocks of a packed row must meet in attention, as lists for the loops of models/attention.py.
+"""Which blocks of a packed row must meet in attention, as lists for the loops of attention/attention.py.
 
 Three ids say what a token sees: query q sees key k of the same document if k does not come after q, or if both are of
 the same group (an image or a clip, seen in both directions). A row of C tokens is cut into blocks of b. Of the tiles

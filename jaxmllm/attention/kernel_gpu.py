@@ -31,7 +31,7 @@ except ImportError:  # deprecated since JAX 0.11
     triton = None
 
 if TYPE_CHECKING:
-    from jaxmllm.models.attention import Mask, TileLists, TokenIds
+    from jaxmllm.attention.attention import Mask, TileLists, TokenIds
 
 SMALLEST = 16  # slots or columns of a factor of a matrix product
 LARGEST_HEAD = 512  # bytes

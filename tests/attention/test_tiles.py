@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.tiles import TokenIds, list_bound, segment_ids, tile_map, visible_tiles
+from jaxmllm.attention.tiles import TokenIds, list_bound, segment_ids, tile_map, visible_tiles
 
 BLOCK = 4
 SLOTS = 24

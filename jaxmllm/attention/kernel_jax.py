@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 if TYPE_CHECKING:
-    from jaxmllm.models.attention import Mask, TileLists, TokenIds
+    from jaxmllm.attention.attention import Mask, TileLists, TokenIds
 
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:

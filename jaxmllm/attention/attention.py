@@ -1,7 +1,7 @@
 """Attention over packed rows: exact, in memory linear in the row, and skipping what no query sees.
 
 Who sees whom follows from three ids of each token, and which blocks of queries and keys must meet from lists that the
-host made of them (balance/tiles.py). The lists are data: one compilation serves every mask. The softmax is
+host made of them (attention/tiles.py). The lists are data: one compilation serves every mask. The softmax is
 accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.08691), so that only the output and one
 logsumexp a query are kept.
 
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxmllm.attention import kernel_gpu as attention_gpu
+from jaxmllm.attention import kernel_jax as attention_jax
 from jaxmllm.config import Kernel
-from jaxmllm.models import attention_gpu, attention_jax
 
 
 class TokenIds(NamedTuple):
