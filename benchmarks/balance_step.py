@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from benchmarks.balance import step_proxy
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.balance.plan import Mode
+from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.fill import StepFiller

@@ -51,8 +51,8 @@ from jaxmllm.attention.parts import (
     zigzag,
 )
 from jaxmllm.attention.tiles import TokenIds
-from jaxmllm.balance.layers import layer_flops
-from jaxmllm.balance.plan import Ints, Longs
+from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.records import Ints, Longs
 from jaxmllm.config import LanguageConfig, ModelConfig
 from jaxmllm.tools.workload import TASKS, generate
 

@@ -48,10 +48,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.balance.layers import layer_flops
-from jaxmllm.balance.microbatches import PhaseLoad, loads_of, plan_microbatches
-from jaxmllm.balance.pack import sums_by
-from jaxmllm.balance.plan import Longs
+from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.records import Longs
+from jaxmllm.balance.rows.pack import sums_by
+from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.config import VisionConfig
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmllm.balance.pipeline_sizes import PipelineSizes
-from jaxmllm.balance.plan import PlanSpec
+from jaxmllm.balance.records import PlanSpec
+from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.fill import HostStep, LocalRanks, StepFiller

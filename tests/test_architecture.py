@@ -27,8 +27,8 @@ ARROWS = {
         "jaxmllm.training",
         "sharding",
     },
-    "jaxmllm/balance/pipeline_plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
-    "jaxmllm/balance/pipeline_sizes.py": {"jaxmllm.config", "sharding"},
+    "jaxmllm/balance/stages/plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
+    "jaxmllm/balance/stages/sizes.py": {"jaxmllm.config", "sharding"},
     "jaxmllm/balance/calibrate.py": {  # a command, too
         "jaxmllm.config",
         "jaxmllm.data",

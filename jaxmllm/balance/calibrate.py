@@ -13,7 +13,7 @@ Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots,
 microbatch have one capacity, so this part never makes a rank wait. Items carry it nevertheless: the planner's linear
 coefficient is slot + linear. Rows are full but for a few of them, where it then falls on all alike, and the planner
 would otherwise take the attention for the whole time, and trade slots for an evenness that saves little. `row` is left
-to jaxmllm/balance/sizes.py, which weighs few large rows against many small ones; it needs two capacities to be told
+to jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be told
 from `slot`, and is 0 where a phase has one.
 """
 
@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
-from jaxmllm.balance.assign import assign
-from jaxmllm.balance.cost import PhaseTime
-from jaxmllm.balance.plan import BatchItems, PhaseFlops, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.balance.costs.flops import PhaseTime
+from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config import Config, ConfigError, Section, load_config
 
 if TYPE_CHECKING:

@@ -13,13 +13,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxmllm.balance.assign import assign, assign_in_place, item_costs
-from jaxmllm.balance.cost import real_flops
-from jaxmllm.balance.long import is_long
-from jaxmllm.balance.pack import running_sums, sums_by
-from jaxmllm.balance.partition import packed
-from jaxmllm.balance.placement import place_items_near
-from jaxmllm.balance.plan import (
+from jaxmllm.balance.costs.flops import real_flops
+from jaxmllm.balance.exchange.placement import place_items_near
+from jaxmllm.balance.exchange.relay import ways
+from jaxmllm.balance.exchange.routes import (
+    media_of_examples,
+    plan_routes,
+    route_statistics,
+    route_tables,
+    run_hops,
+    sequence_of_example,
+)
+from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
     Ints,
@@ -33,15 +38,10 @@ from jaxmllm.balance.plan import (
     StepPlan,
     carriers,
 )
-from jaxmllm.balance.relay import ways
-from jaxmllm.balance.routes import (
-    media_of_examples,
-    plan_routes,
-    route_statistics,
-    route_tables,
-    run_hops,
-    sequence_of_example,
-)
+from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
+from jaxmllm.balance.rows.long import is_long
+from jaxmllm.balance.rows.pack import running_sums, sums_by
+from jaxmllm.balance.rows.ranks import packed
 
 
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmllm.balance.plan import BatchItems, Ints, Longs, PhaseItems
+from jaxmllm.balance.records import BatchItems, Ints, Longs, PhaseItems
 from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.conversation import parse_conversation, parse_json
 from jaxmllm.data.images import Images

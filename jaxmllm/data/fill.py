@@ -33,9 +33,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.long import is_long
-from jaxmllm.balance.pipeline_plan import PipelineSpec, plan_pipeline
-from jaxmllm.balance.plan import (
+from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.records import (
     BatchItems,
     Ints,
     Longs,
@@ -46,7 +45,8 @@ from jaxmllm.balance.plan import (
     RouteTables,
     StepPlan,
 )
-from jaxmllm.balance.routes import route_tables
+from jaxmllm.balance.rows.long import is_long
+from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.data.messages import shown

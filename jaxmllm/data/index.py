@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxmllm.balance.plan import Ints, Longs
+from jaxmllm.balance.records import Ints, Longs
 from jaxmllm.config import SourceConfig, Targets
 from jaxmllm.data.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json
 from jaxmllm.data.messages import shown

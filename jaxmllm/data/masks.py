@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.attention.parts import assign_blocks, block_work
 from jaxmllm.attention.tiles import TokenIds, dealt_tiles, list_bound, segment_ids, visible_tiles
-from jaxmllm.balance.plan import Ints
+from jaxmllm.balance.records import Ints
 
 Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
-from jaxmllm.balance.plan import BatchItems, Longs
+from jaxmllm.balance.records import BatchItems, Longs
 from jaxmllm.data.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.index import DataError
 

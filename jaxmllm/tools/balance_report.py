@@ -43,8 +43,8 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from jaxmllm.balance.plan import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
-from jaxmllm.balance.sizes import choose_sizes
+from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics, plan_step
 from jaxmllm.config import ModelConfig, load_config
 from jaxmllm.tools.workload import MODEL, describe, generate, longest, make_spec, mix_for

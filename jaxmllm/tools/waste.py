@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.balance.assign import item_costs
-from jaxmllm.balance.cost import real_flops
-from jaxmllm.balance.plan import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.costs.flops import real_flops
+from jaxmllm.balance.records import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.pipeline import batch_examples

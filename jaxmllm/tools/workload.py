@@ -26,10 +26,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.cost import STEM_STRIDE, component_names, phase_flops
-from jaxmllm.balance.pack import running_sums, sums_by
-from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
-from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
+from jaxmllm.balance.costs.flops import STEM_STRIDE, component_names, phase_flops
+from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
+from jaxmllm.balance.rows.pack import running_sums, sums_by
+from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.config import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 
 MODEL: Final = ModelConfig(

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.calibrate import load_calibration
-from jaxmllm.balance.cost import PhaseTime, phase_flops
-from jaxmllm.balance.pipeline_sizes import PipelineSizes, choose_pipeline
-from jaxmllm.balance.plan import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec, RouteSpec
-from jaxmllm.balance.sizes import PhaseNeeds, choose_sizes
+from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
+from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
+from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.fill import LocalRanks, MisalignmentError, StepFiller

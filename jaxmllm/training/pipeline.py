@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 from jaxtyping import Array, Float
 
-from jaxmllm.balance.pipeline_plan import PipelineSpec
-from jaxmllm.balance.pipeline_sizes import PipelineSizes
-from jaxmllm.balance.plan import Ints, PipelineRun
+from jaxmllm.balance.records import Ints, PipelineRun
+from jaxmllm.balance.stages.plan import PipelineSpec
+from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.data.fill import HostStep
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality

@@ -23,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.balance.plan import Hop, PlanSpec, RouteTables, carriers
+from jaxmllm.balance.records import Hop, PlanSpec, RouteTables, carriers
 from jaxmllm.data.fill import HostStep
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import Modality

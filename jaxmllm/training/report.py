@@ -21,7 +21,7 @@ A record of a step has
     examples/s, <phase>/tokens/s  real amounts over the `step_seconds` of the last 20 steps
     data_wait_seconds       that this process waited for its batch; some of it while the devices had work
     compilations            programs compiled so far; it stays as it is after the first steps
-    <phase>/..., route/..., pipeline/..., plan_ms   statistics of the plan (balance/plan.py)
+    <phase>/..., route/..., pipeline/..., plan_ms   statistics of the plan (balance/records.py)
 
 A record of an evaluation has
 

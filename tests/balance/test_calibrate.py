@@ -13,8 +13,8 @@ import yaml
 
 from jaxmllm.balance import calibrate
 from jaxmllm.balance.calibrate import Coefficients, Fill, fills, fit, load_calibration
-from jaxmllm.balance.cost import PhaseTime
-from jaxmllm.balance.plan import PhaseFlops
+from jaxmllm.balance.costs.flops import PhaseTime
+from jaxmllm.balance.records import PhaseFlops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import ConfigError, load_config, parse_config
 from jaxmllm.tools.sample_data import make_sample

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.plan import Mode, StepPlan
+from jaxmllm.balance.records import Mode, StepPlan
 from jaxmllm.balance.step_plan import plan_step, validate
 
 MODES = get_args(Mode)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxmllm.attention.tiles import segment_ids, tile_map
-from jaxmllm.balance.plan import (
+from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
     PhaseItems,
@@ -23,7 +24,6 @@ from jaxmllm.balance.plan import (
     RouteSpec,
     StepPlan,
 )
-from jaxmllm.balance.routes import route_tables
 from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.masks import AttentionSpec
 from jaxmllm.data.modality import MediaError

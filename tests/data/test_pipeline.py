@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxmllm.balance.plan import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.config import SourceConfig
 from jaxmllm.data.corpus import Corpus as RealCorpus
 from jaxmllm.data.fill import HostStep, LocalRanks, StepFiller

@@ -63,7 +63,7 @@ class Case:
 
 
 def make_case(name, seed=0):
-    """The tables as balance/plan.py documents them, filled one token at a time. Tokens that change their exchange
+    """The tables as balance/records.py documents them, filled one token at a time. Tokens that change their exchange
     rank go straight in a random hop or, every other one, by a random third in two hops."""
     encoder_axes, language_axes, (shared, encoder_only, language_only) = GEOMETRIES[name]
     exchange = Exchange(MESH, make_layout(MESH, {"batch": encoder_axes}), make_layout(MESH, {"batch": language_axes}))

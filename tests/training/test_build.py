@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmllm.balance.plan import PhaseSpec
+from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.corpus import modalities
 from jaxmllm.training.build import attention_block, granule, planning_mesh

@@ -10,8 +10,8 @@ import sys
 import jax
 import numpy as np
 
-from jaxmllm.balance.plan import ExchangeGrid, StepPlan
-from jaxmllm.balance.routes import route_tables
+from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.records import ExchangeGrid, StepPlan
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.runtime.distributed import initialize_distributed
 from jaxmllm.training.build import local_ranks

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.balance.plan import Mode
+from jaxmllm.balance.records import Mode
 from tests.support import ENCODER_LAYOUT, Result, added, assemble, assert_close, assert_same, scaled, without_targets
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from jaxmllm.balance.pipeline_plan import plan_pipeline
+from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.corpus import modalities
 from jaxmllm.data.text import load_tokenizer

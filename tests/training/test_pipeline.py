@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.balance.pipeline_plan import plan_pipeline
+from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.modality import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints

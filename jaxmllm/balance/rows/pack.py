@@ -1,0 +1,163 @@
+"""Putting items into rows of fixed capacity.
+
+A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows and either find
+a place for every item or give up; how many rows to offer is decided in assign.py.
+
+    deal            costliest item onto the row that has most left: rows of like cost, some too full (see level.py)
+    best_fit        longest item into the row it fills best: the tightest, for when the above gives up
+    first_fit       items in the order given, into the first row with room: nothing is rearranged
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from jaxmllm.balance.compiled import compiled
+from jaxmllm.balance.records import Ints, Longs
+
+NEVER = int(np.iinfo(np.int64).max)
+
+
+def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+    """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
+
+    What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
+    an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity get alike in
+    cost while slots last, and small rows are left to small items. An item that does not fit there goes to the row with
+    most free slots.
+
+    Args:
+      length: [N] slots.
+      cost: [N], sum below 2**53.
+      capacity: [rows] slots; some row holds the longest item.
+      max_segments: most items in a row.
+
+    Returns:
+      [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
+    """
+    order = np.lexsort((-length, -cost))
+    total, slots = int(cost.sum()), int(length.sum())
+    shift = max(0, total.bit_length() + slots.bit_length() - 62)  # a product must fit int64
+    share = (cost >> shift) * slots // max(total >> shift, 1)
+    row_of = np.empty(len(order), np.int64)
+    return row_of if _deal(row_of, order, length, share, capacity, max_segments) else None
+
+
+@compiled
+def _deal(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
+    room, budget, spare = capacity.copy(), capacity.copy(), np.full(len(capacity), max_segments)
+    by_left = [(-capacity[row], row) for row in range(len(capacity))]
+    heapify(by_left)
+    for item in order:
+        row = -1
+        while by_left and row < 0:
+            left, top = by_left[0]
+            if spare[top] and -left == min(room[top], budget[top]):
+                row = top
+            else:  # full, or what it once had left
+                heappop(by_left)
+        if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
+            row = _roomiest(room, spare, capacity, length[item])
+        if row < 0:
+            return False
+        row_of[item] = row
+        room[row] -= length[item]
+        budget[row] -= share[item]
+        spare[row] -= 1
+        heappush(by_left, (-min(room[row], budget[row]), row))
+    return True
+
+
+@compiled
+def _roomiest(room: Longs, spare: Longs, capacity: Longs, length: int) -> int:
+    """The row with most room among those that may take another item and could hold this one if empty; -1 if none."""
+    best = -1
+    for row in range(len(room)):
+        if spare[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
+            best = row
+    return best
+
+
+def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+    """Each item, by descending length, into the row with the least room that suffices.
+
+    Arguments as for `deal`.
+
+    Returns:
+      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.
+    """
+    rows = len(capacity)
+    segments = [max_segments] * rows
+    by_room = sorted((capacity * rows + np.arange(rows)).tolist())  # room and row in one integer
+    lengths = length.tolist()
+    row_of = np.empty(len(length), np.int64)
+    for item in np.argsort(-length, kind="stable").tolist():
+        place = bisect_left(by_room, lengths[item] * rows)
+        if place == len(by_room):
+            return None
+        key = by_room.pop(place)
+        row = key % rows
+        row_of[item] = row
+        segments[row] -= 1
+        if segments[row]:
+            insort(by_room, key - lengths[item] * rows)
+    return row_of
+
+
+def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+    """Each item, in the order given, into the first row that has room. Arguments and result as above."""
+    row_of = np.empty(len(length), np.int64)
+    return row_of if _first_fit(row_of, length, capacity.copy(), np.full(len(capacity), max_segments)) else None
+
+
+@compiled
+def _first_fit(row_of: Longs, length: Longs, room: Longs, spare: Longs) -> bool:
+    for item in range(len(length)):
+        row = 0
+        while row < len(room) and (room[row] < length[item] or not spare[row]):
+            row += 1
+        if row == len(room):
+            return False
+        row_of[item] = row
+        room[row] -= length[item]
+        spare[row] -= 1
+    return True
+
+
+def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
+    """Offset and segment of each item when the items of a row stand one behind another by item number.
+
+    Args:
+      row_of: [N] any number that tells rows apart.
+      length: [N] slots.
+
+    Returns:
+      (offset [N] in slots from the start of the row, segment [N] counted from 1).
+    """
+    order = np.argsort(row_of, kind="stable")
+    offset, segment = np.empty(len(order), np.int32), np.empty(len(order), np.int32)
+    offset[order] = running_sums(row_of[order], length[order])
+    segment[order] = running_sums(row_of[order], np.ones_like(row_of)) + 1
+    return offset, segment
+
+
+def running_sums(group: Longs, amount: Longs) -> Longs:
+    """Sum of `amount` over the earlier members of the same group; members of a group are neighbours. [N]"""
+    if not len(group):
+        return np.zeros(0, np.int64)
+    before = np.cumsum(amount, dtype=np.int64) - amount
+    inner = np.flatnonzero(group[1:] != group[:-1])
+    edges = np.zeros(len(inner) + 2, np.int64)  # np.r_ costs more than all the rest
+    edges[1:-1], edges[-1] = inner + 1, len(group)
+    return before - np.repeat(before[edges[:-1]], edges[1:] - edges[:-1])
+
+
+def sums_by(group: Sequence[int] | Ints | Longs, amount: Longs, groups: int) -> Longs:
+    """Exact integer sums of `amount` by group number: [groups]."""
+    result = np.zeros(groups, np.int64)
+    np.add.at(result, np.asarray(group, np.int64), amount)
+    return result

@@ -1,0 +1,207 @@
+"""Routes, executed token by token in plain loops: every token arrives, and the transposed direction is the inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.records import carriers
+from jaxmllm.balance.step_plan import place_items, plan_step
+
+GRIDS = st.sampled_from([(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)])
+PER_TOKEN = {"vision": 4, "audio": 8}
+
+
+def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
+    """A round in one direction, token by token: pools [ranks, W] of labels (0: nothing) and the exchange ranks that
+    hold them. What two exchange ranks of one rank deliver must not meet in one slot."""
+    shape = spec.grid.shape
+    buffer = np.zeros((len(held_by), buffer_slots), np.int64)
+
+    def at(x, slot):
+        slots = source.shape[1]
+        return source[held_by[x], slot] if slot < slots else buffer[x, slot - slots]
+
+    for number, hop in enumerate(hops):
+        arrived = []
+        for x in range(len(held_by)):
+            a, e, n = np.unravel_index(x, shape)
+            for b in range(shape[0]):
+                y = int(np.ravel_multi_index((b, e, n), shape))
+                if hop.sizes is None:
+                    first, chunk = (number * shape[0] + a) * spec.pair_slots, hop.index[x, b]
+                else:
+                    begin, amount, first, _ = hop.sizes[x, :, b]
+                    assert amount == hop.sizes[y, 3, a]
+                    chunk = hop.index[x, begin : begin + amount]
+                arrived += [(y, first + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0]
+        for y, slot, label in arrived:
+            assert buffer[y, slot] == 0, "a slot is received twice"
+            buffer[y, slot] = label
+    for y, slot in zip(*np.nonzero(gather >= 0), strict=True):
+        index = gather[y, slot]
+        label = buffer[y, index] if index < buffer_slots else source[held_by[y], index - buffer_slots]
+        assert target[kept_by[y], slot] == 0, "a slot is filled twice"
+        target[kept_by[y], slot] = label
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    grid=GRIDS,
+    same=st.booleans(),
+    seed=st.integers(0, 10_000),
+    examples=st.integers(1, 10),
+    media=st.integers(0, 3),
+    pool=st.sampled_from([0, 16, 4096]),
+    pair=st.sampled_from([1, 3, 32]),
+    hops=st.sampled_from([2, 3, 7]),
+    backend=st.sampled_from(["padded", "ragged"]),
+    node=st.sampled_from([None, 1, 2]),
+    mode=st.sampled_from(["phases", "none"]),
+)
+def test_every_token_arrives_and_every_gradient_returns(
+    make, grid, same, seed, examples, media, pool, pair, hops, backend, node, mode
+):
+    """With equal grids both encoders share pools and exchange."""
+    batch = make.batch(seed, examples, media, longest=128, text=5)
+    grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
+    spec = make.spec(batch, grids, classes=2, mode=mode, pool=pool, pair=pair, hops=hops, backend=backend, node=node)
+    plan = plan_step(batch, spec)
+    language = plan.phases["language"]
+    carried_by = carriers(spec.routes)
+    shared = same or grids["vision"] == grids["audio"]
+    assert carried_by == {"vision": "vision", "audio": "vision" if shared else "audio"}
+    taken: set[tuple[int, int, int]] = set()
+    label = 0
+    for carrier in dict.fromkeys(carried_by.values()):
+        route = spec.routes[carrier]
+        shape = route.grid.shape
+        on = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
+        encoder_rank = [route.grid.encoder[a, e] for a, e, _ in on]
+        language_rank = [route.grid.language[a, n] for a, _, n in on]
+        phases = [phase for phase in spec.routes if carried_by[phase] == carrier]
+        pools = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
+        made = np.zeros((pools, route.grid.encoder.size, route.encoder_pool), np.int64)
+        wanted = np.zeros((language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64)
+        for phase in phases:
+            encoder, items = plan.phases[phase], batch.phases[phase]
+            for item in range(len(items.length)):
+                m, home = encoder.microbatch[item], items.example[item]
+                for token in range(items.tokens[item]):
+                    label += 1
+                    written = encoder.pool_offset[m] + encoder.offset[item] // PER_TOKEN[phase] + token
+                    assert made[encoder.pool[m], encoder.rank[item], written] == 0
+                    made[encoder.pool[m], encoder.rank[item], written] = label
+                    goal = int(language.pool[language.microbatch[home]]), int(language.rank[home])
+                    slot = int(plan.routes[phase].arrival[item]) + token
+                    assert (*goal, slot) not in taken
+                    taken.add((*goal, slot))
+                    wanted[(*goal, slot)] = label
+
+        arrived, returned = np.zeros_like(wanted), np.zeros_like(made)
+        for turn in plan.routes[carrier].rounds:
+            tables = route_tables(turn, route, range(len(on)))
+            assert len(tables.send) == len(tables.place) == turn.hops <= hops
+            out, into = (made[turn.source], encoder_rank), (wanted[turn.target], language_rank)
+            there, back = (arrived[turn.target], language_rank), (returned[turn.source], encoder_rank)
+            run(out[0], tables.send, tables.pick, out[1], *there, route, route.buffers[0])
+            run(into[0], tables.place, tables.back, into[1], *back, route, route.buffers[1])
+        assert np.array_equal(arrived, wanted)
+        assert np.array_equal(returned, made)
+    assert not any(plan.routes[phase].rounds for phase, carrier in carried_by.items() if phase != carrier)
+
+
+@pytest.mark.parametrize("backend", ["padded", "ragged"])
+def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
+    batch = make.batch(4, 24, text=5)
+    grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
+    spec = make.spec(batch, grids, pool=4096, pair=5, hops=40, backend=backend)
+    plan = plan_step(batch, spec)
+    for turn in plan.routes["vision"].rounds:
+        whole = route_tables(turn, spec.routes["vision"], range(8))
+        part = route_tables(turn, spec.routes["vision"], (6, 1))
+        assert len(whole.send) == len(part.send) > 0
+        for name in ("pick", "back"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
+        for mine, full in zip(part.send + part.place, whole.send + whole.place, strict=True):
+            np.testing.assert_array_equal(mine.index, full.index[[6, 1]])
+            assert (mine.sizes is None) == (full.sizes is None) == (backend == "padded")
+            if full.sizes is not None:
+                np.testing.assert_array_equal(mine.sizes, full.sizes[[6, 1]])
+
+
+@pytest.mark.parametrize("backend", ["padded", "ragged"])
+def test_statistics_of_an_exchange_against_plain_loops(make, backend):
+    batch = make.batch(9, 40)
+    grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
+    spec = make.spec(batch, grids, pool=1 << 14, pair=9, backend=backend, node=2)
+    plan = plan_step(batch, spec)
+    language, total, moved, between = plan.phases["language"], 0, 0, 0
+    for phase in grids:
+        grid, items = spec.routes[phase].grid, batch.phases[phase]
+        for item, tokens in enumerate(items.tokens.tolist()):
+            source, goal = int(plan.phases[phase].rank[item]), int(language.rank[items.example[item]])
+            total += tokens
+            moved += tokens * bool(
+                np.argwhere(grid.encoder == source)[0, 0] != np.argwhere(grid.language == goal)[0, 0]
+            )
+            between += tokens * (source // 2 != goal // 2)
+    found = {key.removeprefix("route/vision/"): value for key, value in plan.statistics.items() if "route/" in key}
+    assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
+    assert found["node_tokens_over_arbitrary"] == pytest.approx(between / (total / 2))
+    hops = sum(turn.hops for turn in plan.routes["vision"].rounds)
+    slots = hops * 4 * 3 * 9 if backend == "padded" else moved
+    assert (found["hops"], found["slots_moved"]) == (hops, slots)
+    assert found["slots_over_moved"] == pytest.approx(slots / moved)
+    assert found["slots_over_tokens"] == pytest.approx(slots / total)
+
+
+def test_roomy_sizes_need_one_round_and_tiny_ones_many(make):
+    batch = make.batch(3, 40, text=5)
+    grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
+    roomy = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 7))
+    assert [len(route.rounds) for route in roomy.routes.values()] == [1, 0]
+    assert not any(plan.pool.any() for plan in roomy.phases.values())
+    tiny = plan_step(batch, make.spec(batch, grids, pool=0, pair=7, hops=2))
+    assert len(tiny.routes["vision"].rounds) > 6
+    assert tiny.phases["audio"].pool.max() > tiny.phases["vision"].pool.max() > 0
+    assert tiny.phases["language"].pool.max() >= 1
+
+
+def test_no_media_no_rounds(make):
+    batch = make.batch(0, 6, media=0)
+    plan = plan_step(batch, make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)}))
+    assert all(route.rounds == () and len(route.arrival) == 0 for route in plan.routes.values())
+    assert plan.phases["vision"].microbatches == 0
+
+
+def test_pool_below_one_row_is_an_error(make):
+    batch = make.batch(1, 12)
+    spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
+    small = dataclasses.replace(spec.routes["vision"], encoder_pool=3)
+    with pytest.raises(ValueError, match=r"encoder pool of phase 'vision' holds 3 tokens.*balance\.pool_slots"):
+        plan_step(batch, dataclasses.replace(spec, routes=spec.routes | {"vision": small}))
+
+
+def test_media_stay_at_home_without_balancing(make):
+    """Encoder ranks beyond the language ranks take turns; fewer of them cover several language ranks."""
+    batch = make.batch(5, 24)
+    for shape in ((4, 2, 1), (4, 1, 2), (2, 2, 2), (8, 1, 1)):
+        spec = make.spec(batch, {"vision": shape, "audio": shape}, mode="none")
+        grids = {name: route.grid for name, route in spec.routes.items()}
+        plans = place_items(batch, spec.phases, grids, "none")
+        ranks = shape[0] * shape[2]
+        assert plans["language"].rank.tolist() == [p * ranks // 24 for p in range(24)]
+        grid = grids["vision"]
+        dealt: dict[int, list[int]] = {}
+        for item, example in enumerate(batch.phases["vision"].example):
+            block = int(np.argwhere(grid.language == plans["language"].rank[example])[0, 0])
+            assert plans["vision"].rank[item] in grid.encoder[block]
+            dealt.setdefault(block, []).append(int(plans["vision"].rank[item]))
+        for block, order in dealt.items():
+            assert order == [int(grid.encoder[block, turn % shape[1]]) for turn in range(len(order))]

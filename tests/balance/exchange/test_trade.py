@@ -1,0 +1,176 @@
+"""Items of like length trade places: balance and fill stay within their bounds, and tokens come home."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.exchange import placement
+from jaxmllm.balance.exchange.trade import Places, bring_home
+from jaxmllm.balance.records import PhasePlan, PhaseSpec
+from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.level import Filling
+from jaxmllm.balance.step_plan import place_items, plan_step, validate
+
+
+def places_of(tokens, wanted, ranks, node):
+    """Ranks on their own devices, `node` of them in a node."""
+    nodes, ranks = np.arange(ranks) // node, np.arange(ranks)
+    return Places(nodes, ranks, nodes[wanted], wanted, tokens)
+
+
+def trade(row, length, cost, left, places):
+    """New rows of the items; `left`: what each row can still take of slots, cost and segments."""
+    slots, costs, segments = left
+    amounts = np.stack([np.append(amount, 0) for amount in (length, np.ones_like(length), cost)])
+    filling = Filling(row.copy(), amounts, np.stack([slots, segments, costs]))
+    bring_home(filling, places, 1)
+    return filling.row_of
+
+
+def slow_benefit(row, places):
+    """Two for the right rank, one for the right node alone, times the tokens."""
+    ranks = len(places.node)
+    total = 0
+    for item, where in enumerate(row.tolist()):
+        rank = where % ranks
+        right = int(places.node[rank] == places.wanted_node[item]) + int(rank == places.wanted_block[item])
+        total += right * int(places.tokens[item])
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    ranks=st.sampled_from([2, 4, 6]),
+    microbatches=st.integers(1, 3),
+    items=st.integers(0, 60),
+    kinds=st.integers(1, 6),
+    spare=st.integers(0, 8),
+)
+def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, kinds, spare):
+    random = np.random.default_rng(seed)
+    rows = ranks * microbatches
+    row = random.integers(0, rows, items)
+    length = random.integers(1, 1 + kinds, items)
+    cost = 3 * length + length**2
+    room, costs = random.integers(0, 1 + spare, rows), random.integers(0, 1 + 10 * spare, rows)
+    wanted = random.integers(0, ranks, items)
+    places = places_of(4 * length, wanted, ranks, 2)
+    segments = random.integers(0, 3, rows)
+    new = trade(row, length, cost, (room, costs, segments), places)
+
+    def sums(where, amount):
+        return np.bincount(where, weights=amount, minlength=rows)
+
+    assert (np.bincount(new, minlength=rows) - np.bincount(row, minlength=rows) <= segments).all()
+    assert (sums(new, length) - sums(row, length) <= room).all()
+    assert (sums(new, cost) - sums(row, cost) <= costs).all()
+    assert slow_benefit(new, places) >= slow_benefit(row, places)
+    again = trade(row, length, cost, (room, costs, segments), places)
+    np.testing.assert_array_equal(new, again)
+
+
+def test_two_items_of_one_length_change_places():
+    length, nothing = np.array([5, 7, 5]), np.zeros(2, np.int64)
+    places = places_of(length, np.array([1, 0, 0]), 2, 1)
+    new = trade(np.array([0, 0, 1]), length, length, (nothing, nothing, nothing), places)
+    assert new.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("segments", [0, 1])
+def test_an_item_changes_places_with_two(segments):
+    length, nothing = np.array([9, 4, 5]), np.zeros(2, np.int64)
+    places = places_of(length, np.array([1, 0, 0]), 2, 1)
+    new = trade(np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), places)
+    assert new.tolist() == ([1, 0, 0] if segments else [0, 1, 1])
+
+
+def test_an_item_comes_home_with_a_companion_of_its_row():
+    """No partner of item 0 alone leaves both rows within their room."""
+    length, nothing = np.array([9, 3, 7, 5]), np.zeros(4, np.int64)
+    places = places_of(length, np.array([1, 2, 0, 0]), 4, 1)
+    new = trade(np.array([0, 0, 1, 1]), length, length, (nothing, nothing, nothing), places)
+    assert new.tolist() == [1, 1, 0, 0]
+
+
+def test_no_trade_beyond_the_room_of_a_row():
+    length, row = np.array([5, 6]), np.array([0, 1])
+    places, nothing, much = places_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
+    kept = trade(row, length, length, (nothing, much, nothing), places)
+    assert kept.tolist() == [0, 1]
+    traded = trade(row, length, length, (np.array([1, 0]), much, nothing), places)
+    assert traded.tolist() == [1, 0]
+
+
+def test_rows_that_all_ranks_share_are_left_alone():
+    """Item 0 fills such a row; a like item that wants its rank and the others may trade among ordinary rows alone."""
+    length, wanted = np.array([20, 5, 5, 5]), np.array([1, 1, 0, 0])
+    column = functools.partial(np.array, dtype=np.int32)
+    plan = PhasePlan(
+        capacity=column([20, 5, 5]),
+        pool=column([0, 0, 0]),
+        pool_offset=column([0, 0, 0]),
+        microbatch=column([0, 1, 1, 2]),
+        rank=column([0, 0, 1, 1]),
+        offset=column([0, 0, 0, 0]),
+        segment=column([1, 1, 1, 1]),
+    )
+    spec = PhaseSpec("vision", 2, (5,), 4, 1, 1, 0)
+    after = placement._trade_items(plan, length, spec, places_of(length, wanted, 2, 1), 1)
+    assert (after.microbatch[0], after.rank[0]) == (0, 0)
+    assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
+    assert 0 in after.rank[2:] and sorted(zip(after.microbatch[1:], after.rank[1:], strict=True)) == [
+        (1, 0),
+        (1, 1),
+        (2, 1),
+    ]
+
+
+def test_most_tokens_of_a_large_batch_come_home(make):
+    stays = {}
+    batch = make.batch(3, 512)
+    spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, classes=2, node=4, pool=2000)
+    grids = {name: route.grid for name, route in spec.routes.items()}
+    free = place_items(batch, spec.phases, grids, "phases")
+    near = place_items(batch, spec.phases, grids, "phases", spec.nodes)
+    rows_alone = placement.place_rows(free, batch, spec.phases, grids, spec.nodes)
+    for name, plans in (("free", free), ("rows", rows_alone), ("trades", near)):
+        home = plans["language"].rank[batch.phases["vision"].example]  # sequences are in the order of examples
+        tokens = batch.phases["vision"].tokens
+        stays[name] = tokens[plans["vision"].rank == home].sum() / tokens.sum()
+    assert stays["free"] < stays["rows"] and stays["trades"] > stays["rows"] + 0.3
+    validate(plan_step(batch, spec), batch, spec)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    grid=st.sampled_from([(4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (8, 1, 1)]),
+    examples=st.integers(1, 60),
+)
+def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, examples):
+    batch = make.batch(seed, examples)
+    spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=2)
+    grids = {name: route.grid for name, route in spec.routes.items()}
+    before = placement.place_rows(
+        place_items(batch, spec.phases, grids, "phases"), batch, spec.phases, grids, spec.nodes
+    )
+    after = place_items(batch, spec.phases, grids, "phases", spec.nodes)
+    for name in grids:
+        phase, ranks = spec.phases[name], spec.phases[name].ranks
+        cost = item_costs(phase, batch.phases[name].length)
+        loads = []
+        for plan in (before[name], after[name]):
+            load = np.zeros((plan.microbatches, ranks))
+            np.add.at(load, (plan.microbatch, plan.rank), cost)
+            loads.append(load)
+        was, now = loads
+        assert (now.max(axis=1) <= np.maximum(was.max(axis=1), was.mean(axis=1) * (1 + 1 / placement.MARGIN))).all()
+        floor = max(was.sum() / ranks, cost.max(initial=0))
+        allowed = max(was.sum(axis=0).max(initial=0), floor * (1 + 1 / placement.MARGIN) + 2)
+        assert now.sum(axis=0).max(initial=0) <= allowed

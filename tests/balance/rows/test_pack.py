@@ -1,0 +1,84 @@
+"""The fillers against the plain double loops they speed up, and against the optimum where it can be searched."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out, sums_by
+
+LENGTHS = st.lists(st.integers(1, 30), max_size=40)
+ROWS = st.lists(st.integers(10, 60), min_size=1, max_size=12)
+
+
+def long(values) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def plain_fill(order, lengths, costs, capacities, max_segments, choose):
+    """Row of each item when `choose(row's room, load, capacity, row)` is least among the rows with room."""
+    room, load, count, row_of = list(capacities), [0] * len(capacities), [0] * len(capacities), [-1] * len(lengths)
+    for item in order:
+        fitting = [r for r in range(len(room)) if room[r] >= lengths[item] and count[r] < max_segments]
+        if not fitting:
+            return None
+        row = min(fitting, key=lambda r: choose(room[r], load[r], capacities[r], r))
+        row_of[item], room[row], load[row], count[row] = (
+            row,
+            room[row] - lengths[item],
+            load[row] + costs[item],
+            count[row] + 1,
+        )
+    return row_of
+
+
+def same(found, wanted) -> bool:
+    return (found is None) == (wanted is None) and (found is None or found.tolist() == wanted)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, ROWS, st.integers(1, 6))
+def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
+    costs = [7 * n + n * n for n in lengths]
+    descending = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    arguments = (lengths, costs, capacities, max_segments)
+    tight = plain_fill(descending, *arguments, lambda room, load, capacity, row: (room, row))
+    first = plain_fill(range(len(lengths)), *arguments, lambda room, load, capacity, row: row)
+    assert same(best_fit(long(lengths), long(capacities), max_segments), tight)
+    assert same(first_fit(long(lengths), long(capacities), max_segments), first)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 12))
+def test_items_are_dealt_to_the_lightest_row(costs, rows):
+    """Where rows are of one size and have room for all."""
+    capacity = np.full(rows, max(sum(costs), 1))
+    row_of = deal(long(costs), long(costs), capacity, max(len(costs), 1))
+    load = [0] * rows
+    for cost in sorted(costs, reverse=True):
+        load[load.index(min(load))] += cost
+    assert sorted(sums_by(row_of, long(costs), rows)) == sorted(load)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, ROWS, st.integers(1, 6))
+def test_dealing_never_exceeds_segments(lengths, capacities, max_segments):
+    lengths = [min(length, max(capacities)) for length in lengths]
+    row_of = deal(long(lengths), long(lengths), long(capacities), max_segments)
+    if len(lengths) > max_segments * len(capacities):
+        assert row_of is None
+    elif row_of is not None:
+        assert np.bincount(row_of, minlength=1).max(initial=0) <= max_segments
+        assert all(lengths[item] <= capacities[row] for item, row in enumerate(row_of))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30))
+def test_rows_are_laid_out_without_gaps(items):
+    rows, lengths = long([row for row, _ in items]), long([length for _, length in items])
+    offset, segment = lay_out(rows, lengths)
+    for item, row in enumerate(rows):
+        earlier = [other for other in range(item) if rows[other] == row]
+        assert offset[item] == sum(lengths[other] for other in earlier)
+        assert segment[item] == len(earlier) + 1

@@ -1,0 +1,116 @@
+"""Dealing items to ranks: against the optimum of all dealings on small cases, and properties on random ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.rows.ranks import convolution_transformer, packed, packed_linear, packed_quadratic, padded
+
+SMALL = st.lists(st.integers(0, 40), min_size=1, max_size=7)
+MANY = st.lists(st.integers(0, 1000), max_size=60)
+RANKS = st.integers(1, 9)
+
+
+def sum_of(lengths):
+    return sum(lengths)
+
+
+def quadratic_of(lengths):
+    return sum(7 * length + 2 * length**2 for length in lengths)
+
+
+def padded_of(lengths):
+    return len(lengths) * max(lengths, default=0)
+
+
+def convolution_of(lengths):
+    return 5 * padded_of(lengths) + quadratic_of(lengths)
+
+
+KINDS = {
+    "packed": (packed, sum_of),
+    "packed_linear": (packed_linear, sum_of),
+    "packed_quadratic": (lambda lengths, ranks: packed_quadratic(lengths, ranks, 7, 2), quadratic_of),
+    "padded": (padded, padded_of),
+    "convolution_transformer": (
+        lambda lengths, ranks: convolution_transformer(lengths, ranks, 5, 7, 2),
+        convolution_of,
+    ),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def slowest(lengths, rank, cost) -> int:
+    return max(cost([n for n, r in zip(lengths, rank, strict=True) if r == number]) for number in set(rank))
+
+
+def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
+    deal, cost = KINDS[kind]
+    rank = deal(np.array(lengths, np.int64), ranks).tolist()
+    assert len(rank) == len(lengths) and all(0 <= number < ranks for number in rank)
+    return rank, slowest(lengths, rank, cost) if lengths else 0
+
+
+@kinds
+@settings(max_examples=60, deadline=None)
+@given(lengths=SMALL, ranks=st.integers(1, 3))
+def test_against_the_optimum(kind, lengths, ranks):
+    """Padded is optimal; the sums keep the bound of longest-first; the mixture is within a half."""
+    cost = KINDS[kind][1]
+    optimum = min(slowest(lengths, choice, cost) for choice in itertools.product(range(ranks), repeat=len(lengths)))
+    _, found = run(kind, lengths, ranks)
+    assert found >= optimum
+    if kind == "padded":
+        assert found == optimum
+    elif kind == "convolution_transformer":
+        assert 2 * found <= 3 * optimum
+    else:
+        assert 3 * ranks * found <= (4 * ranks - 1) * optimum
+
+
+@kinds
+@settings(max_examples=60, deadline=None)
+@given(lengths=MANY, ranks=RANKS, random=st.randoms(use_true_random=False))
+def test_order_of_items_does_not_change_the_cost(kind, lengths, ranks, random):
+    shuffled = random.sample(lengths, len(lengths))
+    assert run(kind, lengths, ranks)[1] == run(kind, shuffled, ranks)[1]
+
+
+@kinds
+def test_equal_items_are_spread_evenly(kind):
+    rank, _ = run(kind, [10] * 12, 4)
+    assert np.bincount(rank).tolist() == [3, 3, 3, 3]
+    assert rank == run(kind, [10] * 12, 4)[0]
+
+
+@kinds
+def test_edge_cases(kind):
+    assert run(kind, [], 3)[0] == []
+    assert len(set(run(kind, [5, 4, 3], 8)[0])) == 3  # more ranks than items
+    rank, _ = run(kind, [1000, 1, 1, 1, 1], 3)  # the giant stays alone
+    assert rank.count(rank[0]) == 1
+    with pytest.raises(ValueError, match="0 ranks"):
+        KINDS[kind][0](np.array([1]), 0)
+    with pytest.raises(ValueError, match="item 1 has the negative"):
+        KINDS[kind][0](np.array([1, -2]), 2)
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_quadratic"])
+@pytest.mark.parametrize("ranks", [8, 64, 500])
+def test_many_items_reach_the_floor(kind, ranks):
+    """32 log-normal items a rank: at most one percent above the mean, or on the largest item."""
+    lengths = np.random.default_rng(ranks).lognormal(6, 1, 32 * ranks).astype(np.int64)
+    deal, cost = KINDS[kind]
+    each = np.array([cost([int(length)]) for length in lengths])
+    load = np.bincount(deal(lengths, ranks), weights=each, minlength=ranks)
+    assert load.max() <= 1.01 * max(load.mean(), each.max())
+
+
+def test_levelling_improves_on_longest_first():
+    """Two ranks, 3 3 2 2 2: longest-first puts 7 on one, a swap of 3 against 2 makes it 6."""
+    assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [6, 6]

@@ -1,0 +1,253 @@
+"""Microbatches: the published example, the generator's figures, and the limits, each against plain loops."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.stages.microbatches import PhaseLoad, defer, loads_of, pack_rows, plan_microbatches
+
+
+def ragged(seed: int, examples: int = 512) -> dict[str, np.ndarray]:
+    """Work of vision log-uniform over 1:40, of text over 1:20; language is half of each."""
+    random = np.random.default_rng(seed)
+    vision, text = np.exp(random.uniform(0, np.log([[40.0], [20.0]]), (2, examples)))
+    return {
+        "vision": np.rint(1e9 * vision).astype(np.int64),
+        "language": np.rint(5e8 * (vision + text)).astype(np.int64),
+    }
+
+
+def load(work, capacity=None, slots=None) -> PhaseLoad:
+    work = np.asarray(work, np.int64)
+    return PhaseLoad(work, work if slots is None else np.asarray(slots, np.int64), capacity)
+
+
+def check(plan, phases: dict[str, PhaseLoad], replicas: int) -> None:
+    """Every example once, deferral to the next microbatch only, no row too full."""
+    media = sum(each.work + each.slots for phase, each in phases.items() if phase != "language") + 0 * plan.encoder > 0
+    late = plan.language - plan.encoder
+    assert ((late == 0) | (late == 1)).all() and (plan.encoder >= 0).all() and (plan.language < plan.microbatches).all()
+    assert not late[~media].any(), "an example without media has nothing to wait for"
+    counts = np.bincount(plan.replica, minlength=replicas)
+    assert len(counts) == replicas and counts.max() - counts.min() <= 1
+    for phase, each in phases.items():
+        run = plan.language if phase == "language" else plan.encoder
+        full: dict[tuple[int, int], int] = {}
+        for place, slots in zip(zip(plan.replica, run, strict=True), each.slots, strict=True):
+            full[place] = full.get(place, 0) + int(slots)
+        assert each.capacity is None or max(full.values()) <= each.capacity
+
+
+# ---------------------------------------------------------------------------- deferral
+
+
+def test_the_published_example():
+    """Six microbatches of encoder work 3; loads 3 4 8 6 6 9 all become 6, in the order 3 2 6 1 4 5."""
+    members = [[3], [2, 2], [2, 6], [3, 3], [6], [3, 6]]
+    group = np.repeat(np.arange(6), [len(each) for each in members])
+    work = np.concatenate(members)
+    found = defer(group, work, work, 6)
+    assert (found.heavy + 1).tolist() == [3, 4, 6] and (found.light + 1).tolist() == [1, 2, 5]
+    assert found.after.tolist() == [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
+    assert found.threshold == 6 and found.shift == 0
+    assert [tuple(number + 1 for number in pair) for pair in found.pairs] == [(3, 2), (6, 1), (4, 5)]
+    assert [number + 1 for number in found.order] == [3, 2, 6, 1, 4, 5]
+    place = np.argsort(found.order)
+    loads = np.bincount(place[group] + found.deferred, work)
+    assert loads.tolist() == [6] * 6
+    assert not found.deferred[group == 3].any(), "4 -> 5 runs without a transfer"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=9),
+    st.sampled_from([4, 8, 100]),
+    st.sampled_from([None, 0, 3]),
+)
+def test_deferral_is_the_best_of_all_pairings_and_subsets(examples, capacity, limit):
+    group, work, slots = np.array(examples, np.int64).T
+    full = np.bincount(group, slots, minlength=5)
+    capacity = max(capacity, int(full.max()))
+    found = defer(group, work, slots, 5, capacity, limit)
+    loads = np.bincount(group, work, minlength=5)
+    by_load = sorted(range(5), key=lambda number: (-loads[number], number))
+    heavy, light = sorted(by_load[:2]), sorted(by_load[2:])
+
+    def best(i: int, j: int) -> int:
+        mine = np.flatnonzero(group == i)
+        subsets = [list(s) for n in range(len(mine) + 1) for s in combinations(mine, n)]
+        room = min(capacity - full[j], np.inf if limit is None else limit)
+        return min(
+            max(loads[i] - work[s].sum(), loads[j] + work[s].sum())
+            for s in subsets
+            if not len(s) or slots[s].sum() <= room
+        )
+
+    assert found.after.tolist() == [[best(i, j) for j in light] for i in heavy]
+    alone = [
+        max([best(i, j) for i, j in zip(heavy, partners, strict=True)] + [loads[j] for j in set(light) - set(partners)])
+        for partners in permutations(light, 2)
+    ]
+    assert found.threshold == min(alone)
+    place = np.argsort(found.order)
+    after = np.bincount(place[group] + found.deferred, work, minlength=5)
+    assert after.max() == found.threshold and sorted(found.order) == list(range(5))
+    passed = np.bincount(place[group[found.deferred]], slots[found.deferred], minlength=5)
+    assert limit is None or passed.max() <= limit
+    assert np.bincount(place[group] + found.deferred, slots, minlength=5).max() <= capacity
+
+
+# ---------------------------------------------------------------------------- whole plans
+
+
+def test_the_spread_over_microbatches_falls_as_far_as_it_should():
+    falls, seconds = [], []
+    for seed in range(10):
+        work = ragged(seed)
+        began = time.process_time()
+        plan = plan_microbatches({"vision": load(work["vision"])}, load(work["language"]), 4, 32)
+        seconds.append(time.process_time() - began)
+        assert plan.microbatches == 32
+        in_order = np.random.default_rng(seed).permutation(512).reshape(128, 4)
+        falls.append(
+            [work[phase][in_order].sum(axis=1).std() / loads_of(plan, work[phase], phase, 4).std() for phase in work]
+        )
+    encoder, language = np.array(falls).min(axis=0)
+    assert encoder > 30 and language > 15, "random order is far more uneven, for every seed"
+    assert np.median(seconds) < 0.2, "about 35 ms on an idle core"
+
+
+def test_equal_input_gives_equal_plans_whatever_the_unit():
+    work = ragged(3, 64)
+    plans = [
+        plan_microbatches(
+            {"vision": load(unit * work["vision"], slots=work["vision"])},
+            load(unit * work["language"], slots=work["language"]),
+            2,
+            8,
+        )
+        for unit in (1, 1, 1 << 20)
+    ]
+    for plan in plans[1:]:
+        assert plan.encoder.tolist() == plans[0].encoder.tolist()
+        assert plan.language.tolist() == plans[0].language.tolist()
+
+
+PHASE = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 30))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(PHASE, min_size=1, max_size=24),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.sampled_from([None, 30, 70]),
+    st.sampled_from([None, 0, 10]),
+)
+def test_plans_keep_every_limit(examples, replicas, microbatches, capacity, limit):
+    vision, audio, language = np.array(examples, np.int64).T
+    phases = {"vision": load(vision, capacity), "audio": load(audio, 60), "language": load(language, capacity)}
+    plan = plan_microbatches(
+        {name: each for name, each in phases.items() if name != "language"},
+        phases["language"],
+        replicas,
+        microbatches,
+        limit,
+    )
+    check(plan, phases, replicas)
+    assert plan.microbatches >= microbatches
+    assert limit is None or plan.statistics["max_deferred_slots"] <= limit
+    assert plan.statistics["deferred_examples"] == plan.deferred.sum()
+
+
+def test_several_encoders_are_all_levelled():
+    random = np.random.default_rng(0)
+    vision, audio, text = np.rint(np.exp(random.uniform(5, 8, (3, 256)))).astype(np.int64)
+    vision[random.random(256) < 0.4] = 0
+    audio[random.random(256) < 0.6] = 0
+    phases = {"vision": load(vision), "audio": load(audio), "language": load((vision + audio) // 4 + text)}
+    plan = plan_microbatches({"vision": phases["vision"], "audio": phases["audio"]}, phases["language"], 2, 12)
+    check(plan, phases, 2)
+    for phase, each in phases.items():
+        assert plan.statistics[f"{phase}/cv"] < 0.04, "0.2 to 0.5 in any order"
+        loads = loads_of(plan, each.work, phase, 2)
+        assert plan.statistics[f"{phase}/max_over_mean"] == pytest.approx(loads.max() / loads.mean())
+
+
+def test_text_alone_needs_no_encoder():
+    phases = {"language": load(np.arange(1, 41))}
+    plan = plan_microbatches({}, phases["language"], 1, 4)
+    check(plan, phases, 1)
+    assert np.ptp(loads_of(plan, phases["language"].work, "language", 1)) <= 1
+
+
+def test_few_images_take_few_encoder_rows():
+    """Two images and their short texts among long texts: both in microbatches that no text could fill better."""
+    vision, language = np.zeros(32, np.int64), np.full(32, 100)
+    vision[[4, 9]] = 50, 60
+    plan = plan_microbatches({"vision": load(vision)}, load(language), 1, 8)
+    assert set(plan.encoder[[4, 9]]) == {0}
+    assert loads_of(plan, language, "language", 1).tolist() == [[400] * 8]
+
+
+def test_more_microbatches_where_rows_are_short():
+    slots = np.array([6, 6, 6, 6, 4, 4, 4, 4])
+    phases = {"vision": load(slots, 10), "language": load(np.ones(8))}
+    assert plan_microbatches({"vision": phases["vision"]}, phases["language"], 1, 2).microbatches == 4
+    phases = {"vision": load(slots[:4], 10), "language": load(np.ones(4))}
+    plan = plan_microbatches({"vision": phases["vision"]}, phases["language"], 1, 2)
+    check(plan, phases, 1)
+    assert plan.microbatches == 4, "24 slots would fit three rows of 10, but not in pieces of 6"
+
+
+def test_rows_that_only_tight_packing_fills():
+    """To the lightest would put 5, 4 and 5, 3, and strand the other 3."""
+    phases = {"language": load([5, 5, 4, 3, 3], 10)}
+    plan = plan_microbatches({}, phases["language"], 1, 2)
+    check(plan, phases, 1)
+    assert plan.microbatches == 2
+
+
+def test_a_batch_of_nothing():
+    plan = plan_microbatches({"vision": load([])}, load([]), 2, 3)
+    assert plan.microbatches == 3 and not len(plan.replica)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def test_rows_hold_items_side_by_side():
+    microbatch, slots = np.array([0, 1, 0, 0, 1, 0]), np.array([5, 7, 4, 6, 3, 5])
+    row, offset = pack_rows(microbatch, slots, 10)
+    assert {number: row[microbatch == number].max() + 1 for number in (0, 1)} == {0: 2, 1: 1}
+    used = {(m, r, s) for m, r, o, n in zip(microbatch, row, offset, slots, strict=True) for s in range(o, o + n)}
+    assert len(used) == slots.sum() and max(s for _, _, s in used) < 10
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def test_an_example_that_no_row_holds_is_named():
+    with pytest.raises(ValueError, match=r"example 1 needs 12 slots of phase 'vision'.* 10: raise phases\.vision"):
+        plan_microbatches({"vision": load([3, 12], 10)}, load([1, 1]), 1, 2)
+    with pytest.raises(ValueError, match="item 0 has 12 slots, but rows have 10"):
+        pack_rows(np.zeros(1, np.int64), np.array([12]), 10)
+
+
+@pytest.mark.parametrize(("replicas", "microbatches"), [(0, 1), (1, 0), (0, 0)])
+def test_no_replica_or_microbatch_is_refused(replicas, microbatches):
+    with pytest.raises(ValueError, match="at least one replica and one microbatch"):
+        plan_microbatches({}, load([1]), replicas, microbatches)
+
+
+def test_loads_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match=r"phase 'vision' has work of 2 .* the language phase has 1"):
+        plan_microbatches({"vision": load([1, 1])}, load([1]), 1, 1)
+    with pytest.raises(ValueError, match="phase 'language' has negative"):
+        plan_microbatches({}, load([-1]), 1, 1)

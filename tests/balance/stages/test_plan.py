@@ -1,0 +1,171 @@
+"""Plans of pipelined steps: every token arrives where its microbatch looks for it, whatever the batch holds."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.balance.costs.flops import phase_flops
+from jaxmllm.balance.records import BatchItems, PhaseItems
+from jaxmllm.balance.sizes.choose import PhaseNeeds
+from jaxmllm.balance.stages.plan import place, plan_pipeline
+from jaxmllm.balance.stages.sizes import choose_pipeline
+from jaxmllm.config import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
+from sharding.pipeline.graph import Kind
+
+PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}
+MODEL = ModelConfig(
+    language=LanguageConfig(
+        vocab_size=64, width=16, layers=4, heads=2, kv_heads=2, head_size=8, mlp_width=32, tie_embeddings=True
+    ),
+    vision=VisionConfig(width=16, layers=2, heads=2, mlp_width=32),
+)
+TRAINED = frozenset({"vision", "projector.vision", "language"})
+
+
+def batch(examples) -> BatchItems:
+    """From (text tokens, slots of each image) of every example; images come first."""
+    images = [(number, slots) for number, (_, of) in enumerate(examples) for slots in of]
+    length = np.array([slots for _, slots in images], np.int64)
+    tokens = (length // PER_TOKEN).astype(np.int32)
+    owner = np.array([number for number, _ in images], np.int32)
+    slot = [int(tokens[:n][owner[:n] == owner[n]].sum()) for n in range(len(images))]
+    text = np.array([count + sum(of) // PER_TOKEN for count, of in examples], np.int64)
+    numbers = np.arange(len(examples), dtype=np.int32)
+    none = np.zeros(len(examples), np.int32)
+    vision = PhaseItems(length, length, owner, tokens, np.array(slot, np.int32))
+    return BatchItems(
+        numbers.astype(np.int64), 1, {"vision": vision, "language": PhaseItems(text, text, numbers, none, none)}
+    )
+
+
+def random_batch(seed: int, count: int = 24) -> BatchItems:
+    random = np.random.default_rng(seed)
+    return batch(
+        [
+            (int(random.integers(1, 40)), (PER_TOKEN * random.integers(1, 14, random.integers(0, 4))).tolist())
+            for _ in range(count)
+        ]
+    )
+
+
+def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **config):
+    needs = [
+        PhaseNeeds(
+            name,
+            replicas,
+            granule=16,
+            slots_per_token=PER_TOKEN if name == "vision" else 1,
+            longest=LONGEST[name],
+            flops=phase_flops(MODEL, name, TRAINED),
+            config=PhaseConfig(),
+        )
+        for name in ("vision", "language")
+    ]
+    samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
+    return choose_pipeline(samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, TRAINED, examples, largest)
+
+
+CASES = {
+    "segments": sizes(),
+    "chain": sizes(layout="chain", schedule="1f1b", microbatches=6),
+    "parallel": sizes(layout="parallel", schedule="gpipe", split_backward=True),
+    "four": sizes(stages=4, layout="chain", schedule="greedy", split_backward=True, kept_residuals=2),
+    "one-replica": sizes(replicas=1, microbatches=3),
+    "no-deferral": sizes(deferral=False),
+}
+
+
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    examples=st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 14).map(lambda n: PER_TOKEN * n), max_size=4)),
+        min_size=1,
+        max_size=40,
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_item_has_a_place_and_every_run_a_table(case, examples):
+    made, items = CASES[case], batch(examples)
+    for pipeline in (made.training, made.evaluation):
+        plan = plan_pipeline(items, made.spec, pipeline)
+        for name, spec in made.spec.phases.items():
+            where, length = plan.phases[name], items.phases[name].length
+            taken = np.zeros((where.microbatches, spec.ranks, spec.capacities[0]), np.int32)
+            for m, rank, offset, size in zip(where.microbatch, where.rank, where.offset, length, strict=True):
+                assert offset + size <= spec.capacities[0]
+                taken[m, rank, offset : offset + size] += 1
+            assert taken.max(initial=0) <= 1
+            first = 0
+            for run in plan.runs:
+                assert run.microbatches[name][0] == first
+                assert run.microbatches[name][1] <= pipeline.rows[name]
+                first += run.microbatches[name][1]
+            assert first == where.microbatches
+        columns = pipeline.tables.columns
+        for run in plan.runs:
+            rows = run.table.reshape(-1, len(columns))
+            tallied = rows[rows[:, columns["tally"]] > 0, columns["microbatch"]]
+            assert sorted(tallied) == list(range(run.microbatches["language"][1]))
+            kinds = {(action - 1) % len(Kind) for action in rows[:, columns["action"]].tolist() if action}
+            assert pipeline.backward or kinds == {Kind.FORWARD}
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_lie_where_microbatches_look_for_them(case, seed):
+    """The buffer of a microbatch, token by token, against what arrival says."""
+    made, items = CASES[case], random_batch(seed)
+    pipeline, vision, ranks = made.training, items.phases["vision"], made.spec.phases["language"].ranks
+    placed = place(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.fan)
+    rows, language, arrivals = placed.phases["vision"], placed.phases["language"], placed.arrivals["vision"]
+    per_row = made.spec.phases["vision"].capacities[0] // PER_TOKEN
+    held = np.full((rows.count, ranks, per_row), -1)
+    for n, row, rank, offset in zip(rows.item, rows.row, rows.rank, rows.offset, strict=True):
+        held[row, rank, offset // PER_TOKEN : (offset + vision.length[n]) // PER_TOKEN] = n
+    home = {int(n): (int(m), int(rank)) for n, m, rank in zip(language.item, language.row, language.rank, strict=True)}
+    for n, arrival in zip(rows.item, arrivals, strict=True):
+        microbatch, rank = home[int(vision.example[n])]
+        buffer = np.concatenate([held[row, rank] for _, row in placed.inputs[microbatch]])
+        found = buffer[arrival : arrival + vision.tokens[n]]
+        assert len(found) == vision.tokens[n] and (found == n).all()
+    assert placed.deferred == 0 or pipeline.config.deferral
+
+
+def test_equal_batches_have_equal_plans_and_other_batches_others():
+    made = CASES["segments"]
+    plans = [plan_pipeline(random_batch(seed), made.spec, made.training) for seed in (1, 1, 2)]
+    digests = [plan.digest(np.arange(3)) for plan in plans]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_a_run_does_not_hold_goes_into_another():
+    made, items = CASES["segments"], random_batch(3)
+    whole = plan_pipeline(items, made.spec, made.training)
+    small = dataclasses.replace(made.training, rows={"vision": 4, "language": 4})
+    plan = plan_pipeline(items, made.spec, small)
+    assert len(whole.runs) == 1 and len(plan.runs) >= 2
+    assert plan.statistics["pipeline/runs"] == len(plan.runs)
+    assert plan.statistics["pipeline/ticks"] == sum(len(run.table) for run in plan.runs)
+
+
+def test_orders_that_do_not_fit_the_slots_give_way_to_the_greedy_one():
+    made = CASES["parallel"]  # gpipe holds all microbatches at a time
+    few = {place_: min(slots, 4) for place_, slots in made.training.tables.slots.items()}
+    tight = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, slots=few))
+    items = random_batch(5)
+    assert plan_pipeline(items, made.spec, made.training).statistics["pipeline/fallbacks"] == 0
+    assert plan_pipeline(items, made.spec, tight).statistics["pipeline/fallbacks"] >= 1
+
+
+def test_samples_without_an_image_still_make_room_for_some():
+    made = sizes(samples=[batch([(20, [])] * 24)], largest=[random_batch(0)])
+    plan = plan_pipeline(random_batch(0), made.spec, made.training)
+    assert plan.phases["vision"].microbatches >= 1
+
+
+def test_orders_that_a_layout_cannot_keep():
+    with pytest.raises(ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"):
+        sizes(schedule="1f1b", layout="segments")
