@@ -26,8 +26,8 @@ from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import Config, load_config
-from jaxmllm.data.fill import StepFiller
-from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, plan_spec

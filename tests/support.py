@@ -21,8 +21,8 @@ from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.fill import HostStep, LocalRanks, StepFiller
-from jaxmllm.data.masks import AttentionSpec
+from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.training.build import lay_groundwork, make_programs
 from jaxmllm.training.programs import LANGUAGE, Programs
 from sharding.mesh import make_mesh

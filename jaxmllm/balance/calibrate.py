@@ -44,8 +44,8 @@ from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config import Config, ConfigError, Section, load_config
 
 if TYPE_CHECKING:
-    from jaxmllm.data.fill import HostStep
-    from jaxmllm.data.text import Rendered
+    from jaxmllm.data.rows.fill import HostStep
+    from jaxmllm.data.text.tokenizers import Rendered
     from jaxmllm.training.build import Run
     from jaxmllm.training.programs import Programs
 
@@ -298,7 +298,7 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch in which every rank's row of the phase holds the same."""
-    from jaxmllm.data.fill import fill as fill_rows
+    from jaxmllm.data.rows.fill import fill as fill_rows
     from jaxmllm.training.build import local_share
 
     programs = run.programs
@@ -329,7 +329,7 @@ class EqualExamples:
     tokens: int
 
     def example(self, i: int) -> Rendered:
-        from jaxmllm.data.text import MediaSpan, Rendered
+        from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
 
         line = np.arange(self.length if self.phase == LANGUAGE else 0, dtype=np.int32)
         spans = () if self.phase == LANGUAGE else (MediaSpan(self.phase, Path(), (self.length, 1), 0, self.tokens),)

@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxmllm.balance.records import BatchItems, Ints, Longs, PhaseItems
 from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
-from jaxmllm.data.conversation import parse_conversation, parse_json
-from jaxmllm.data.images import Images
-from jaxmllm.data.index import MAX_LINE, DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.index.build import MAX_LINE, DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.messages import shown
-from jaxmllm.data.modality import Modality
-from jaxmllm.data.sounds import Sounds
-from jaxmllm.data.text import Rendered, Tokenizer, render
+from jaxmllm.data.text.conversation import parse_conversation, parse_json
+from jaxmllm.data.text.tokenizers import Rendered, Tokenizer, render
 
 LANGUAGE = "language"
 SHOWN = 5  # refusals quoted in an error

@@ -1,6 +1,6 @@
 """The fixed-shape rows as the device sees them: pytrees of arrays [R, ...], one row on every rank.
 
-The host fills dictionaries with these very names (jaxmllm/data/fill.py says what each holds).
+The host fills dictionaries with these very names (jaxmllm/data/rows/fill.py says what each holds).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
 from jaxmllm.attention.tiles import list_bound
-from jaxmllm.data.modality import Modality
+from jaxmllm.data.media.modality import Modality
 from sharding.rules import Layout
 
 

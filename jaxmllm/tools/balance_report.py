@@ -502,9 +502,9 @@ def compare_config(
     """
     import jax.numpy as jnp
 
+    from jaxmllm.data.batches import batch_examples
     from jaxmllm.data.corpus import modalities
-    from jaxmllm.data.pipeline import batch_examples
-    from jaxmllm.data.text import load_tokenizer
+    from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
     from jaxmllm.training.build import (
         exchange_backend,

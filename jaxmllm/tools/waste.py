@@ -33,7 +33,7 @@ from jaxmllm.balance.records import BatchItems, Longs, Mode, PhaseItems, PhaseSp
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config import Config, load_config
-from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.data.batches import batch_examples
 from jaxmllm.training.build import USER_ERRORS, Groundwork, lay_groundwork, plan_spec, planning_mesh
 from jaxmllm.training.programs import LANGUAGE
 

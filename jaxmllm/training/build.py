@@ -26,13 +26,13 @@ from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Ints, Pha
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig, SourceConfig
+from jaxmllm.data.batches import Steps, evaluation_steps, example_order, sample_batches, steps
 from jaxmllm.data.corpus import Corpus, modalities
-from jaxmllm.data.fill import LocalRanks, MisalignmentError, StepFiller
-from jaxmllm.data.index import DataError
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import Modality
-from jaxmllm.data.pipeline import Steps, evaluation_steps, example_order, sample_batches, steps
-from jaxmllm.data.text import Tokenizer, TokenizerError, load_tokenizer
+from jaxmllm.data.index.build import DataError
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.rows.fill import LocalRanks, MisalignmentError, StepFiller
+from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.data.text.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes

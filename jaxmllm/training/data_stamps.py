@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.index import LengthIndex
+from jaxmllm.data.index.build import LengthIndex
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically

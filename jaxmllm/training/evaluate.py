@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxmllm.data.fill import HostStep
+from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.training.programs import Evaluated, Programs
 
 NOTHING: dict[str, Any] = {  # without a batch

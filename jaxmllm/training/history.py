@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from jaxmllm.config import Config
-from jaxmllm.data.pipeline import Segment
+from jaxmllm.data.batches import Segment
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from jaxmllm.config import dump_config
-from jaxmllm.data.pipeline import continued_steps
-from jaxmllm.data.reader import Interrupted, Loader, LoadError
+from jaxmllm.data.batches import continued_steps
+from jaxmllm.data.workers.reader import Interrupted, Loader, LoadError
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.runtime.clock import Completions

@@ -26,9 +26,9 @@ from jaxtyping import Array, Float
 from jaxmllm.balance.records import Ints, PipelineRun
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.data.fill import HostStep
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import Modality
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
 from jaxmllm.training.loss import Sums

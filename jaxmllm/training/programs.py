@@ -24,9 +24,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmllm.balance.records import Hop, PlanSpec, RouteTables, carriers
-from jaxmllm.data.fill import HostStep
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import Modality
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
     EncoderRows,
     LanguageRows,

@@ -48,8 +48,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxmllm.data.fill import HostStep
-from jaxmllm.data.reader import Loader
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.workers.reader import Loader
 from jaxmllm.runtime.board import HostsError
 from jaxmllm.runtime.clock import RateMeter, StepClock
 from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, ProgressBar, read_metrics, read_summary

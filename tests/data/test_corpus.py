@@ -11,10 +11,10 @@ from PIL import Image
 
 from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
-from jaxmllm.data.images import Images
-from jaxmllm.data.index import DataError
-from jaxmllm.data.sounds import Sounds
-from jaxmllm.data.text import ByteTokenizer
+from jaxmllm.data.index.build import DataError
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.text.tokenizers import ByteTokenizer
 
 LANGUAGE = {"width": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 16, "mlp_width": 16}
 TOWER = {"width": 16, "layers": 1, "heads": 1, "mlp_width": 16}

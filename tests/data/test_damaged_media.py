@@ -22,10 +22,10 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.data.images import Images
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.messages import shown
-from jaxmllm.data.modality import MediaError
-from jaxmllm.data.sounds import Sounds
 
 SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
@@ -344,7 +344,7 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
 
 LOAD = """
 import pathlib, sys
-from jaxmllm.data.images import Images
+from jaxmllm.data.media.images import Images
 
 def peak():
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024

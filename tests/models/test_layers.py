@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jaxmllm.attention.attention import TokenIds
-from jaxmllm.data.masks import finish_language_row
+from jaxmllm.data.rows.masks import finish_language_row
 from jaxmllm.models.layers import (
     MLP,
     Block,

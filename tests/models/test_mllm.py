@@ -15,7 +15,7 @@ from jaxmllm.config import (
     ProjectorConfig,
     VisionConfig,
 )
-from jaxmllm.data.masks import finish_language_row
+from jaxmllm.data.rows.masks import finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import MeshError, make_mesh

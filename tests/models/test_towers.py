@@ -15,7 +15,7 @@ from jaxmllm.config import (
     ProjectorConfig,
     VisionConfig,
 )
-from jaxmllm.data.masks import finish_encoder_row, finish_language_row
+from jaxmllm.data.rows.masks import finish_encoder_row, finish_language_row
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config
-from jaxmllm.data.pipeline import batch_examples
+from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.waste import main

@@ -11,8 +11,8 @@ from PIL import Image
 
 from jaxmllm.config import SourceConfig, parse_config
 from jaxmllm.data.corpus import Corpus, modalities
-from jaxmllm.data.images import Images
-from jaxmllm.data.text import ByteTokenizer
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.training.data_stamps import check_data
 from tests.support import tiny_config

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.corpus import modalities
-from jaxmllm.data.text import load_tokenizer
+from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
 from jaxmllm.strict_yaml import write_text

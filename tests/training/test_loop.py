@@ -18,8 +18,8 @@ import yaml
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config, parse_config
-from jaxmllm.data.fill import StepFiller
-from jaxmllm.data.pipeline import evaluation_steps
+from jaxmllm.data.batches import evaluation_steps
+from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals

@@ -10,7 +10,7 @@ import yaml
 
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config import ConfigError, parse_config
-from jaxmllm.data.modality import MediaError
+from jaxmllm.data.media.modality import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.train import main

@@ -1,4 +1,5 @@
-"""Forward FLOPs of every single layer: what pipeline stages are cut by. Added up, they are those of balance/costs/flops.py.
+"""Forward FLOPs of every single layer: what pipeline stages are cut by. Added up, they are those of
+balance/costs/flops.py.
 
 vision      patch embedding | blocks ... | projector          each chain in the order of computation; a projector
 audio       stem | blocks ... | projector                     and a head with its loss are layers like any other

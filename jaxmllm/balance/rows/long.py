@@ -1,6 +1,6 @@
 """Long rows: an item that no ordinary row holds gets a row of its own, which all ranks of the phase compute together.
 
-Such a row is a microbatch by itself, before the ordinary ones. Its slots are dealt to all ranks (data/masks.py), so no
+Such a row is a microbatch by itself, before the ordinary ones. Its slots are dealt to all ranks (data/rows/masks.py), so no
 rank waits for another; one rank is its home, where the tokens of its media arrive.
 """
 

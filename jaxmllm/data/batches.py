@@ -20,8 +20,8 @@ import grain
 import numpy as np
 
 from jaxmllm.balance.records import BatchItems, Longs
-from jaxmllm.data.fill import HostStep, Lengths, StepFiller
-from jaxmllm.data.index import DataError
+from jaxmllm.data.index.build import DataError
+from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
 

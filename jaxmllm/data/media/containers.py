@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from jaxmllm.data.modality import MediaError
-from jaxmllm.data.mpeg import after_id3, is_frame, only_zeros, read
+from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.mpeg import after_id3, is_frame, only_zeros, read
 
 _BLOCK = 1 << 20  # bytes read at once
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxmllm.data.images import MAX_ASPECT_RATIO, Images
-from jaxmllm.data.modality import MediaError
+from jaxmllm.data.media.images import MAX_ASPECT_RATIO, Images
+from jaxmllm.data.media.modality import MediaError
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 

@@ -1,6 +1,6 @@
 """A process that computes elements, and ends with the one that started it.
 
-    Worker(functions) --starts--> python -m jaxmllm.data.worker
+    Worker(functions) --starts--> python -m jaxmllm.data.workers.worker
     call(f, arguments) ----request----> functions[f](*arguments)
     its result, or error  <---reply----
 
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmllm.data.memory import attach, receive, send, share
+from jaxmllm.data.workers.memory import attach, receive, send, share
 
 # What terminals and schedulers send to all processes at once means the run; workers end when it does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -43,7 +43,7 @@ class Worker:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxmllm.data.worker", str(other.fileno())],
+                [sys.executable, "-P", "-m", "jaxmllm.data.workers.worker", str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},

@@ -10,9 +10,9 @@ import soundfile
 import soxr
 
 from jaxmllm.config import SoundConfig
-from jaxmllm.data.modality import MediaError
-from jaxmllm.data.mpeg import DECODER_DELAY
-from jaxmllm.data.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
+from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.mpeg import DECODER_DELAY
+from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
 
 SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
 SPLIT = replace(SOUNDS, whole_chunks=True)
@@ -205,8 +205,8 @@ def test_decoding_in_blocks_is_decoding_at_once(rate: int, tmp_path: Path, monke
     whole = SOUNDS.load(tmp_path / "a.flac", shape)
     mono = soundfile.read(tmp_path / "a.flac", dtype="float32")[0].mean(axis=1)
     at_once = log_mel(soxr.resample(mono, rate, 16_000), 16_000, 400, 160, 40)
-    monkeypatch.setattr("jaxmllm.data.sounds._BLOCK", 1000)
-    monkeypatch.setattr("jaxmllm.data.sounds._FRAMES", 7)
+    monkeypatch.setattr("jaxmllm.data.media.sounds._BLOCK", 1000)
+    monkeypatch.setattr("jaxmllm.data.media.sounds._FRAMES", 7)
     np.testing.assert_allclose(SOUNDS.load(tmp_path / "a.flac", shape), whole, atol=1e-4)
     # The resampler may round the last sample away, which the last frames see.
     np.testing.assert_allclose(whole[: shape[0] - 3], at_once[: shape[0] - 3], atol=1e-4)

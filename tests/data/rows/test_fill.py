@@ -24,10 +24,10 @@ from jaxmllm.balance.records import (
     RouteSpec,
     StepPlan,
 )
-from jaxmllm.data.fill import HostStep, LocalRanks, MisalignmentError, fill
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import MediaError
-from jaxmllm.data.text import MediaSpan, Rendered
+from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.rows.fill import HostStep, LocalRanks, MisalignmentError, fill
+from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
 CAPACITIES = {"vision": 32, "audio": 48, "language": 64}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmllm.data.conversation import (
+from jaxmllm.data.text.conversation import (
     Conversation,
     ConversationError,
     Media,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.data.modality import MediaError, Shape, open_file
+from jaxmllm.data.media.modality import MediaError, Shape, open_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200

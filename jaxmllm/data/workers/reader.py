@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from jaxmllm.data.memory import share
-from jaxmllm.data.worker import Worker, WorkerDied, block_signals
+from jaxmllm.data.workers.memory import share
+from jaxmllm.data.workers.worker import Worker, WorkerDied, block_signals
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

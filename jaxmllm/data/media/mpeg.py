@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from jaxmllm.data.modality import MediaError
+from jaxmllm.data.media.modality import MediaError
 
 DECODER_DELAY = 529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
 

@@ -25,9 +25,9 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from jaxmllm.data.conversation import DOCUMENT, ROLES, Conversation, ConversationError, Media
+from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.messages import shown
-from jaxmllm.data.modality import Modality, Shape
+from jaxmllm.data.text.conversation import DOCUMENT, ROLES, Conversation, ConversationError, Media
 
 Ids = tuple[int, ...]
 

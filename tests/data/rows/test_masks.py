@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmllm.attention.tiles import segment_ids, visible_tiles
-from jaxmllm.data.masks import AttentionSpec, finish_encoder_row, finish_language_row
+from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 
 BLOCK, SLOTS = 4, 48
 

@@ -48,9 +48,9 @@ from jaxmllm.balance.records import (
 from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.data.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
+from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown
-from jaxmllm.data.modality import MediaError, Modality, Shape
+from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 
 LANGUAGE = "language"
 DECODE_THREADS = min(4, os.cpu_count() or 1)  # pillow, soundfile and numpy let go of the interpreter lock

@@ -26,9 +26,9 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from jaxmllm.data import mpeg
-from jaxmllm.data.containers import check_flac, check_last_page, check_pages, check_wave, container
-from jaxmllm.data.modality import MediaError, Shape, open_file
+from jaxmllm.data.media import mpeg
+from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
+from jaxmllm.data.media.modality import MediaError, Shape, open_file
 
 STEM_STRIDE = 4  # frames behind one token of the tower's attention
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # Hz; no sound card is outside, a damaged header easily is

@@ -36,10 +36,10 @@ from rich.progress import Progress
 
 from jaxmllm.balance.records import Ints, Longs
 from jaxmllm.config import SourceConfig, Targets
-from jaxmllm.data.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json
+from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown
-from jaxmllm.data.modality import MediaError, Modality, Shape
-from jaxmllm.data.text import Tokenizer, modality_of, render
+from jaxmllm.data.text.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json
+from jaxmllm.data.text.tokenizers import Tokenizer, modality_of, render
 
 VERSION = 4  # of the cache file and of everything lengths depend on that is no setting
 CHUNK = 2048  # lines whose media are measured together, unless they come to ...

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.data.memory import ALIGNMENT, attach, receive, send, share
+from jaxmllm.data.workers.memory import ALIGNMENT, attach, receive, send, share
 
 ARRAYS = {
     "float32": np.arange(7, dtype=np.float32),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxmllm.data.conversation import DOCUMENT, Conversation, ConversationError, Media, Text, Turn
-from jaxmllm.data.images import Images
-from jaxmllm.data.modality import Modality
-from jaxmllm.data.sounds import Sounds
-from jaxmllm.data.text import (
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, Media, Text, Turn
+from jaxmllm.data.text.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
     MediaSpan,

@@ -17,12 +17,7 @@ from PIL import Image
 
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.config import SourceConfig
-from jaxmllm.data.corpus import Corpus as RealCorpus
-from jaxmllm.data.fill import HostStep, LocalRanks, StepFiller
-from jaxmllm.data.images import Images
-from jaxmllm.data.masks import AttentionSpec
-from jaxmllm.data.modality import MediaError
-from jaxmllm.data.pipeline import (
+from jaxmllm.data.batches import (
     Segment,
     batch_examples,
     continued_steps,
@@ -33,8 +28,13 @@ from jaxmllm.data.pipeline import (
     steps,
     taken_examples,
 )
-from jaxmllm.data.reader import Loader
-from jaxmllm.data.text import ByteTokenizer, MediaSpan, Rendered
+from jaxmllm.data.corpus import Corpus as RealCorpus
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
+from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.data.text.tokenizers import ByteTokenizer, MediaSpan, Rendered
+from jaxmllm.data.workers.reader import Loader
 from tests.data.elements import Imported
 
 

@@ -14,12 +14,12 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.config import SourceConfig
-from jaxmllm.data import index as index_module
-from jaxmllm.data.images import Images
-from jaxmllm.data.index import DataError, LengthIndex, build_index
-from jaxmllm.data.modality import Modality
-from jaxmllm.data.sounds import Sounds
-from jaxmllm.data.text import ByteTokenizer
+from jaxmllm.data.index.build import DataError, LengthIndex, build_index
+from jaxmllm.data.index.build import build as index_module
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.text.tokenizers import ByteTokenizer
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 100)
 SOUNDS = Sounds(16_000, 400, 160, 40, chunk_frames=32, merge=2, max_seconds=5.0)
