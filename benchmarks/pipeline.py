@@ -12,7 +12,7 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
     chain                 cut by cost, aware of what is frozen
     parallel              encoder and language on ranks of their own; greedy schedule
     segments              both on every rank, in chunks of like cost
-    + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/search.py
+    + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/schedules/search.py
     + split               backward split into input and weight gradients
     + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
 
@@ -54,10 +54,10 @@ from jaxmllm.balance.rows.pack import sums_by
 from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.config import VisionConfig
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
+from sharding.pipeline.cuts import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
-from sharding.pipeline.partition import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
-from sharding.pipeline.schedule import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
-from sharding.pipeline.search import ROLLOUTS, lower_bound, search
+from sharding.pipeline.schedules.orders import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
+from sharding.pipeline.schedules.search import ROLLOUTS, lower_bound, search
 from sharding.pipeline.table import slots_needed
 
 MODEL = WORKLOAD_MODEL.model_copy(

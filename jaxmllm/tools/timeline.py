@@ -34,9 +34,9 @@ from jaxmllm.balance.rows.pack import sums_by
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.tools.balance_report import FAINT, INK, STYLE, html_table, png, print_table
 from jaxmllm.tools.workload import MODEL, PHASES, generate
+from sharding.pipeline.cuts import Layer, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Kind, PipelineError, Workload, build_graph
-from sharding.pipeline.partition import Layer, chain_work, layer_costs, partition
-from sharding.pipeline.schedule import (
+from sharding.pipeline.schedules.orders import (
     Schedule,
     asynchronous,
     durations,
@@ -46,7 +46,7 @@ from sharding.pipeline.schedule import (
     lockstep,
     one_f_one_b,
 )
-from sharding.pipeline.search import search
+from sharding.pipeline.schedules.search import search
 
 PICTURE, PAGE_FILE = "pipeline.png", "pipeline.html"
 HUES: Final = {"vision": "#0072B2", "audio": "#009E73", "language": "#D55E00"}  # after Okabe and Ito

@@ -43,9 +43,9 @@ from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.pipeline import PipelinePrograms
 from jaxmllm.training.programs import LANGUAGE, Programs, local_ranks
 from jaxmllm.training.step import Step
+from sharding.exchange import Exchange, rank_nodes
 from sharding.mesh import MeshError, abstract_mesh, make_mesh
 from sharding.pipeline.graph import PipelineError
-from sharding.route import Exchange, rank_nodes
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)

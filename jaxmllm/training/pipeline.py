@@ -34,10 +34,10 @@ from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_e
 from jaxmllm.training.loss import Sums
 from jaxmllm.training.programs import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
 from jaxmllm.training.step import Step, TrainState
-from sharding.pipeline.executor import Component, Inputs, TableArrays, make_executor
-from sharding.pipeline.gradient import Params
+from sharding.exchange import take_rows
+from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
+from sharding.pipeline.executor.gradient import Params
 from sharding.pipeline.graph import Chain
-from sharding.route import take_rows
 
 STAGE = "stage"
 LAYERS = "layers"  # name of the stacked layers among a tower's parameters

@@ -38,7 +38,7 @@ from jaxmllm.models.rows import (
 from jaxmllm.training.loss import Sums
 from jaxmllm.training.optimizer import make_optimizer
 from jaxmllm.training.step import KeptFeatures, Step, TrainState
-from sharding.route import Exchange
+from sharding.exchange import Exchange
 from sharding.rules import Layout
 
 LANGUAGE = "language"

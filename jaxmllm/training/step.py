@@ -1,7 +1,7 @@
 """The device half of a step: pure functions over pytrees, each compiled once for every row capacity.
 
     encode            rows -> tokens written into the encoder pool
-    (exchange         encoder pool -> language pool: sharding/route.py)
+    (exchange         encoder pool -> language pool: sharding/exchange.py)
     decode_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
@@ -27,7 +27,7 @@ from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.loss import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
-from sharding.route import add_to_rank, put_rows, share_rank, take_rows
+from sharding.exchange import add_to_rank, put_rows, share_rank, take_rows
 
 
 class TrainState(NamedTuple):

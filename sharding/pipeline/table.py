@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from sharding.pipeline.graph import Buffer, Graph, Kind, PipelineError, Pool, Ring, Slots
-from sharding.pipeline.schedule import Clock, Ints, Schedule
+from sharding.pipeline.schedules.orders import Clock, Ints, Schedule
 
 FORMAT = 1
 IDLE = 0

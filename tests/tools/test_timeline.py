@@ -13,7 +13,7 @@ from PIL import Image
 from jaxmllm.tools import timeline
 from jaxmllm.tools.timeline import of_schedule, of_table
 from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Ring, Workload, build_graph
-from sharding.pipeline.schedule import greedy, lockstep
+from sharding.pipeline.schedules.orders import greedy, lockstep
 from sharding.pipeline.table import TableSpec, make_table, slots_needed
 
 PFLOP = 10**6  # in units of the durations, 10**9 FLOPs

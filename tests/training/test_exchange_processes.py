@@ -15,8 +15,8 @@ from jaxmllm.balance.records import ExchangeGrid, StepPlan
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.runtime.distributed import initialize_distributed
 from jaxmllm.training.build import local_ranks
+from sharding.exchange import Exchange
 from sharding.mesh import make_mesh
-from sharding.route import Exchange
 from sharding.rules import make_layout
 from tests.balance.conftest import ENCODERS, random_batch, spec_for
 

@@ -32,8 +32,8 @@ from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_micro
 from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config import ConfigError, PipelineConfig
 from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph
-from sharding.pipeline.schedule import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
-from sharding.pipeline.search import search
+from sharding.pipeline.schedules.orders import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
+from sharding.pipeline.schedules.search import search
 from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
 from sharding.pipeline.validate import validate
 

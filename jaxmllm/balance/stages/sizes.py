@@ -18,9 +18,9 @@ from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, checked_capacities, phase_spec, round_up, with_head_room
 from jaxmllm.balance.stages.plan import LANGUAGE, ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config import ConfigError, ModelConfig, PipelineConfig
+from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition
 from sharding.pipeline.graph import Chain, PipelineError, Pool, Ring, Slots
-from sharding.pipeline.partition import Layer, LayerCost, chunk_costs, layer_costs, partition
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedules.orders import Schedule
 from sharding.pipeline.table import TableSpec, slots_needed
 
 FILL = 0.9  # of the slots of an average microbatch's rows

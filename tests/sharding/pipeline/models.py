@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding.mesh import make_mesh
-from sharding.pipeline.executor import Component, Inputs, Outputs, Params, TableArrays, make_executor
+from sharding.pipeline.executor.executor import Component, Inputs, Outputs, Params, TableArrays, make_executor
 from sharding.pipeline.graph import Chain, ChainWork, Pool, Ring, Workload
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedules.orders import Schedule
 from sharding.pipeline.table import TableSpec, make_table
 from sharding.pipeline.validate import validate
 

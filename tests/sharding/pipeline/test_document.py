@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from sharding.pipeline.graph import Chain, ChainWork, Kind, Ring, Workload, build_graph
-from sharding.pipeline.schedule import one_f_one_b
+from sharding.pipeline.schedules.orders import one_f_one_b
 from sharding.pipeline.table import TableSpec, make_table, slots_needed
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.pipeline.graph import Kind, PipelineError, Pool, build_graph
-from sharding.pipeline.schedule import greedy, interleaved
+from sharding.pipeline.schedules.orders import greedy, interleaved
 from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
 from sharding.pipeline.validate import validate
 from tests.sharding.pipeline.models import ring_of, workload_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sharding.pipeline.graph import Chain, ChainWork, Graph, PipelineError, Pool, Ring, Workload, build_graph
-from sharding.pipeline.schedule import gpipe, greedy, interleaved, lockstep, one_f_one_b
-from sharding.pipeline.search import lower_bound, search
+from sharding.pipeline.schedules.orders import gpipe, greedy, interleaved, lockstep, one_f_one_b
+from sharding.pipeline.schedules.search import lower_bound, search
 from sharding.pipeline.table import TableSpec, make_table, slots_needed
 from sharding.pipeline.validate import validate
 

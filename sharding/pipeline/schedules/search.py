@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from sharding.pipeline.graph import Graph, Longs, PipelineError, Slots
-from sharding.pipeline.schedule import (
+from sharding.pipeline.schedules.orders import (
     Policy,
     Schedule,
     default_priority,

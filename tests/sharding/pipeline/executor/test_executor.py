@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import make_mesh
-from sharding.pipeline.executor import Inputs, Params, TableArrays, make_executor
+from sharding.pipeline.executor.executor import Inputs, Params, TableArrays, make_executor
 from sharding.pipeline.graph import Chain, Kind, PipelineError, Pool, Ring, build_graph
-from sharding.pipeline.schedule import follow, gpipe, greedy, interleaved, one_f_one_b
+from sharding.pipeline.schedules.orders import follow, gpipe, greedy, interleaved, one_f_one_b
 from sharding.pipeline.table import keep_residuals, make_table
 from tests.sharding.pipeline.models import (
     ALL,

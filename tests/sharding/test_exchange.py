@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sharding.exchange import Exchange, put_rows, rank_nodes, take_rows
 from sharding.mesh import abstract_mesh, make_mesh
-from sharding.route import Exchange, put_rows, rank_nodes, take_rows
 from sharding.rules import make_layout
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from sharding.pipeline.gradient import LayerGradient, Params, SplitGradient, used_leaves
+from sharding.pipeline.executor.gradient import LayerGradient, Params, SplitGradient, used_leaves
 from sharding.pipeline.graph import Kind, PipelineError, Pool
 from sharding.pipeline.table import Table, TableSpec
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Pool, Ring, Workload, build_graph
-from sharding.pipeline.schedule import (
+from sharding.pipeline.schedules.orders import (
     Schedule,
     asynchronous,
     durations,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharding.pipeline.cuts import Layer, chain_work, chunk_costs, cut, layer_costs, partition, rank_costs
 from sharding.pipeline.graph import PipelineError
-from sharding.pipeline.partition import Layer, chain_work, chunk_costs, cut, layer_costs, partition, rank_costs
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
