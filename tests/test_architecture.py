@@ -29,7 +29,7 @@ ARROWS = {
     },
     "jaxmllm/balance/stages/plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
     "jaxmllm/balance/stages/sizes.py": {"jaxmllm.config", "sharding"},
-    "jaxmllm/balance/calibrate.py": {  # a command, too
+    "jaxmllm/tools/calibrate.py": {  # a command, too
         "jaxmllm.config",
         "jaxmllm.data",
         "jaxmllm.runtime",

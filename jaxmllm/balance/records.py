@@ -58,7 +58,7 @@ class PhaseFlops:
 @dataclass(frozen=True)
 class PhaseSpec:
     """What the planner must know of a phase. The cost of one item of l slots, by which items are balanced, is
-    linear * l + quadratic * l**2: its FLOPs, or femtoseconds where the phase is calibrated (balance/calibrate.py)."""
+    linear * l + quadratic * l**2: its FLOPs, or femtoseconds where the phase is calibrated (tools/calibrate.py)."""
 
     name: str
     ranks: int

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
-from jaxmllm.balance.calibrate import load_calibration
+from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes

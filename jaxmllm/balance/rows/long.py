@@ -1,7 +1,7 @@
 """Long rows: an item that no ordinary row holds gets a row of its own, which all ranks of the phase compute together.
 
-Such a row is a microbatch by itself, before the ordinary ones. Its slots are dealt to all ranks (data/rows/masks.py), so no
-rank waits for another; one rank is its home, where the tokens of its media arrive.
+Such a row is a microbatch by itself, before the ordinary ones. Its slots are dealt to all ranks (data/rows/masks.py),
+so no rank waits for another; one rank is its home, where the tokens of its media arrive.
 """
 
 from __future__ import annotations

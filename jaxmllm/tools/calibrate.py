@@ -1,6 +1,6 @@
 """Measure what rows take on the devices at hand, to balance items by it instead of by their FLOPs.
 
-    python -m jaxmllm.balance.calibrate --config X [--out PATH] [--repeats N] [key=value ...]
+    python -m jaxmllm.tools.calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
 Builds the programs of the config's run and times those of every phase on made-up rows, alike on all ranks: filled
 wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
@@ -13,8 +13,8 @@ Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots,
 microbatch have one capacity, so this part never makes a rank wait. Items carry it nevertheless: the planner's linear
 coefficient is slot + linear. Rows are full but for a few of them, where it then falls on all alike, and the planner
 would otherwise take the attention for the whole time, and trade slots for an evenness that saves little. `row` is left
-to jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be told
-from `slot`, and is 0 where a phase has one.
+to jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be
+told from `slot`, and is 0 where a phase has one.
 """
 
 from __future__ import annotations
@@ -25,29 +25,25 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
-from jaxmllm.balance.costs.flops import PhaseTime
-from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, Flops, PhaseCalibration
+from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.config import Config, ConfigError, Section, load_config
-
-if TYPE_CHECKING:
-    from jaxmllm.data.rows.fill import HostStep
-    from jaxmllm.data.text.tokenizers import Rendered
-    from jaxmllm.training.build import Run
-    from jaxmllm.training.programs import Programs
+from jaxmllm.config import Config, ConfigError, load_config
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.text.tokenizers import Rendered
+from jaxmllm.training.build import Run
+from jaxmllm.training.programs import Programs
 
 LANGUAGE = "language"
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
@@ -55,117 +51,9 @@ MOST_ITEMS = 64  # ... with up to so many items: the squares of more are negligi
 REPEATS = 5
 POOR = 0.15  # a fit with larger errors is not to be relied on
 DIGITS = 6  # of a coefficient in the file
-PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
-REMEDY = "make it with python -m jaxmllm.balance.calibrate --config .. --out PATH, or set balance.calibration to null"
-
-
-# ---------------------------------------------------------------------------- the file
-
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Coefficients(Section):
-    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of l**2."""
-
-    row: Seconds
-    slot: Seconds
-    linear: Seconds
-    quadratic: Seconds
-    residual: Seconds  # root mean square of the relative errors of the fit
-
-    def seconds(self, fill: Fill) -> float:
-        used, squares = fill.items * fill.length, fill.items * fill.length**2
-        return self.row + self.slot * fill.capacity + self.linear * used + self.quadratic * squares
-
-    @property
-    def time(self) -> PhaseTime:
-        """What the planner gets: femtoseconds, the same on every host since the file's decimal figures are scaled."""
-        per_slot = Decimal(repr(self.slot)) + Decimal(repr(self.linear))
-        numbers = (per_slot, Decimal(repr(self.quadratic)), Decimal(repr(self.row)))
-        return PhaseTime(*(int((number * PER_SECOND).to_integral_value()) for number in numbers))
-
-
-class Flops(Section):
-    linear: int
-    quadratic: int
-
-
-class PhaseCalibration(Section):
-    dtype: str  # of the computation
-    capacities: tuple[int, ...]  # of the rows that were timed
-    flops: Flops  # of an item, to know the model and what of it is trained
-    forward: Coefficients
-    training: Coefficients  # forward and backward: what the planner reads
-
-
-class Calibration(Section):
-    """The content of the file."""
-
-    package: str
-    jax: str
-    jaxlib: str
-    platform: str
-    device: str
-    mesh: dict[str, int]
-    date: str
-    phases: dict[str, PhaseCalibration]
-
-    def differences(self, device: str | None, flops: Mapping[str, PhaseFlops]) -> list[str]:
-        """In words: in what a run on this kind of device (none: not known) differs from what was measured."""
-        found = []
-        if device is not None and device != self.device:
-            found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
-        others = [
-            phase
-            for phase, each in flops.items()
-            if (each.linear, each.quadratic) != (self.phases[phase].flops.linear, self.phases[phase].flops.quadratic)
-        ]
-        if others:
-            found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
-        return found
-
-
-def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
-    """Read a calibration that must know these phases.
-
-    Raises:
-      ConfigError: the file is absent or ill-formed, lacks a phase, or has no cost for its items.
-    """
-    where = f"balance.calibration: {path}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
-        raise ConfigError(f"{where} cannot be read ({reason}); {REMEDY}") from error
-    try:
-        calibration = Calibration.model_validate_json(text)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
-        raise ConfigError(f"{where} is no calibration: {'; '.join(problems)}; {REMEDY}") from error
-    for phase in phases:
-        if phase not in calibration.phases:
-            has = ", ".join(calibration.phases) or "none"
-            raise ConfigError(f"{where} lacks phases.{phase} (it has: {has}); {REMEDY}")
-        measured = calibration.phases[phase].training.time
-        if not measured.linear and not measured.quadratic:
-            raise ConfigError(
-                f"{where}: phases.{phase}.training: slot, linear and quadratic are all zero, so that items would cost "
-                f"nothing; {REMEDY}"
-            )
-    return calibration
 
 
 # ---------------------------------------------------------------------------- the fit
-
-
-@dataclass(frozen=True)
-class Fill:
-    """What a made-up row holds: `items` of `length` slots each."""
-
-    capacity: int
-    items: int
-    length: int
 
 
 def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:

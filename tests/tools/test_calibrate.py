@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.balance import calibrate
-from jaxmllm.balance.calibrate import Coefficients, Fill, fills, fit, load_calibration
+from jaxmllm.tools import calibrate
+from jaxmllm.balance.costs.calibration import Coefficients, Fill, load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import PhaseFlops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import ConfigError, load_config, parse_config
+from jaxmllm.tools.calibrate import fills, fit
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.build import lay_groundwork, plan_spec
 from sharding.mesh import abstract_mesh, make_mesh
@@ -123,7 +124,7 @@ def test_a_bad_file_is_told_in_one_line(tmp_path, changes, said):
         load_calibration(path, ("vision", "audio", "language"))
     text = str(error.value)
     assert said in text and "\n" not in text
-    assert f"balance.calibration: {path}" in text and "jaxmllm.balance.calibrate" in text
+    assert f"balance.calibration: {path}" in text and "jaxmllm.tools.calibrate" in text
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", b"\xff\xfe"])

@@ -1,0 +1,125 @@
+"""The file that `balance.calibration` names: measured times of every phase's rows.
+
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
+
+tools/calibrate.py writes it, setup/build.py reads it for the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from jaxmllm.balance.costs.flops import PhaseTime
+from jaxmllm.balance.records import PhaseFlops
+from jaxmllm.config import ConfigError, Section
+
+PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
+REMEDY = "make it with python -m jaxmllm.tools.calibrate --config .. --out PATH, or set balance.calibration to null"
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What a made-up row holds: `items` of `length` slots each."""
+
+    capacity: int
+    items: int
+    length: int
+
+
+class Coefficients(Section):
+    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of l**2."""
+
+    row: Seconds
+    slot: Seconds
+    linear: Seconds
+    quadratic: Seconds
+    residual: Seconds  # root mean square of the relative errors of the fit
+
+    def seconds(self, fill: Fill) -> float:
+        used, squares = fill.items * fill.length, fill.items * fill.length**2
+        return self.row + self.slot * fill.capacity + self.linear * used + self.quadratic * squares
+
+    @property
+    def time(self) -> PhaseTime:
+        """What the planner gets: femtoseconds, the same on every host since the file's decimal figures are scaled."""
+        per_slot = Decimal(repr(self.slot)) + Decimal(repr(self.linear))
+        numbers = (per_slot, Decimal(repr(self.quadratic)), Decimal(repr(self.row)))
+        return PhaseTime(*(int((number * PER_SECOND).to_integral_value()) for number in numbers))
+
+
+class Flops(Section):
+    linear: int
+    quadratic: int
+
+
+class PhaseCalibration(Section):
+    dtype: str  # of the computation
+    capacities: tuple[int, ...]  # of the rows that were timed
+    flops: Flops  # of an item, to know the model and what of it is trained
+    forward: Coefficients
+    training: Coefficients  # forward and backward: what the planner reads
+
+
+class Calibration(Section):
+    """The content of the file."""
+
+    package: str
+    jax: str
+    jaxlib: str
+    platform: str
+    device: str
+    mesh: dict[str, int]
+    date: str
+    phases: dict[str, PhaseCalibration]
+
+    def differences(self, device: str | None, flops: Mapping[str, PhaseFlops]) -> list[str]:
+        """In words: in what a run on this kind of device (none: not known) differs from what was measured."""
+        found = []
+        if device is not None and device != self.device:
+            found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
+        others = [
+            phase
+            for phase, each in flops.items()
+            if (each.linear, each.quadratic) != (self.phases[phase].flops.linear, self.phases[phase].flops.quadratic)
+        ]
+        if others:
+            found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
+        return found
+
+
+def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
+    """Read a calibration that must know these phases.
+
+    Raises:
+      ConfigError: the file is absent or ill-formed, lacks a phase, or has no cost for its items.
+    """
+    where = f"balance.calibration: {path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise ConfigError(f"{where} cannot be read ({reason}); {REMEDY}") from error
+    try:
+        calibration = Calibration.model_validate_json(text)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError(f"{where} is no calibration: {'; '.join(problems)}; {REMEDY}") from error
+    for phase in phases:
+        if phase not in calibration.phases:
+            has = ", ".join(calibration.phases) or "none"
+            raise ConfigError(f"{where} lacks phases.{phase} (it has: {has}); {REMEDY}")
+        measured = calibration.phases[phase].training.time
+        if not measured.linear and not measured.quadratic:
+            raise ConfigError(
+                f"{where}: phases.{phase}.training: slot, linear and quadratic are all zero, so that items would cost "
+                f"nothing; {REMEDY}"
+            )
+    return calibration
