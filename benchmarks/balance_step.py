@@ -29,10 +29,13 @@ from jaxmllm.config import Config, load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
+from jaxmllm.setup.build import local_share
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.sizing import attention_spec, plan_spec
 from jaxmllm.tools.workload import describe
-from jaxmllm.training.build import USER_ERRORS, attention_spec, lay_groundwork, local_share, plan_spec
-from jaxmllm.training.programs import Programs
-from jaxmllm.training.step import Step
+from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.run import USER_ERRORS
+from jaxmllm.training.step_functions import Step
 from launch.local import run_local
 from sharding.mesh import make_mesh
 

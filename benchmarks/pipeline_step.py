@@ -28,7 +28,9 @@ from jaxmllm.config import Config, load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
-from jaxmllm.training.build import USER_ERRORS, lay_groundwork, local_share, make_programs
+from jaxmllm.setup.build import local_share, make_programs
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
 from sharding.mesh import make_mesh
 

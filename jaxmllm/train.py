@@ -64,8 +64,9 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
     except hosts.HostsError as error:
         hosts.leave_at_once(f"error: {error}", hosts.EXIT_CODE)
 
-    from jaxmllm.training.build import USER_ERRORS, build_run
+    from jaxmllm.setup.build import build_run
     from jaxmllm.training.loop import RUN_ERRORS, train
+    from jaxmllm.training.run import USER_ERRORS
     from jaxmllm.training.run_folder import open_folder
 
     with hosts.ending_together((*USER_ERRORS, *RUN_ERRORS, hosts.HostsError)) as outcome:

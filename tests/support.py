@@ -23,8 +23,9 @@ from jaxmllm.config import Config, parse_config
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
-from jaxmllm.training.build import lay_groundwork, make_programs
-from jaxmllm.training.programs import LANGUAGE, Programs
+from jaxmllm.setup.build import make_programs
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.training.programs.phased import LANGUAGE, Programs
 from sharding.mesh import make_mesh
 
 ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-parallel over tensor, too

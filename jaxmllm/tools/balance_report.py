@@ -498,7 +498,7 @@ def compare_config(
       per_rank: examples a rank, instead of `data.batch_size`.
       seed: of generated lengths; none: a batch that the run would draw.
 
-    Raises one of `USER_ERRORS` of training/build.py.
+    Raises one of `USER_ERRORS` of training/run.py.
     """
     import jax.numpy as jnp
 
@@ -506,16 +506,8 @@ def compare_config(
     from jaxmllm.data.corpus import modalities
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
-    from jaxmllm.training.build import (
-        exchange_backend,
-        exchange_grids,
-        lay_groundwork,
-        phase_needs,
-        plan_spec,
-        planning_mesh,
-        rank_places,
-        vocabulary,
-    )
+    from jaxmllm.setup.prepare import lay_groundwork, planning_mesh, vocabulary
+    from jaxmllm.setup.sizing import exchange_backend, exchange_grids, phase_needs, plan_spec, rank_places
 
     config = load_config(path, overrides)
     mesh = planning_mesh(config, ranks)
@@ -575,7 +567,7 @@ def main(command: Sequence[str] | None = None) -> int:
     if options.config is None:
         compared = compare_generated(options.ranks or RANKS, options.per_rank or PER_RANK, options.seed, options.before)
     else:
-        from jaxmllm.training.build import USER_ERRORS
+        from jaxmllm.training.run import USER_ERRORS
 
         seed = options.seed if options.generated else None
         try:

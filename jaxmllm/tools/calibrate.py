@@ -42,8 +42,8 @@ from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config import Config, ConfigError, load_config
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.tokenizers import Rendered
-from jaxmllm.training.build import Run
-from jaxmllm.training.programs import Programs
+from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.run import Run
 
 LANGUAGE = "language"
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
@@ -90,7 +90,7 @@ def measure(run: Run, repeats: int) -> Calibration:
     import jax
     import jaxlib
 
-    from jaxmllm.training.build import model_flops
+    from jaxmllm.setup.sizing import model_flops
 
     programs, config = run.programs, run.config
     params = programs.init(config.run.seed).params
@@ -187,7 +187,7 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch in which every rank's row of the phase holds the same."""
     from jaxmllm.data.rows.fill import fill as fill_rows
-    from jaxmllm.training.build import local_share
+    from jaxmllm.setup.build import local_share
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
@@ -320,7 +320,8 @@ def main(command: Sequence[str] | None = None) -> int:
         return 2
 
     from jaxmllm.runtime.files import write_atomically
-    from jaxmllm.training.build import USER_ERRORS, build_run
+    from jaxmllm.setup.build import build_run
+    from jaxmllm.training.run import USER_ERRORS
 
     try:
         run = build_run(_uncalibrated(config))

@@ -34,8 +34,10 @@ from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config import Config, load_config
 from jaxmllm.data.batches import batch_examples
-from jaxmllm.training.build import USER_ERRORS, Groundwork, lay_groundwork, plan_spec, planning_mesh
-from jaxmllm.training.programs import LANGUAGE
+from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.training.programs.phased import LANGUAGE
+from jaxmllm.training.run import USER_ERRORS
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
 PADDED = {"padded": False, "padded alike": True}

@@ -25,14 +25,14 @@ from jaxmllm.runtime.metrics import MetricsWriter, ProgressBar
 from jaxmllm.runtime.profiler import ProfilerWindow
 from jaxmllm.runtime.resume import begun_config, changes
 from jaxmllm.runtime.signals import StopSignals
-from jaxmllm.training.build import USER_ERRORS, Run
 from jaxmllm.training.data_stamps import check_data
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from jaxmllm.training.initial import CHECKPOINTS, initial_state
 from jaxmllm.training.messages import Messages
 from jaxmllm.training.report import Pending, Report, TrainingError, due
+from jaxmllm.training.run import USER_ERRORS, Run
 from jaxmllm.training.run_folder import read_config, write_config
-from jaxmllm.training.step import TrainState
+from jaxmllm.training.step_functions import TrainState
 
 DATA_ERRORS = (*USER_ERRORS, LoadError)  # what loading a step may raise
 RUN_ERRORS = (TrainingError, CheckpointError, LoadError)

@@ -53,10 +53,10 @@ from jaxmllm.data.workers.reader import Loader
 from jaxmllm.runtime.board import HostsError
 from jaxmllm.runtime.clock import RateMeter, StepClock
 from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, ProgressBar, read_metrics, read_summary
-from jaxmllm.training.build import Run
 from jaxmllm.training.evaluate import NOTHING, evaluate
 from jaxmllm.training.messages import Message, Messages, bounded
-from jaxmllm.training.step import TrainState
+from jaxmllm.training.run import Run
+from jaxmllm.training.step_functions import TrainState
 
 SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
 

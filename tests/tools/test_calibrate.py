@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.tools import calibrate
 from jaxmllm.balance.costs.calibration import Coefficients, Fill, load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import PhaseFlops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import ConfigError, load_config, parse_config
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools import calibrate
 from jaxmllm.tools.calibrate import fills, fit
 from jaxmllm.tools.sample_data import make_sample
-from jaxmllm.training.build import lay_groundwork, plan_spec
 from sharding.mesh import abstract_mesh, make_mesh
 from tests.support import assemble, assert_same, tiny_config
 

@@ -11,9 +11,10 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config import load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.waste import main
-from jaxmllm.training.build import lay_groundwork, plan_spec
 from sharding.mesh import abstract_mesh
 
 RANKS, STEPS, BATCH = 4, 3, 16

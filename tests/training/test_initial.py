@@ -11,7 +11,8 @@ import yaml
 
 from jaxmllm.config import ConfigError, dump_config, load_config, parse_config
 from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
-from jaxmllm.training.build import Groundwork, build_run, lay_groundwork
+from jaxmllm.setup.build import build_run
+from jaxmllm.setup.prepare import Groundwork, lay_groundwork
 from jaxmllm.training.initial import read_parameters
 from jaxmllm.training.loop import train
 from jaxmllm.training.run_folder import check_folder

@@ -34,22 +34,14 @@ from jaxmllm.data.corpus import modalities
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
+from jaxmllm.setup.build import build_run
+from jaxmllm.setup.prepare import Groundwork, lay_groundwork, vocabulary
+from jaxmllm.setup.sizing import attention_spec, largest_row, pipeline_sizes, plan_spec
 from jaxmllm.strict_yaml import write_text
 from jaxmllm.training import loop
-from jaxmllm.training.build import (
-    USER_ERRORS,
-    Groundwork,
-    Run,
-    attention_spec,
-    build_run,
-    largest_row,
-    lay_groundwork,
-    pipeline_sizes,
-    plan_spec,
-    vocabulary,
-)
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
-from jaxmllm.training.step import Step
+from jaxmllm.training.run import USER_ERRORS, Run
+from jaxmllm.training.step_functions import Step
 from sharding.mesh import make_mesh, mesh_shape
 from tests.support import tiny_config
 

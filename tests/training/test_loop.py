@@ -23,8 +23,8 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals
+from jaxmllm.setup.build import build_run, local_share
 from jaxmllm.tools.sample_data import make_sample
-from jaxmllm.training.build import build_run, local_share
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
 from jaxmllm.training.report import TrainingError

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from jaxmllm.config import parse_config
+from jaxmllm.setup.build import build_run
 from jaxmllm.tools.sample_data import make_sample
-from jaxmllm.training.build import build_run
 from jaxmllm.training.loop import train
 from tests.support import tiny_config, train_command
 

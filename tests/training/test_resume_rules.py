@@ -10,7 +10,7 @@ import pytest
 from jaxmllm.config import Config, dump_config, load_config, parse_config
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.resume import begun_config, changes, check_compatible, resumed_config, same_run
-from jaxmllm.training.build import build_run
+from jaxmllm.setup.build import build_run
 from jaxmllm.training.loop import train
 from jaxmllm.training.run_folder import check_folder
 from tests.support import tiny_config

@@ -20,7 +20,7 @@ import yaml
 from jaxmllm.config import parse_config
 from jaxmllm.data.index.build import DataError
 from jaxmllm.runtime.signals import StopSignals
-from jaxmllm.training.build import build_run
+from jaxmllm.setup.build import build_run
 from jaxmllm.training.loop import train
 from tests.data.elements import alive, children
 from tests.support import tiny_config, train_command

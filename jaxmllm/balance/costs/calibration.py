@@ -2,7 +2,7 @@
 
     seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
 
-tools/calibrate.py writes it, setup/build.py reads it for the planner.
+tools/calibrate.py writes it, setup/sizing.py reads it for the planner.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ import pytest
 from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.corpus import modalities
-from jaxmllm.training.build import attention_block, granule, planning_mesh
+from jaxmllm.setup.prepare import planning_mesh
+from jaxmllm.setup.sizing import attention_block, granule
 from tests.support import tiny_config
 
 

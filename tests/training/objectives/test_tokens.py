@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.training.loss import Sums, chunk_size, failed_examples, sums_by_source, token_losses
+from jaxmllm.training.objectives.tokens import Sums, chunk_size, failed_examples, sums_by_source, token_losses
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 

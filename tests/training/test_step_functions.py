@@ -18,8 +18,8 @@ from jaxmllm.config import (
 from jaxmllm.data.rows.masks import finish_encoder_row, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
-from jaxmllm.training.loss import Sums
-from jaxmllm.training.step import Step, TrainState
+from jaxmllm.training.objectives.tokens import Sums
+from jaxmllm.training.step_functions import Step, TrainState
 from sharding.mesh import make_mesh
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})

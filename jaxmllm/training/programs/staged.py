@@ -31,9 +31,9 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
-from jaxmllm.training.loss import Sums
-from jaxmllm.training.programs import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
-from jaxmllm.training.step import Step, TrainState
+from jaxmllm.training.objectives.tokens import Sums
+from jaxmllm.training.programs.phased import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
+from jaxmllm.training.step_functions import Step, TrainState
 from sharding.exchange import take_rows
 from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
 from sharding.pipeline.executor.gradient import Params

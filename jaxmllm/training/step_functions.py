@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
-from jaxmllm.training.loss import Sums, failed_examples, sums_by_source, token_losses
+from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
 from sharding.exchange import add_to_rank, put_rows, share_rank, take_rows
 

@@ -35,9 +35,9 @@ from jaxmllm.models.rows import (
     abstract_language_rows,
     abstract_pool,
 )
-from jaxmllm.training.loss import Sums
+from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
-from jaxmllm.training.step import KeptFeatures, Step, TrainState
+from jaxmllm.training.step_functions import KeptFeatures, Step, TrainState
 from sharding.exchange import Exchange
 from sharding.rules import Layout
 

@@ -13,8 +13,10 @@ from jaxmllm.config import ConfigError, parse_config
 from jaxmllm.data.media.modality import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.train import main
-from jaxmllm.training.build import USER_ERRORS, lay_groundwork, pipeline_sizes
+from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 from tests.support import Result, assert_close, assert_same, tiny_config
 

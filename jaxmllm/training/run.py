@@ -1,0 +1,67 @@
+"""A run that is ready to train: what setup/ builds and the loop works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxmllm.config import Config, ConfigError
+from jaxmllm.data.batches import Steps
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.index.build import DataError
+from jaxmllm.data.rows.fill import MisalignmentError
+from jaxmllm.data.text.tokenizers import TokenizerError
+from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.training.messages import WarningLog
+from jaxmllm.training.programs.phased import Programs
+from sharding.mesh import MeshError
+from sharding.pipeline.graph import PipelineError
+
+# What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
+USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train."""
+
+    config: Config
+    programs: Programs
+    corpus: Corpus
+    batches: Steps
+    evaluation: Steps | None
+    sources: tuple[str, ...]  # names behind the source numbers of metrics
+    peak_flops: float | None  # of one device
+    compilations: CompilationCounter
+    warnings: WarningLog
+    held_out: Corpus | None  # what `evaluation` is made from
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.directory)
+
+    @property
+    def is_main(self) -> bool:
+        return jax.process_index() == 0
+
+    def say(self, line: str) -> None:
+        """Print a line, once a run and not once a process."""
+        if self.is_main:
+            print(line, flush=True)
+
+    def describe(self) -> str:
+        """What `auto` came to, and what was refused, in a few lines."""
+        rejected = ", ".join(f"{n} {reason}" for reason, n in self.corpus.rejected_counts().items()) or "none"
+        lines = [f"data: {len(self.corpus)} examples; rejected: {rejected}"]
+        for name, phase in self.programs.spec.phases.items():
+            rows = " and ".join(map(str, phase.capacities))
+            parts = self.programs.layouts[name].parts
+            ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
+            long = f"; long rows of {phase.long_capacity} slots on all ranks" if phase.long_capacity else ""
+            lines.append(f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments{long}")
+        for name, route in self.programs.spec.routes.items():
+            pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
+            lines.append(f"route {name}: {pools}, {route.backend} exchange")
+        return "\n".join(lines)
