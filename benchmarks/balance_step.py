@@ -25,7 +25,8 @@ from benchmarks.balance import step_proxy
 from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.config import Config, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads

@@ -53,7 +53,7 @@ from jaxmllm.attention.parts import (
 from jaxmllm.attention.tiles import TokenIds
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import Ints, Longs
-from jaxmllm.config import LanguageConfig, ModelConfig
+from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.tools.workload import TASKS, generate
 
 TOKENS: Final = [8192, 16384, 32768, 65536, 131072]

@@ -52,7 +52,7 @@ from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import Longs
 from jaxmllm.balance.rows.pack import sums_by
 from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
-from jaxmllm.config import VisionConfig
+from jaxmllm.config.schema import VisionConfig
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.cuts import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph

@@ -24,7 +24,8 @@ from jax.experimental import multihost_utils
 
 from benchmarks.balance_step import pin_to_core, quartiles
 from benchmarks.common import arguments, print_table, write_json
-from jaxmllm.config import Config, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads

@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxmllm.config import ConfigError, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.signals import StopSignals
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.config import Config, parse_config
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec

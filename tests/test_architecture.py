@@ -7,37 +7,37 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARROWS = {
-    "jaxmllm/train.py": {"jaxmllm.config", "jaxmllm.runtime", "jaxmllm.training"},
+    "jaxmllm/train.py": {"jaxmllm.config.schema", "jaxmllm.runtime", "jaxmllm.training"},
     "jaxmllm/training": {
-        "jaxmllm.config",
+        "jaxmllm.config.schema",
         "jaxmllm.balance",
         "jaxmllm.data",
         "jaxmllm.models",
         "jaxmllm.runtime",
         "sharding",
     },
-    "jaxmllm/runtime": {"jaxmllm.config"},
-    "jaxmllm/models": {"jaxmllm.config", "jaxmllm.balance", "jaxmllm.data", "sharding"},
-    "jaxmllm/data": {"jaxmllm.config", "jaxmllm.balance"},
-    "jaxmllm/balance": {"jaxmllm.config"},
+    "jaxmllm/runtime": {"jaxmllm.config.schema"},
+    "jaxmllm/models": {"jaxmllm.config.schema", "jaxmllm.balance", "jaxmllm.data", "sharding"},
+    "jaxmllm/data": {"jaxmllm.config.schema", "jaxmllm.balance"},
+    "jaxmllm/balance": {"jaxmllm.config.schema"},
     "jaxmllm/tools/balance_report.py": {  # a command of its own, not used by the others
-        "jaxmllm.config",
+        "jaxmllm.config.schema",
         "jaxmllm.data",
         "jaxmllm.models",
         "jaxmllm.training",
         "sharding",
     },
-    "jaxmllm/balance/stages/plan.py": {"jaxmllm.config", "sharding"},  # schedules are not ours alone
-    "jaxmllm/balance/stages/sizes.py": {"jaxmllm.config", "sharding"},
+    "jaxmllm/balance/stages/plan.py": {"jaxmllm.config.schema", "sharding"},  # schedules are not ours alone
+    "jaxmllm/balance/stages/sizes.py": {"jaxmllm.config.schema", "sharding"},
     "jaxmllm/tools/calibrate.py": {  # a command, too
-        "jaxmllm.config",
+        "jaxmllm.config.schema",
         "jaxmllm.data",
         "jaxmllm.runtime",
         "jaxmllm.training",
     },
-    "jaxmllm/tools/timeline.py": {"jaxmllm.config", "sharding"},  # the same
-    "jaxmllm/config.py": {"jaxmllm.strict_yaml"},
-    "jaxmllm/strict_yaml.py": set(),
+    "jaxmllm/tools/timeline.py": {"jaxmllm.config.schema", "sharding"},  # the same
+    "jaxmllm/config/schema.py": {"jaxmllm.config.strict_yaml"},
+    "jaxmllm/config/strict_yaml.py": set(),
     "sharding": set(),
 }
 

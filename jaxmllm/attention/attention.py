@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention import kernel_gpu as attention_gpu
 from jaxmllm.attention import kernel_jax as attention_jax
-from jaxmllm.config import Kernel
+from jaxmllm.config.schema import Kernel
 
 
 class TokenIds(NamedTuple):

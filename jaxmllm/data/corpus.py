@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmllm.balance.records import BatchItems, Ints, Longs, PhaseItems
-from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
+from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.index.build import MAX_LINE, DataError, LengthIndex, Rejected, build_index
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxmllm.config import AudioConfig, ComponentConfig
+from jaxmllm.config.schema import AudioConfig, ComponentConfig
 from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,

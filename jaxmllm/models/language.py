@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention.attention import TokenIds
-from jaxmllm.config import ComponentConfig, LanguageConfig
+from jaxmllm.config.schema import ComponentConfig, LanguageConfig
 from jaxmllm.models.layers import (
     Block,
     GatedMLP,

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
-from jaxmllm.config import Kernel, TowerConfig
+from jaxmllm.config.schema import Kernel, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.rules import Axes, Layout

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config import ComponentConfig, ComponentsConfig, ModelConfig
+from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.language import Decoder
 from jaxmllm.models.layers import checkpointed

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmllm.config import ComponentConfig, VisionConfig
+from jaxmllm.config.schema import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,

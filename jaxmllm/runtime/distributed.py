@@ -20,7 +20,8 @@ from pathlib import Path
 
 import jax
 
-from jaxmllm.config import Config, DistributedConfig, config_tree, dotted_values
+from jaxmllm.config.read import config_tree, dotted_values
+from jaxmllm.config.schema import Config, DistributedConfig
 from jaxmllm.runtime import coordinator, hosts
 from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, gather
 

@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxmllm.config import ConfigError
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"

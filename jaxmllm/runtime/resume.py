@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config import Config, config_tree, dotted_values
+from jaxmllm.config.read import config_tree, dotted_values
+from jaxmllm.config.schema import Config
 from jaxmllm.runtime.checkpoint import CheckpointError, listed
 
 # No step depends on these. Each pattern covers the key it matches and everything below it.

@@ -16,7 +16,7 @@ import jax
 
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.config import Config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import evaluation_steps, steps
 from jaxmllm.data.rows.fill import LocalRanks, StepFiller
 from jaxmllm.runtime import hosts

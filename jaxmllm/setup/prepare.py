@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.records import BatchItems
-from jaxmllm.config import Config, ConfigError, SourceConfig
+from jaxmllm.config.schema import Config, ConfigError, SourceConfig
 from jaxmllm.data.batches import example_order, sample_batches
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.media.modality import Modality

@@ -16,7 +16,7 @@ from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
-from jaxmllm.config import Config, ConfigError, ModelConfig, PhaseConfig
+from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.masks import AttentionSpec

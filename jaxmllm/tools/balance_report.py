@@ -46,7 +46,8 @@ from rich.table import Table
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics, plan_step
-from jaxmllm.config import ModelConfig, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import ModelConfig
 from jaxmllm.tools.workload import MODEL, describe, generate, longest, make_spec, mix_for
 
 AFTER: Mode = "phases"

@@ -39,7 +39,8 @@ from scipy.optimize import nnls
 from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, Flops, PhaseCalibration
 from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.config import Config, ConfigError, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.tokenizers import Rendered
 from jaxmllm.training.programs.phased import Programs

@@ -32,7 +32,8 @@ from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
-from jaxmllm.config import Config, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
 from jaxmllm.setup.sizing import plan_spec

@@ -30,7 +30,7 @@ from jaxmllm.balance.costs.flops import STEM_STRIDE, component_names, phase_flop
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.rows.pack import running_sums, sums_by
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
-from jaxmllm.config import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
+from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 
 MODEL: Final = ModelConfig(
     vision=VisionConfig(width=1280, layers=32, heads=16, mlp_width=5120, patch_size=14, merge=2),

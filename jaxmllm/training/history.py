@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from jaxmllm.config import Config
+from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import Segment
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically

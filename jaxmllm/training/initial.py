@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config import Config
+from jaxmllm.config.schema import Config
 from jaxmllm.runtime.agreement import agreed_numbers
 from jaxmllm.runtime.checkpoint import (
     CHECKSUMS_FILE,

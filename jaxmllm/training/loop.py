@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxmllm.config import dump_config
+from jaxmllm.config.read import dump_config
 from jaxmllm.data.batches import continued_steps
 from jaxmllm.data.workers.reader import Interrupted, Loader, LoadError
 from jaxmllm.runtime import hosts

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config import OptimizerConfig
+from jaxmllm.config.schema import OptimizerConfig
 
 MOMENTS = 2  # arrays that the optimizer keeps of each trained parameter
 UNDECAYED = ("bias", "scale", "embedding")  # endings of parameter names

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmllm.config import Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Steps
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.build import DataError

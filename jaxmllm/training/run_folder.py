@@ -20,7 +20,8 @@ from pathlib import Path
 
 import jax
 
-from jaxmllm.config import Config, ConfigError, dump_config, load_config
+from jaxmllm.config.read import dump_config, load_config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically

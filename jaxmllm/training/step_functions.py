@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config import OptimizerConfig
+from jaxmllm.config.schema import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses

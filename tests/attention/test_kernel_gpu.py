@@ -24,7 +24,7 @@ from jaxmllm.attention import kernel_gpu as attention_gpu
 from jaxmllm.attention import tiles
 from jaxmllm.attention.attention import Mask, attention
 from jaxmllm.attention.tiles import dealt_tiles, segment_ids, visible_tiles
-from jaxmllm.config import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
+from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import abstract_language_rows
 from sharding.mesh import make_mesh

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pipeline_step import PLANS, YARDSTICK, main, summarise
-from jaxmllm.config import PipelineConfig
+from jaxmllm.config.schema import PipelineConfig
 
 
 def test_ratios_are_over_the_same_batch():

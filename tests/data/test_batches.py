@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
-from jaxmllm.config import SourceConfig
+from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import (
     Segment,
     batch_examples,

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.config import DataConfig, ModelConfig, SourceConfig
+from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.index.build import DataError
 from jaxmllm.data.media.images import Images

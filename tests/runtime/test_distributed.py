@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.config import DistributedConfig
+from jaxmllm.config.schema import DistributedConfig
 from jaxmllm.runtime import distributed
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.distributed import (

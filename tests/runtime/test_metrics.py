@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.config import ConfigError
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.metrics import CompilationCounter, MetricsWriter, ProgressBar, read_metrics
 
 

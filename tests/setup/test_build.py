@@ -3,7 +3,8 @@
 import pytest
 
 from jaxmllm.balance.records import PhaseSpec
-from jaxmllm.config import ConfigError, parse_config
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.corpus import modalities
 from jaxmllm.setup.prepare import planning_mesh
 from jaxmllm.setup.sizing import attention_block, granule

@@ -15,7 +15,8 @@ from jaxmllm.balance.costs.calibration import Coefficients, Fill, load_calibrati
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import PhaseFlops
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.config import ConfigError, load_config, parse_config
+from jaxmllm.config.read import load_config, parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.prepare import lay_groundwork
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools import calibrate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.config import load_config
+from jaxmllm.config.read import load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.setup.prepare import lay_groundwork

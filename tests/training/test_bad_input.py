@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import yaml
 
-from jaxmllm.config import parse_config
+from jaxmllm.config.read import parse_config
 from jaxmllm.train import main
 from jaxmllm.training.run_folder import write_config
 from tests.support import tiny_config, train_command

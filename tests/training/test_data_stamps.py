@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmllm.config import SourceConfig, parse_config
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.corpus import Corpus, modalities
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.text.tokenizers import ByteTokenizer

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.config import ConfigError, dump_config, load_config, parse_config
+from jaxmllm.config.read import dump_config, load_config, parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork

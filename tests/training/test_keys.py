@@ -29,7 +29,9 @@ import pytest
 from pydantic import BaseModel
 
 from jaxmllm.balance.stages.plan import plan_pipeline
-from jaxmllm.config import Config, load_config
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
+from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.data.corpus import modalities
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
@@ -37,7 +39,6 @@ from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, vocabulary
 from jaxmllm.setup.sizing import attention_spec, largest_row, pipeline_sizes, plan_spec
-from jaxmllm.strict_yaml import write_text
 from jaxmllm.training import loop
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run

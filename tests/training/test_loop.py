@@ -17,7 +17,7 @@ import soundfile
 import yaml
 
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.config import load_config, parse_config
+from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.rows import EncoderRows, LanguageRows

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.config import OptimizerConfig
+from jaxmllm.config.schema import OptimizerConfig
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 
 

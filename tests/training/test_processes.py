@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.config import parse_config
+from jaxmllm.config.read import parse_config
 from jaxmllm.setup.build import build_run
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.loop import train

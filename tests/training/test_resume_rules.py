@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxmllm.config import Config, dump_config, load_config, parse_config
+from jaxmllm.config.read import dump_config, load_config, parse_config
+from jaxmllm.config.schema import Config
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.resume import begun_config, changes, check_compatible, resumed_config, same_run
 from jaxmllm.setup.build import build_run

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.config import (
+from jaxmllm.config.schema import (
     ComponentConfig,
     ComponentsConfig,
     LanguageConfig,

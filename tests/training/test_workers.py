@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxmllm.config import parse_config
+from jaxmllm.config.read import parse_config
 from jaxmllm.data.index.build import DataError
 from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.setup.build import build_run

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import PhaseFlops
-from jaxmllm.config import ConfigError, Section
+from jaxmllm.config.schema import ConfigError, Section
 
 PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
 REMEDY = "make it with python -m jaxmllm.tools.calibrate --config .. --out PATH, or set balance.calibration to null"

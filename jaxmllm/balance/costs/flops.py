@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems
-from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
+from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 
 STEM_STRIDE = 4  # frames behind one token of the audio tower: two convolutions of stride 2 ...
 STEM_KERNEL = 3  # ... and of this width

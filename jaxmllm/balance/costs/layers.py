@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from jaxmllm.balance.costs.flops import STEM_KERNEL, STEM_STRIDE
-from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
+from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 
 
 @dataclass(frozen=True)

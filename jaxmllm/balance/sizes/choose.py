@@ -40,7 +40,7 @@ from jaxmllm.balance.rows.assign import EVEN, assign, assign_in_place, item_cost
 from jaxmllm.balance.rows.long import select
 from jaxmllm.balance.rows.pack import running_sums, sums_by
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
-from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 
 MICROBATCH_TOLL = 0.002
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class

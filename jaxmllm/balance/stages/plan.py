@@ -30,7 +30,7 @@ from jaxmllm.balance.records import (
 from jaxmllm.balance.rows.pack import lay_out, running_sums, sums_by
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.balance.step_plan import phase_statistics
-from jaxmllm.config import ConfigError, PipelineConfig
+from jaxmllm.config.schema import ConfigError, PipelineConfig
 from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph
 from sharding.pipeline.schedules.orders import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
 from sharding.pipeline.schedules.search import search

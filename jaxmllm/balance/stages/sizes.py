@@ -17,7 +17,7 @@ from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, checked_capacities, phase_spec, round_up, with_head_room
 from jaxmllm.balance.stages.plan import LANGUAGE, ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
-from jaxmllm.config import ConfigError, ModelConfig, PipelineConfig
+from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
 from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition
 from sharding.pipeline.graph import Chain, PipelineError, Pool, Ring, Slots
 from sharding.pipeline.schedules.orders import Schedule

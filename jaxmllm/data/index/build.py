@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxmllm.balance.records import Ints, Longs
-from jaxmllm.config import SourceConfig, Targets
+from jaxmllm.config.schema import SourceConfig, Targets
 from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown
 from jaxmllm.data.text.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json

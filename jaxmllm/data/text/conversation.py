@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config import Targets
+from jaxmllm.config.schema import Targets
 from jaxmllm.data.messages import shown
 
 ROLES = ("system", "user", "assistant", "tool")

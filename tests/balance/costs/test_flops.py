@@ -7,7 +7,7 @@ import pytest
 
 from jaxmllm.balance.costs.flops import batch_flops, phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems
-from jaxmllm.config import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
+from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
 
 LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96)
 VISION = VisionConfig(width=32, layers=2, heads=4, mlp_width=128, patch_size=14, merge=2)

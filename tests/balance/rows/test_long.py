@@ -9,7 +9,7 @@ from jaxmllm.balance.records import PhaseFlops, PhaseItems, PhaseSpec
 from jaxmllm.balance.rows.assign import assign, assign_in_place
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics
-from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.tools.workload import generate
 
 SPEC = PhaseSpec("language", 4, (64, 16), 8, 1, 1, 0, long_capacity=256)

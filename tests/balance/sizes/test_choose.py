@@ -16,7 +16,7 @@ from jaxmllm.balance.records import Mode, PhaseFlops
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.choose import MICROBATCH_TOLL, PhaseNeeds, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
-from jaxmllm.config import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 
 PER_TOKEN = {"vision": 4, "audio": 8, "language": 1}
 LONGEST = {"vision": 512, "audio": 512, "language": 1500}

@@ -12,7 +12,7 @@ from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.choose import PhaseNeeds
 from jaxmllm.balance.stages.plan import place, plan_pipeline
 from jaxmllm.balance.stages.sizes import choose_pipeline
-from jaxmllm.config import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
+from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
 from sharding.pipeline.graph import Kind
 
 PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}

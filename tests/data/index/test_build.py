@@ -13,7 +13,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.config import SourceConfig
+from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.index.build import DataError, LengthIndex, build_index
 from jaxmllm.data.index.build import build as index_module
 from jaxmllm.data.media.images import Images

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import soxr
 
-from jaxmllm.config import SoundConfig
+from jaxmllm.config.schema import SoundConfig
 from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.media.mpeg import DECODER_DELAY
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters

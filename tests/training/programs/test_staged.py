@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from jaxmllm.balance.stages.plan import plan_pipeline
-from jaxmllm.config import ConfigError, parse_config
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.modality import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import CompilationCounter

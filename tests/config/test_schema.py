@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jaxmllm.config import Config, ConfigError, dump_config, load_config, parse_config
+from jaxmllm.config.read import dump_config, load_config, parse_config
+from jaxmllm.config.schema import Config, ConfigError
 from sharding.mesh import mesh_shape
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))

@@ -1,21 +1,12 @@
-"""The one schema of a run: YAML file + dotted overrides -> frozen, typed records.
+"""The one schema of a run: frozen, typed records, a section each.
 
-    configs/x.yaml --strict_yaml--> dict --"a.b=c" overrides--> dict --pydantic--> Config
-
-Unknown keys and ill-typed values are errors that name the nearest valid key. Only the code that *builds* a
-run reads the whole `Config`; everything below it receives the section it needs.
+Only the code that *builds* a run (setup/) reads the whole `Config`; everything below it receives the section it needs.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import types
-import typing
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -23,20 +14,15 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
-
-from jaxmllm import strict_yaml
 
 Auto = Literal["auto"]
 Targets = Literal["assistant", "all"]
 DType = Literal["float32", "bfloat16", "float64"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
-SHOWN = 200  # characters of a value in a message
-BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
 
 
 class ConfigError(ValueError):
@@ -444,126 +430,3 @@ class Config(Section):
         """Devices along each mesh axis; with a pipeline, stages first: neighbours on the other axes share a node."""
         stages = {"stage": self.pipeline.stages} if self.pipeline.stages > 1 else {}
         return stages | self.mesh.model_dump()
-
-
-# ---------------------------------------------------------------------------- reading
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file, apply `dotted.key=value` overrides (values are YAML) and validate.
-
-    Raises `ConfigError` with every offending key.
-    """
-    path = Path(path)
-    try:
-        tree = strict_yaml.read_file(path)
-    except strict_yaml.YamlError as error:
-        raise ConfigError(f"config file {path} {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(tree).__name__}")
-    for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree, where=str(path))
-
-
-def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
-    """Validate a nested dict into a `Config`."""
-    try:
-        # JSON mode: strict about scalars, yet lists may become tuples.
-        return Config.model_validate_json(json.dumps(tree))
-    except ValidationError as error:
-        raise ConfigError(_explain(error, where)) from error
-
-
-def dump_config(config: Config) -> str:
-    """The resolved config as YAML; `load_config` reads it back to an equal record."""
-    return strict_yaml.write_text(config_tree(config))
-
-
-def config_tree(config: Config) -> dict[str, Any]:
-    """The config as nested dicts, lists and scalars, by the names that YAML files use."""
-    return config.model_dump(mode="json", by_alias=True)
-
-
-def dotted_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists, such as `Config.model_dump` gives, by dotted key; an empty container is one."""
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        yield from dotted_values(child, f"{prefix}.{name}" if prefix else str(name))
-    if not isinstance(node, dict | list) or not node:
-        yield prefix, node
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    where = f"override {_shortened(override)}"
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"{where} is not of the form dotted.key=value")
-    *parents, last = key.strip().split(".")
-    node = tree
-    for depth, name in enumerate(parents):
-        if node.get(name) is None:
-            node[name] = {}
-        child, path = node[name], ".".join(parents[: depth + 1])
-        if isinstance(child, list):
-            raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
-        if not isinstance(child, dict):
-            raise ConfigError(f"{where}: {path} is a value, not a section")
-        node = child
-    try:
-        node[last] = strict_yaml.read_text(text)
-    except strict_yaml.YamlError as error:
-        raise ConfigError(f"{where}: the value {error}") from error
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    """One line: every offending key with what would be valid there."""
-    problems: dict[str, None] = {}
-    wanted: dict[tuple[str, str], list[str]] = {}  # a union reports each of its branches: gather them by key
-    for item in error.errors():
-        location = item["loc"]
-        key = ".".join(map(str, location))
-        if item["type"] == "extra_forbidden":
-            *parents, last = location
-            names = _fields_at(Config, parents)
-            close = difflib.get_close_matches(str(last), names, n=1, cutoff=0.4)
-            nearest = ".".join(map(str, [*parents, *close]))
-            hint = f"did you mean {nearest!r}?" if close else f"valid here: {', '.join(sorted(names))}"
-            problems[f"unknown key {key!r}; {hint}"] = None
-        elif item["type"] == "missing":
-            problems[f"missing key {key!r}"] = None
-        elif item["type"] == "value_error":
-            problems[f"{key}: {item['msg'].removeprefix('Value error, ')}"] = None
-        else:
-            key = ".".join(str(part) for part in location if not str(part).startswith(BRANCHES))
-            valid = item["msg"].removeprefix("Input should be ")
-            wanted.setdefault((key, _shortened(item["input"])), []).append(valid)
-    for (key, value), branches in wanted.items():
-        # The schema is checked in JSON's words; the file is YAML.
-        valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
-        problems[f"{key}: must be {valid} (got {value})"] = None
-    return f"{where}: " + "; ".join(problems)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
-
-
-def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(str(part))
-        if field is None:
-            return []
-        section = next(iter(_sections_of(field.annotation)), section)
-    return [field.alias or name for name, field in section.model_fields.items()]
-
-
-def _sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
-        for argument in typing.get_args(annotation):
-            yield from _sections_of(argument)
