@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import arguments, median_seconds, print_table, write_json
+from benchmarks.common import median_seconds
 from benchmarks.context import packed
 from jaxmllm.attention import attention as device
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.tiles import TokenIds, segment_ids, tile_lists, visible_tiles
+from jaxmllm.tools.output import arguments, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE = 8, 4, 64
 DENSE_BYTES = 2**30  # largest array of logits for which the dense form is run

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
 from jaxmllm.attention.tiles import segment_ids, tile_map
+from jaxmllm.tools.output import arguments, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE, BLOCK = 32, 8, 128, 128
 SLOTS = (8192, 16384, 32768, 65536)

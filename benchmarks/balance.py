@@ -41,11 +41,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.arrays import sums_by
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
-from jaxmllm.balance.rows.pack import sums_by
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.tools.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples a rank

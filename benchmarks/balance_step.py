@@ -22,7 +22,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from benchmarks.balance import step_proxy
-from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config
@@ -33,6 +32,7 @@ from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, rese
 from jaxmllm.setup.build import local_share
 from jaxmllm.setup.prepare import lay_groundwork
 from jaxmllm.setup.sizing import attention_spec, plan_spec
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.programs.phased import Programs
 from jaxmllm.training.run import USER_ERRORS

@@ -38,7 +38,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.attention.parts import (
     TILE,
     assign_blocks,
@@ -52,8 +52,8 @@ from jaxmllm.attention.parts import (
 )
 from jaxmllm.attention.tiles import TokenIds
 from jaxmllm.balance.costs.layers import layer_flops
-from jaxmllm.balance.records import Ints, Longs
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
 
 TOKENS: Final = [8192, 16384, 32768, 65536, 131072]

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 
 GENERATOR = "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"

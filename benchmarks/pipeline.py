@@ -47,12 +47,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.layers import layer_flops
-from jaxmllm.balance.records import Longs
-from jaxmllm.balance.rows.pack import sums_by
 from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.config.schema import VisionConfig
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.cuts import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph

@@ -23,7 +23,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from benchmarks.balance_step import pin_to_core, quartiles
-from benchmarks.common import arguments, print_table, write_json
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
@@ -31,6 +30,7 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import local_share, make_programs
 from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
 from sharding.mesh import make_mesh

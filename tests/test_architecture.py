@@ -6,46 +6,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ARROWS = {
-    "jaxmllm/train.py": {"jaxmllm.config.schema", "jaxmllm.runtime", "jaxmllm.training"},
-    "jaxmllm/training": {
-        "jaxmllm.config.schema",
-        "jaxmllm.balance",
-        "jaxmllm.data",
-        "jaxmllm.models",
-        "jaxmllm.runtime",
-        "sharding",
-    },
-    "jaxmllm/runtime": {"jaxmllm.config.schema"},
-    "jaxmllm/models": {"jaxmllm.config.schema", "jaxmllm.balance", "jaxmllm.data", "sharding"},
-    "jaxmllm/data": {"jaxmllm.config.schema", "jaxmllm.balance"},
-    "jaxmllm/balance": {"jaxmllm.config.schema"},
-    "jaxmllm/tools/balance_report.py": {  # a command of its own, not used by the others
-        "jaxmllm.config.schema",
-        "jaxmllm.data",
-        "jaxmllm.models",
-        "jaxmllm.training",
-        "sharding",
-    },
-    "jaxmllm/balance/stages/plan.py": {"jaxmllm.config.schema", "sharding"},  # schedules are not ours alone
-    "jaxmllm/balance/stages/sizes.py": {"jaxmllm.config.schema", "sharding"},
-    "jaxmllm/tools/calibrate.py": {  # a command, too
-        "jaxmllm.config.schema",
-        "jaxmllm.data",
-        "jaxmllm.runtime",
-        "jaxmllm.training",
-    },
-    "jaxmllm/tools/timeline.py": {"jaxmllm.config.schema", "sharding"},  # the same
-    "jaxmllm/config/schema.py": {"jaxmllm.config.strict_yaml"},
-    "jaxmllm/config/strict_yaml.py": set(),
+ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
+    "jaxmllm/tools": {"config", "arrays", "runtime", "balance", "data", "models", "training", "setup", "sharding"},
+    "jaxmllm/train.py": {"config", "runtime", "training", "setup"},
+    "jaxmllm/setup": {"config", "arrays", "runtime", "attention", "balance", "data", "models", "training", "sharding"},
+    "jaxmllm/training": {"config", "arrays", "runtime", "balance", "data", "models", "sharding"},
+    "jaxmllm/models": {"config", "attention", "data", "sharding"},
+    "jaxmllm/data": {"config", "arrays", "attention", "balance"},
+    "jaxmllm/balance": {"config", "arrays", "sharding"},
+    "jaxmllm/attention": {"config", "arrays", "sharding"},
+    "jaxmllm/runtime": {"config"},
+    "jaxmllm/config": set(),
+    "jaxmllm/arrays.py": set(),
     "sharding": set(),
 }
+OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
 
 
-def files(part: str) -> list[Path]:
-    """Python files of a part, without those that have arrows of their own."""
-    path = ROOT / part
-    return [path] if path.suffix else sorted(set(path.rglob("*.py")) - {ROOT / other for other in ARROWS})
+def files(room: str) -> list[Path]:
+    path = ROOT / room
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
 def imports(nodes) -> set[str]:
@@ -60,20 +40,30 @@ def imports(nodes) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", ARROWS)
-def test_imports_follow_the_arrows(part):
-    own = ".".join(part.removesuffix(".py").split("/")[:2])
-    for file in files(part):
-        for name in imports(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
-            package = ".".join(name.split(".")[: 1 if name.startswith("sharding") else 2])
-            if package.startswith(("jaxmllm", "sharding", "launch", "benchmarks", "tests")) and package != own:
-                assert package in ARROWS[part], f"{file} imports {name}"
+def room_of(name: str) -> str:
+    """The room that a dotted name lives in: `config` for `jaxmllm.config.schema.Config`."""
+    package, *rest = name.split(".")
+    return rest[0] if package == "jaxmllm" else package
 
 
-def test_every_package_has_its_arrows():
-    parts = {*ROOT.glob("jaxmllm/*.py"), *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py"))}
-    arrows = {ROOT / part for part in ARROWS if part.startswith("jaxmllm")} | {ROOT / "jaxmllm/__init__.py"}
-    assert {path for path in arrows if path.is_dir() or path.parent == ROOT / "jaxmllm"} == parts
+@pytest.mark.parametrize("room", ARROWS)
+def test_imports_follow_the_arrows(room):
+    name = Path(room).stem
+    for file in files(room):
+        for imported in imports(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+            if imported.split(".")[0] in OURS and room_of(imported) != name:
+                assert room_of(imported) in ARROWS[room], f"{file} imports {imported}"
+
+
+def test_arrows_go_one_way():
+    rooms = [Path(room).stem for room in ARROWS]
+    for index, (room, below) in enumerate(ARROWS.items()):
+        assert below <= set(rooms[index + 1 :]), f"{room} imports a room that does not stand below it"
+
+
+def test_every_room_has_its_arrows():
+    rooms = {*ROOT.glob("jaxmllm/*.py"), *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py"))}
+    assert {ROOT / room for room in ARROWS} - {ROOT / "sharding"} == rooms - {ROOT / "jaxmllm/__init__.py"}
 
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])

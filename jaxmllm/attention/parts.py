@@ -20,8 +20,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.attention.tiles import TokenIds, visible_tiles
-from jaxmllm.balance.records import Ints, Longs
 
 TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
 BLOCK, SMALLER_BLOCK = 128, 64  # tokens

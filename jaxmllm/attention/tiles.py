@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.records import Ints, Longs
+from jaxmllm.arrays import Ints, Longs
 
 LARGEST_LIST = 2**20  # tiles that the lists of one row have room for, at most
 PAIRS_AT_ONCE = 2**22  # of pieces of an irregular row

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
+from jaxmllm.arrays import Ints, Longs
+
 Mode = Literal["none", "tokens", "language", "phases"]
 Backend = Literal["padded", "ragged"]
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.exchange.placement import place_items_near
 from jaxmllm.balance.exchange.relay import ways
@@ -27,8 +28,6 @@ from jaxmllm.balance.exchange.routes import (
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
-    Ints,
-    Longs,
     Mode,
     PhaseItems,
     PhasePlan,
@@ -40,7 +39,6 @@ from jaxmllm.balance.records import (
 )
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.rows.long import is_long
-from jaxmllm.balance.rows.pack import running_sums, sums_by
 from jaxmllm.balance.rows.ranks import packed
 
 

@@ -15,12 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
-from jaxmllm.config.schema import Config, ConfigError, strict_yaml
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.schema import Config, ConfigError
 
 SHOWN = 200  # characters of a value in a message
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place

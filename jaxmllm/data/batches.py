@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
-from jaxmllm.balance.records import BatchItems, Longs
+from jaxmllm.arrays import Longs
+from jaxmllm.balance.records import BatchItems
 from jaxmllm.data.index.build import DataError
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 

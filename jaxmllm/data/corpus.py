@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmllm.balance.records import BatchItems, Ints, Longs, PhaseItems
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.index.build import MAX_LINE, DataError, LengthIndex, Rejected, build_index
 from jaxmllm.data.media.images import Images

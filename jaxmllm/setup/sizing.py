@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmllm.arrays import Ints
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
-from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Ints, PhaseFlops, PhaseSpec, PlanSpec
+from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig

@@ -28,9 +28,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.costs.layers import layer_flops
-from jaxmllm.balance.records import BatchItems, Ints, Longs
-from jaxmllm.balance.rows.pack import sums_by
+from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.tools.balance_report import FAINT, INK, STYLE, html_table, png, print_table
 from jaxmllm.tools.workload import MODEL, PHASES, generate

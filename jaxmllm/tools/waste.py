@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, print_table, write_json
+from jaxmllm.arrays import Longs
 from jaxmllm.balance.costs.flops import real_flops
-from jaxmllm.balance.records import BatchItems, Longs, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
 from jaxmllm.config.read import load_config
@@ -37,6 +37,7 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.output import arguments, print_table, write_json
 from jaxmllm.training.programs.phased import LANGUAGE
 from jaxmllm.training.run import USER_ERRORS
 

@@ -26,9 +26,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import Longs, running_sums, sums_by
 from jaxmllm.balance.costs.flops import STEM_STRIDE, component_names, phase_flops
-from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Longs, Mode, PhaseItems, PlanSpec
-from jaxmllm.balance.rows.pack import running_sums, sums_by
+from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
 from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 

@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.exchange.routes import media_of_examples
 from jaxmllm.balance.exchange.trade import Places, bring_home
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, Ints, Longs, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs, rank_floor
 from jaxmllm.balance.rows.level import SLOTS, Filling, even_out
-from jaxmllm.balance.rows.pack import lay_out, sums_by
+from jaxmllm.balance.rows.pack import lay_out
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean

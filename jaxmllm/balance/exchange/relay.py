@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.records import Longs, RouteRound
-from jaxmllm.balance.rows.pack import running_sums
+from jaxmllm.arrays import Longs, running_sums
+from jaxmllm.balance.records import RouteRound
 
 DENSE = 4  # tokens may go straight where at least one in so many pairs of ranks has traffic
 SHARES = (0.5, 1.0, 1.5, 2.0)  # of a pair's mean tokens, tried for those that go straight

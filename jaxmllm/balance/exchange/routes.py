@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.exchange.relay import deal, ways, whole_items, whole_runs
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
     Hop,
-    Ints,
-    Longs,
     PhaseItems,
     PhasePlan,
     PlanSpec,
@@ -36,7 +35,7 @@ from jaxmllm.balance.records import (
     RouteTables,
     carriers,
 )
-from jaxmllm.balance.rows.pack import NEVER, running_sums, sums_by
+from jaxmllm.balance.rows.pack import NEVER
 
 
 def plan_routes(

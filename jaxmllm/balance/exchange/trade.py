@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmllm.arrays import Longs
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.records import Longs
 from jaxmllm.balance.rows.level import COST, Filling
 
 TOGETHER = 6  # an item goes alone or with one of fewer than so many others of its row

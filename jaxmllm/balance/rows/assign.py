@@ -18,10 +18,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxmllm.balance.records import Longs, PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.arrays import Longs, sums_by
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.level import Filling, level, relieve
 from jaxmllm.balance.rows.long import with_long_rows
-from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out, sums_by
+from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
 UNEVEN = 4  # what the costliest rank has above that weighs so many times what rows take

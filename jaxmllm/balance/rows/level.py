@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.records import Longs
-from jaxmllm.balance.rows.pack import NEVER, sums_by
+from jaxmllm.balance.rows.pack import NEVER
 
 SLOTS, SEGMENTS, COST = range(3)  # amounts of a `Filling`
 

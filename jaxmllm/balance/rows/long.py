@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.balance.records import Longs, PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.arrays import Longs
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 
 
 def is_long(spec: PhaseSpec, length: Longs) -> NDArray[np.bool_]:

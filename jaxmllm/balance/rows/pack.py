@@ -11,13 +11,12 @@ a place for every item or give up; how many rows to offer is decided in assign.p
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.records import Ints, Longs
 
 NEVER = int(np.iinfo(np.int64).max)
 
@@ -143,21 +142,3 @@ def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
     offset[order] = running_sums(row_of[order], length[order])
     segment[order] = running_sums(row_of[order], np.ones_like(row_of)) + 1
     return offset, segment
-
-
-def running_sums(group: Longs, amount: Longs) -> Longs:
-    """Sum of `amount` over the earlier members of the same group; members of a group are neighbours. [N]"""
-    if not len(group):
-        return np.zeros(0, np.int64)
-    before = np.cumsum(amount, dtype=np.int64) - amount
-    inner = np.flatnonzero(group[1:] != group[:-1])
-    edges = np.zeros(len(inner) + 2, np.int64)  # np.r_ costs more than all the rest
-    edges[1:-1], edges[-1] = inner + 1, len(group)
-    return before - np.repeat(before[edges[:-1]], edges[1:] - edges[:-1])
-
-
-def sums_by(group: Sequence[int] | Ints | Longs, amount: Longs, groups: int) -> Longs:
-    """Exact integer sums of `amount` by group number: [groups]."""
-    result = np.zeros(groups, np.int64)
-    np.add.at(result, np.asarray(group, np.int64), amount)
-    return result

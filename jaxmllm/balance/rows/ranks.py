@@ -17,9 +17,9 @@ import heapq
 
 import numpy as np
 
-from jaxmllm.balance.records import Longs
+from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.rows.level import Filling, level
-from jaxmllm.balance.rows.pack import deal, sums_by
+from jaxmllm.balance.rows.pack import deal
 
 LIGHTEST = 16  # ranks that the costliest rank may exchange items with, in `convolution_transformer`
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from jaxmllm.arrays import Floats, Ints, Longs, round_up, running_sums, sums_by
 from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.exchange.routes import lanes_needed, media_tokens
@@ -26,8 +26,6 @@ from jaxmllm.balance.records import (
     Backend,
     BatchItems,
     ExchangeGrid,
-    Ints,
-    Longs,
     PhaseFlops,
     PhaseItems,
     PhasePlan,
@@ -38,7 +36,6 @@ from jaxmllm.balance.records import (
 )
 from jaxmllm.balance.rows.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
 from jaxmllm.balance.rows.long import select
-from jaxmllm.balance.rows.pack import running_sums, sums_by
 from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 
@@ -58,7 +55,6 @@ USUAL_HOPS, MOST_HOPS = 16, 40  # of a round: more of fewer slots waste less, fe
 COLUMNS = [column.name for column in fields(PhaseItems)]
 
 Capacities = tuple[int, ...]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -453,7 +449,3 @@ def _pool(phase: str, used: Sequence[int], least: int, balance: BalanceConfig) -
 
 def with_head_room(amount: int, multiple: int) -> int:
     return round_up(max(amount, 1) + -(-amount // HEAD_ROOM), multiple)
-
-
-def round_up(amount: int, multiple: int) -> int:
-    return -(-amount // multiple) * multiple

@@ -19,15 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from jaxmllm.balance.records import Ints, Longs
-from jaxmllm.balance.rows.pack import NEVER, lay_out, sums_by
-
-Bools = NDArray[np.bool_]
+from jaxmllm.arrays import Bools, Ints, Longs, sums_by
+from jaxmllm.balance.rows.pack import NEVER, lay_out
 
 TOTAL_BITS = 24  # work is counted in units of which a batch has fewer than 2**24, so that squares are far from overflow
 SUBSET_BITS = 11  # ... and for the sums of deferred examples in units of which a microbatch has at most 2**11

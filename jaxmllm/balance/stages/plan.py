@@ -17,17 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmllm.balance.records import (
-    BatchItems,
-    Ints,
-    Longs,
-    PhasePlan,
-    PipelineRun,
-    PlanSpec,
-    RoutePlan,
-    StepPlan,
-)
-from jaxmllm.balance.rows.pack import lay_out, running_sums, sums_by
+from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
+from jaxmllm.balance.records import BatchItems, PhasePlan, PipelineRun, PlanSpec, RoutePlan, StepPlan
+from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig

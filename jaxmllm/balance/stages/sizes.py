@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
-from jaxmllm.balance.sizes.choose import PhaseNeeds, checked_capacities, phase_spec, round_up, with_head_room
+from jaxmllm.balance.sizes.choose import PhaseNeeds, checked_capacities, phase_spec, with_head_room
 from jaxmllm.balance.stages.plan import LANGUAGE, ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
 from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxmllm.balance.records import Ints, Longs
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.config.schema import SourceConfig, Targets
 from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown

@@ -33,18 +33,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.exchange.routes import route_tables
-from jaxmllm.balance.records import (
-    BatchItems,
-    Ints,
-    Longs,
-    PhasePlan,
-    PhaseSpec,
-    PipelineRun,
-    PlanSpec,
-    RouteTables,
-    StepPlan,
-)
+from jaxmllm.balance.records import BatchItems, PhasePlan, PhaseSpec, PipelineRun, PlanSpec, RouteTables, StepPlan
 from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import Ints
 from jaxmllm.attention.parts import assign_blocks, block_work
 from jaxmllm.attention.tiles import TokenIds, dealt_tiles, list_bound, segment_ids, visible_tiles
-from jaxmllm.balance.records import Ints
 
 Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
 

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 from jaxtyping import Array, Float
 
-from jaxmllm.balance.records import Ints, PipelineRun
+from jaxmllm.arrays import Ints
+from jaxmllm.balance.records import PipelineRun
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.data.media.modality import Modality

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmllm.arrays import sums_by
 from jaxmllm.balance.rows.level import COST, SEGMENTS, SLOTS, Filling, even_out, level, relieve
-from jaxmllm.balance.rows.pack import sums_by
 
 ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, max_size=60)
 

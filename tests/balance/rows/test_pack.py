@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out, sums_by
+from jaxmllm.arrays import sums_by
+from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 ROWS = st.lists(st.integers(10, 60), min_size=1, max_size=12)

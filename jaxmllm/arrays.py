@@ -1,0 +1,35 @@
+"""Integer arrays: their types, and the sums that many rooms take of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def round_up(amount: int, multiple: int) -> int:
+    return -(-amount // multiple) * multiple
+
+
+def running_sums(group: Longs, amount: Longs) -> Longs:
+    """Sum of `amount` over the earlier members of the same group; members of a group are neighbours. [N]"""
+    if not len(group):
+        return np.zeros(0, np.int64)
+    before = np.cumsum(amount, dtype=np.int64) - amount
+    inner = np.flatnonzero(group[1:] != group[:-1])
+    edges = np.zeros(len(inner) + 2, np.int64)  # np.r_ costs more than all the rest
+    edges[1:-1], edges[-1] = inner + 1, len(group)
+    return before - np.repeat(before[edges[:-1]], edges[1:] - edges[:-1])
+
+
+def sums_by(group: Sequence[int] | Ints | Longs, amount: Longs, groups: int) -> Longs:
+    """Exact integer sums of `amount` by group number: [groups]."""
+    result = np.zeros(groups, np.int64)
+    np.add.at(result, np.asarray(group, np.int64), amount)
+    return result
