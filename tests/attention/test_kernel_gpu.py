@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
-from tests.models.test_attention import (
+from tests.attention.test_attention import (
     SLOTS,
     mask_of,
     packed_rows,

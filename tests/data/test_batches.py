@@ -35,7 +35,7 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import ByteTokenizer, MediaSpan, Rendered
 from jaxmllm.data.workers.reader import Loader
-from tests.data.elements import Imported
+from tests.data.workers.elements import Imported
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxmllm.data.index.build import DataError
 from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.setup.build import build_run
 from jaxmllm.training.loop import train
-from tests.data.elements import alive, children
+from tests.data.workers.elements import alive, children
 from tests.support import tiny_config, train_command
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from jaxmllm.data.index.build import DataError
 from jaxmllm.data.workers import reader
 from jaxmllm.data.workers.reader import CLOSE_SECONDS, Interrupted, Loader, LoadError
-from tests.data.elements import Numbers, alive, children
+from tests.data.workers.elements import Numbers, alive, children
 
 SOON = 20  # seconds: a bound that catches a hang, and nothing else
 
@@ -165,7 +165,7 @@ def test_signals_of_the_group_do_not_end_workers():
 PARENT = """
 import sys
 from jaxmllm.data.workers.reader import Loader
-from tests.data.elements import Numbers
+from tests.data.workers.elements import Numbers
 source = Numbers(act="sleep", at=tuple(range(1, 20)), folder=sys.argv[1])
 loader = Loader([source], int(sys.argv[2]), 4)
 print(next(loader.read(source, 0, 20))[2], flush=True)
