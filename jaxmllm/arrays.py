@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,17 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
+Amount = TypeVar("Amount", int, Longs)
+
+
+def ceil_divide(amount: Amount, divisor: int) -> Amount:
+    """`amount / divisor` rounded up, exactly: of an integer or of every element of an array."""
+    return -(-amount // divisor)
+
+
 def round_up(amount: int, multiple: int) -> int:
-    return -(-amount // multiple) * multiple
+    """The least multiple of `multiple` that is not below `amount`."""
+    return ceil_divide(amount, multiple) * multiple
 
 
 def running_sums(group: Longs, amount: Longs) -> Longs:

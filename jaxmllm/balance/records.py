@@ -27,7 +27,7 @@ class PhaseItems:
     """The items of one phase in a global batch: images, clips, or (language) one token sequence an example.
 
     All arrays have length N, ordered by example, then by place in the example. `length` counts row slots and is
-    a multiple of the phase's granule; `real` counts those that hold data rather than padding inside the item.
+    a multiple of the phase's alignment; `real` counts those that hold data rather than padding inside the item.
     Encoder items become `tokens` language tokens that start at `slot` of their example's language sequence.
     """
 

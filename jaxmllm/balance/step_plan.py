@@ -98,7 +98,7 @@ def place_items(
     return {
         name: balanced[name]
         if name in balanced
-        else assign_in_place(spec, items.phases[name], home_ranks(items, name, home, grids))
+        else assign_in_place(spec, items.phases[name], item_ranks(items, name, home, grids))
         for name, spec in phases.items()
     }
 
@@ -125,7 +125,7 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
     return home
 
 
-def home_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]) -> Longs:
+def item_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]) -> Longs:
     """Rank of each item of a phase when it stays with its example: [N].
 
     Media go to the encoder ranks on the same devices, in turn when there are several.

@@ -15,7 +15,7 @@ from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
-from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
+from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig
 from jaxmllm.data.corpus import Corpus
@@ -74,7 +74,7 @@ def attention_block(config: Config, rows: PhaseSpec, modalities: Mapping[str, Mo
     block: int = getattr(config.phases, rows.name).block
     stride = whole = 1
     if rows.name != LANGUAGE:
-        stride, whole = modalities[rows.name].attention_stride, modalities[rows.name].granule
+        stride, whole = modalities[rows.name].attention_stride, modalities[rows.name].alignment
     if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
         return block
     shared = [(capacity, parts) for capacity in rows.capacities]
@@ -83,13 +83,13 @@ def attention_block(config: Config, rows: PhaseSpec, modalities: Mapping[str, Mo
     return min((block_size(slots // stride, by, block) for slots, by in shared if by > 1), default=block)
 
 
-def granule(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
+def alignment(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
     """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
     in each part of a row."""
     block: int = getattr(config.phases, phase).block
     if phase == LANGUAGE:
         return block * parts
-    slots, whole = block * modalities[phase].attention_stride, modalities[phase].granule
+    slots, whole = block * modalities[phase].attention_stride, modalities[phase].alignment
     if parts > 1 and slots % whole:
         raise ConfigError(
             f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, which must be a "
@@ -105,27 +105,27 @@ def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality], 
     if settings.long_capacity is not None:
         return settings.long_capacity
     if settings.capacities == "auto":
-        unit = granule(config, phase, modalities, parts)
+        unit = alignment(config, phase, modalities, parts)
         return settings.max_capacity // unit * unit
     return max(settings.capacities)
 
 
-def _needs(config: Config, model: MLLM, corpora: Sequence[Corpus]) -> list[PhaseNeeds]:
+def _needs(config: Config, model: MLLM, corpora: Sequence[Corpus]) -> list[SizingInputs]:
     longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
-    return phase_needs(config, model, corpora[0].modalities, longest)
+    return sizing_inputs(config, model, corpora[0].modalities, longest)
 
 
-def phase_needs(
+def sizing_inputs(
     config: Config, model: MLLM, modalities: Mapping[str, Modality], longest: Mapping[str, int]
-) -> list[PhaseNeeds]:
+) -> list[SizingInputs]:
     """What decides the rows of every phase beside the samples; `longest` is the largest item of each, in slots."""
     flops = model_flops(config, model)
     times = measured_times(config, model, flops)
     return [
-        PhaseNeeds(
+        SizingInputs(
             name=phase,
             ranks=model.layout(phase).ranks,
-            granule=granule(config, phase, modalities, model.layout(phase).parts),
+            alignment=alignment(config, phase, modalities, model.layout(phase).parts),
             slots_per_token=1 if phase == LANGUAGE else modalities[phase].slots_per_token,
             longest=longest[phase],
             flops=flops[phase],

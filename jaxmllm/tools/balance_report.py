@@ -508,7 +508,7 @@ def compare_config(
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
     from jaxmllm.setup.prepare import lay_groundwork, planning_mesh, vocabulary
-    from jaxmllm.setup.sizing import exchange_backend, exchange_grids, phase_needs, plan_spec, rank_places
+    from jaxmllm.setup.sizing import exchange_backend, exchange_grids, plan_spec, rank_places, sizing_inputs
 
     config = load_config(path, overrides)
     mesh = planning_mesh(config, ranks)
@@ -533,7 +533,7 @@ def compare_config(
     )
     samples, items = _generated(examples, seed, config.model)
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
-    needs = phase_needs(config, model, modalities(config.model, config.data, model.split_phases), largest)
+    needs = sizing_inputs(config, model, modalities(config.model, config.data, model.split_phases), largest)
     grids = exchange_grids(model)
     nodes, backend = rank_places(config, model), exchange_backend(config, model)
     earlier, later = [choose_sizes(samples, needs, grids, each.balance, nodes, backend) for each in by_mode]

@@ -126,7 +126,7 @@ def time_phase(run: Run, phase: str, params: Any, repeats: int) -> dict[Fill, tu
     """
     spec = run.programs.spec.phases[phase]
     modality = run.corpus.modalities.get(phase)
-    unit = 1 if modality is None else math.lcm(modality.granule, spec.slots_per_token, modality.attention_stride)
+    unit = 1 if modality is None else math.lcm(modality.alignment, spec.slots_per_token, modality.attention_stride)
     chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     clock = Clock(run.programs, phase, params)

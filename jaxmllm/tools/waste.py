@@ -31,7 +31,7 @@ from jaxmllm.arrays import Longs
 from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
-from jaxmllm.balance.step_plan import example_ranks, home_ranks, plan_step
+from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
@@ -139,7 +139,7 @@ def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, An
         home = example_ranks(items, phases[LANGUAGE].ranks, "none")
         for name, phase in phases.items():
             if len(items.phases[name].length):
-                rank = home_ranks(items, name, home, grids)
+                rank = item_ranks(items, name, home, grids)
                 for method, one_shape in PADDED.items():
                     wastes[name, method].append(padded(items.phases[name], phase, rank, one_shape))
 

@@ -26,10 +26,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.arrays import Longs, running_sums, sums_by
+from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import STEM_STRIDE, component_names, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
-from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
+from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 
 MODEL: Final = ModelConfig(
@@ -41,7 +41,7 @@ MODEL: Final = ModelConfig(
 )
 PHASES: Final = (*MODEL.encoders, "language")
 FRAMES_PER_SECOND: Final = 100
-GRANULES: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
+ALIGNMENTS: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
 
@@ -213,10 +213,10 @@ def make_spec(
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase, chosen from
     `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""
     needs = [
-        PhaseNeeds(
+        SizingInputs(
             name=phase,
             ranks=ranks,
-            granule=GRANULES[phase],
+            alignment=ALIGNMENTS[phase],
             slots_per_token=_slots_per_token(phase, MODEL),
             longest=longest(phase, mix),
             flops=phase_flops(MODEL, phase, component_names(MODEL)),
@@ -262,7 +262,7 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
         phases["vision"] = _items(images.example, patches, patches, images.size, text)
     if model.audio is not None:
         frames = _slots_per_token("audio", model)
-        tokens = _ceil(clips.size, frames)
+        tokens = ceil_divide(clips.size, frames)
         phases["audio"] = _items(clips.example, tokens * frames, clips.size, tokens, text)
     length = text.copy()
     for items in phases.values():
@@ -302,10 +302,6 @@ def _slots_per_token(phase: str, model: ModelConfig) -> int:
     if phase == "audio" and model.audio is not None:
         return STEM_STRIDE * model.audio.merge
     return 1
-
-
-def _ceil(amount: Longs, parts: int) -> Longs:
-    return -(-amount // parts)
 
 
 def _correlate(statistics: dict[str, float], name: str, one: Longs, other: Longs) -> None:

@@ -9,6 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
+
+from jaxmllm.attention import kernel_gpu as attention_gpu
+from jaxmllm.attention import tiles
+from jaxmllm.attention.attention import Mask, attention
+from jaxmllm.attention.tiles import dealt_tiles, segment_ids, visible_tiles
+from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import abstract_language_rows
+from sharding.mesh import make_mesh
 from tests.attention.test_attention import (
     SLOTS,
     mask_of,
@@ -19,15 +28,6 @@ from tests.attention.test_attention import (
     stacked,
     visible_pairs,
 )
-
-from jaxmllm.attention import kernel_gpu as attention_gpu
-from jaxmllm.attention import tiles
-from jaxmllm.attention.attention import Mask, attention
-from jaxmllm.attention.tiles import dealt_tiles, segment_ids, visible_tiles
-from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
-from jaxmllm.models.mllm import build_model
-from jaxmllm.models.rows import abstract_language_rows
-from sharding.mesh import make_mesh
 
 try:
     from jax._src.pallas.triton import gpu_info

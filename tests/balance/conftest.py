@@ -60,9 +60,11 @@ def spec_for(
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
     ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {"language": language_ranks}
     for name, count in ranks.items():
-        granule = 2 * ENCODERS.get(name, 4)
-        largest = -(-int(batch.phases[name].length.max(initial=1)) // granule) * granule
-        capacities = tuple(sorted({max(granule, largest // 3**k // granule * granule) for k in range(classes)}))[::-1]
+        alignment = 2 * ENCODERS.get(name, 4)
+        largest = -(-int(batch.phases[name].length.max(initial=1)) // alignment) * alignment
+        capacities = tuple(sorted({max(alignment, largest // 3**k // alignment * alignment) for k in range(classes)}))[
+            ::-1
+        ]
         phases[name] = PhaseSpec(name, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)

@@ -7,7 +7,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.corpus import modalities
 from jaxmllm.setup.prepare import planning_mesh
-from jaxmllm.setup.sizing import attention_block, granule
+from jaxmllm.setup.sizing import alignment, attention_block
 from tests.support import tiny_config
 
 
@@ -41,7 +41,7 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
         media = modalities(config.model, config.data, {"audio"} if parts > 1 else ())
-        return granule(config, "audio", media, parts)
+        return alignment(config, "audio", media, parts)
 
     assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
     assert [of(block, 2) for block in (8, 32)] == [64, 256]

@@ -27,7 +27,7 @@ from jaxmllm.balance.exchange.routes import media_of_examples
 from jaxmllm.balance.exchange.trade import Places, bring_home
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs, rank_floor
-from jaxmllm.balance.rows.level import SLOTS, Filling, even_out
+from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
@@ -80,7 +80,7 @@ def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs
     """The language plan after trades that give every rank about as many media tokens to take in: a rank that encodes
     as much as all others but takes in little has to send nearly all of it."""
     movable = _movable(plan, length, spec, tokens)
-    even_out(movable.filling, spec.ranks)
+    balance_ranks(movable.filling, spec.ranks)
     return movable.moved(plan)
 
 
@@ -96,7 +96,7 @@ class _Movable:
     """The items in rows of one rank each; longer rows, which all ranks share, are left alone."""
 
     items: Longs  # [N]
-    filling: Filling  # of rows microbatch * R + rank
+    filling: RowState  # of rows microbatch * R + rank
     ranks: int
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
@@ -124,7 +124,7 @@ def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec, *further: Longs) -
     slots = np.repeat(plan.capacity.astype(np.int64), ranks)
     amounts = length, np.ones_like(length), cost, *(amount[items] for amount in further)
     limits = slots, spec.max_segments, costs.reshape(-1), *(0 for _ in further)
-    return _Movable(items, Filling.of(row_of, amounts, limits, rows), ranks)
+    return _Movable(items, RowState.from_limits(row_of, amounts, limits, rows), ranks)
 
 
 def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmllm.arrays import Longs
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.rows.level import COST, Filling
+from jaxmllm.balance.rows.level import COST, RowState
 
 TOGETHER = 6  # an item goes alone or with one of fewer than so many others of its row
 PAIRED = 12  # the first items of a row are also tried two at a time, fewer than so many: all pairs would take long
@@ -48,7 +48,7 @@ class _Away(NamedTuple):
     after: Longs  # [N] the next one of the same row
 
 
-def bring_home(filling: Filling, places: Places, worth: int) -> None:
+def bring_home(filling: RowState, places: Places, worth: int) -> None:
     """Let items trade places until that saves little.
 
     Args:
@@ -63,9 +63,9 @@ def bring_home(filling: Filling, places: Places, worth: int) -> None:
 
 
 @compiled
-def _trade_all(filling: Filling, places: Places, homes: Longs, order: Longs) -> int:
+def _trade_all(filling: RowState, places: Places, homes: Longs, order: Longs) -> int:
     """Every item away from home makes the best trade there is with a row of its home; returns the benefit of all."""
-    nothing, rows, ranks = len(filling.row_of), filling.left.shape[1], len(places.node)
+    nothing, rows, ranks = len(filling.row_of), filling.remaining.shape[1], len(places.node)
     away = _Away(np.full(rows, nothing), np.empty(nothing, np.int64))
     for item in order[::-1]:
         if not _at_home(places, item, filling.row_of[item] % ranks):
@@ -86,7 +86,7 @@ def _trade_all(filling: Filling, places: Places, homes: Longs, order: Longs) -> 
 
 
 @compiled
-def _best(filling: Filling, places: Places, away: _Away, homes: Longs, item: int) -> tuple[int, int, int, int, int]:
+def _best(filling: RowState, places: Places, away: _Away, homes: Longs, item: int) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best trade, companion and second partner perhaps
     nothing; of equals that of likest cost."""
     cost, nothing, ranks = filling.amounts[COST], len(filling.row_of), len(places.node)
@@ -100,7 +100,7 @@ def _best(filling: Filling, places: Places, away: _Away, homes: Longs, item: int
             companions[many] = companion
             many += 1
         companion = away.after[companion]
-    for first in range(0, filling.left.shape[1], ranks):
+    for first in range(0, filling.remaining.shape[1], ranks):
         for there in homes:
             for number in range(many):
                 given[number] = _gain(places, companions[number], here, there)
@@ -143,9 +143,9 @@ def _gain(places: Places, item: int, here: int, there: int) -> int:
 
 
 @compiled
-def _fits(filling: Filling, source: int, goal: int, item: int, companion: int, one: int, other: int) -> bool:
+def _fits(filling: RowState, source: int, goal: int, item: int, companion: int, one: int, other: int) -> bool:
     """Whether both rows can take what they would get."""
-    amounts, left = filling.amounts, filling.left
+    amounts, left = filling.amounts, filling.remaining
     for kind in range(len(amounts)):
         more = amounts[kind, item] + amounts[kind, companion] - amounts[kind, one] - amounts[kind, other]
         if more > max(left[kind, goal], 0) or -more > max(left[kind, source], 0):
@@ -154,13 +154,13 @@ def _fits(filling: Filling, source: int, goal: int, item: int, companion: int, o
 
 
 @compiled
-def _move(filling: Filling, places: Places, away: _Away, item: int, source: int, goal: int) -> None:
+def _move(filling: RowState, places: Places, away: _Away, item: int, source: int, goal: int) -> None:
     """Of an item that is away from home, or of nothing."""
     if item == len(filling.row_of):
         return
     filling.row_of[item] = goal
-    filling.left[:, source] += filling.amounts[:, item]
-    filling.left[:, goal] -= filling.amounts[:, item]
+    filling.remaining[:, source] += filling.amounts[:, item]
+    filling.remaining[:, goal] -= filling.amounts[:, item]
     before = away.first[source]
     if before == item:
         away.first[source] = away.after[item]

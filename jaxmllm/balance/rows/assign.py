@@ -3,7 +3,7 @@
 Rows cost their capacity, whatever is in them, so their number comes first; only then their contents.
 
     for counts in row_counts(..):   rows of each class a rank, fewest slots first
-        fill R * counts rows        deal, relieve rows that are too full, level the rows that run together
+        fill R * counts rows        fill_by_cost, fix_overflow rows that are too full, level the rows that run together
     arrange                         rows of like cost into one microbatch, then rows onto ranks
 
 Letters: N items, R ranks, M microbatches, K row classes.
@@ -18,11 +18,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxmllm.arrays import Longs, sums_by
+from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.level import Filling, level, relieve
+from jaxmllm.balance.rows.level import RowState, balance_rows, fix_overflow
 from jaxmllm.balance.rows.long import with_long_rows
-from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out
+from jaxmllm.balance.rows.pack import best_fit, fill_by_cost, first_fit, lay_out
 
 EVEN = 100  # ranks that wait less than one part in so many are left as they are
 UNEVEN = 4  # what the costliest rank has above that weighs so many times what rows take
@@ -54,7 +54,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         return _phase_plan(spec, np.zeros(len(spec.capacities), np.int64), cost, cost, cost)
     anyone = np.zeros(len(cost), np.int64)
     sizes = np.array(spec.capacities, np.int64)
-    even = _ceil(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
+    even = ceil_divide(int(cost.sum()) * (EVEN + 1), EVEN * spec.ranks)
     floor = rank_floor(cost, spec.ranks)
     wanted = wanted_slots(items.length, cost, spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None
@@ -123,7 +123,7 @@ def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
 
 def rank_floor(cost: Longs, ranks: int) -> int:
     """What no placement of items of these costs [N] brings the costliest rank below."""
-    return max(_ceil(int(cost.sum()), ranks), int(cost.max(initial=0)))
+    return max(ceil_divide(int(cost.sum()), ranks), int(cost.max(initial=0)))
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ def row_needs(spec: PhaseSpec, length: Longs, owner: Longs, owners: int) -> RowN
     for below in (*spec.capacities[1:], 0):
         bound = length > below  # fits no smaller class
         alone = bound & (length > spec.capacities[0] // 2)  # no two of them share a row
-        slots.append(_ceil(sums_by(owner[bound], length[bound], owners).max(initial=0), ranks))
-        members = np.bincount(owner[bound], minlength=owners).max(initial=0)
-        singles = np.bincount(owner[alone], minlength=owners).max(initial=0)
-        rows.append(max(_ceil(members, ranks * spec.max_segments), _ceil(singles, ranks)))
+        slots.append(ceil_divide(int(sums_by(owner[bound], length[bound], owners).max(initial=0)), ranks))
+        members = int(np.bincount(owner[bound], minlength=owners).max(initial=0))
+        singles = int(np.bincount(owner[alone], minlength=owners).max(initial=0))
+        rows.append(max(ceil_divide(members, ranks * spec.max_segments), ceil_divide(singles, ranks)))
     return RowNeeds(np.array(slots, np.int64), np.array(rows, np.int64))
 
 
@@ -205,19 +205,19 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, counts: Longs, search: bo
     """
     capacity = np.repeat(np.array(spec.capacities, np.int64), counts * spec.ranks)
 
-    def filling(row_of: Longs) -> Filling:
+    def filling(row_of: Longs) -> RowState:
         amounts, most = (length, np.ones_like(length), cost), (capacity, spec.max_segments, 0)
-        return Filling.of(row_of, amounts, most, len(capacity))
+        return RowState.from_limits(row_of, amounts, most, len(capacity))
 
-    row_of = deal(length, cost, capacity, spec.max_segments)
+    row_of = fill_by_cost(length, cost, capacity, spec.max_segments)
     filled = None if row_of is None else filling(row_of)
-    if filled is None or not relieve(filled, len(length) <= HANDFUL):
+    if filled is None or not fix_overflow(filled, len(length) <= HANDFUL):
         row_of = best_fit(length, capacity, spec.max_segments) if search else None
         if row_of is None:
             return None
         filled = filling(row_of)
     classes = np.split(np.arange(len(capacity)), np.cumsum(counts * spec.ranks)[:-1])
-    level(filled, [rows for rows in classes if len(rows)], spec.ranks)
+    balance_rows(filled, [rows for rows in classes if len(rows)], spec.ranks)
     return _arrange(filled.row_of, cost, counts, spec)
 
 
@@ -268,7 +268,3 @@ def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
             f"batch), but its largest row holds {spec.capacities[0]}: raise phases.{spec.name}.capacities or "
             f"phases.{spec.name}.max_capacity, or limit the size of items"
         )
-
-
-def _ceil(amount: int | np.integer, parts: int) -> int:
-    return -(-int(amount) // parts)

@@ -17,7 +17,7 @@ from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.rows.pack import NEVER
 
-SLOTS, SEGMENTS, COST = range(3)  # amounts of a `Filling`
+SLOTS, SEGMENTS, COST = range(3)  # amounts of a `RowState`
 
 SWEEPS = 14  # at most
 DIRECT = 2  # of them between all rows; after that only rows above the mean trade
@@ -35,7 +35,7 @@ ONE = np.array([0] + [one for other in range(1, OFFERED + 1) for one in range(ot
 OTHER = np.array([0] + [other for other in range(1, OFFERED + 1) for one in range(other)])
 
 
-class Filling(NamedTuple):
+class RowState(NamedTuple):
     """Which row every item lies in, and what rows can still take. Of K amounts the first are slots, segments, cost.
 
     Item N is nothing: it takes nothing, and lies nowhere.
@@ -43,10 +43,10 @@ class Filling(NamedTuple):
 
     row_of: Longs  # [N]
     amounts: Longs  # [K, N + 1] what each item takes
-    left: Longs  # [K, rows]; below 0 where a row has too much
+    remaining: Longs  # [K, rows]; below 0 where a row has too much
 
     @classmethod
-    def of(cls, row_of: Longs, amounts: Sequence[Longs], most: Sequence[Longs | int], rows: int) -> Filling:
+    def from_limits(cls, row_of: Longs, amounts: Sequence[Longs], most: Sequence[Longs | int], rows: int) -> RowState:
         """From what each item takes, and the most that rows may hold: K of [N], K of [rows]."""
         left = [limit - sums_by(row_of, amount, rows) for amount, limit in zip(amounts, most, strict=True)]
         return cls(row_of.copy(), np.stack([np.append(amount, 0) for amount in amounts]), np.stack(left))
@@ -56,14 +56,14 @@ class Filling(NamedTuple):
         return np.argsort(self.amounts[kind, :-1], kind="stable")
 
 
-def relieve(filling: Filling, search: bool = False) -> bool:
+def fix_overflow(filling: RowState, search: bool = False) -> bool:
     """Exchange items until no row overflows; returns whether that succeeded.
 
     Args:
       filling: changed in place.
       search: go on where a sweep gains nothing, which takes long.
     """
-    room = filling.left[SLOTS]
+    room = filling.remaining[SLOTS]
     if room.sum() < 0:  # exchanging items does not change it
         return False
     order = filling.in_order(SLOTS)
@@ -78,7 +78,7 @@ def relieve(filling: Filling, search: bool = False) -> bool:
     return not (room < 0).any()
 
 
-def level(filling: Filling, classes: list[Longs], ranks: int) -> None:
+def balance_rows(filling: RowState, classes: list[Longs], ranks: int) -> None:
     """Make the rows that run together cost alike, without overflow.
 
     Args:
@@ -86,7 +86,7 @@ def level(filling: Filling, classes: list[Longs], ranks: int) -> None:
       classes: rows of one capacity; of those of a class, `ranks` of like cost run together.
     """
     order, half = filling.in_order(COST), ranks // 2
-    load = -filling.left[COST]
+    load = -filling.remaining[COST]
     waits, patience = NEVER, PATIENCE
     for sweep in range(SWEEPS):
         ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
@@ -103,31 +103,31 @@ def level(filling: Filling, classes: list[Longs], ranks: int) -> None:
         if not uneven.any():
             return
         _trade(filling, order, heavy[uneven], light[uneven], sweep, COST, limits=COST)
-        load = -filling.left[COST]
+        load = -filling.remaining[COST]
 
 
-def even_out(filling: Filling, ranks: int) -> None:
+def balance_ranks(filling: RowState, ranks: int) -> None:
     """Make the ranks' totals of the last amount more alike: rows that run together trade items of like cost.
 
     Args:
       filling: of rows microbatch * R + rank, without overflow, and with what each row may still cost; changed in place.
     """
     weight, order = len(filling.amounts) - 1, filling.in_order(COST)
-    half, microbatches = ranks // 2, filling.left.shape[1] // ranks
-    load = -filling.left[weight].reshape(microbatches, ranks).sum(axis=0)
+    half, microbatches = ranks // 2, filling.remaining.shape[1] // ranks
+    load = -filling.remaining[weight].reshape(microbatches, ranks).sum(axis=0)
     for sweep in range(max(EVENING, microbatches)):
         by_load = np.argsort(-load, kind="stable")
         heavy, light = by_load[:half], np.roll(by_load[ranks - half :][::-1], TURN * sweep)
         uneven = (load[heavy] - load[light]) * ROUGHLY * ranks > load.sum()
         if not uneven.any():
             return
-        filling.left[weight] = np.tile(-load, microbatches)  # of the rank, at each of its rows
+        filling.remaining[weight] = np.tile(-load, microbatches)  # of the rank, at each of its rows
         first = sweep % microbatches * ranks
         _trade(filling, order, first + heavy[uneven], first + light[uneven], sweep, weight, limits=weight)
-        load = -filling.left[weight, first : first + ranks]
+        load = -filling.remaining[weight, first : first + ranks]
 
 
-def _trade(filling: Filling, order: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int) -> int:
+def _trade(filling: RowState, order: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int) -> int:
     """One exchange for every pair of rows that gains by it; returns how many do.
 
     Args:
@@ -136,14 +136,14 @@ def _trade(filling: Filling, order: Longs, heavy: Longs, light: Longs, turn: int
       weight: the amount that is to be alike; heavy rows have less left of it.
       limits: of the amounts before this one, but for `weight`, no row may take more than it has left.
     """
-    start = np.zeros(filling.left.shape[1] + 1, np.int64)
+    start = np.zeros(filling.remaining.shape[1] + 1, np.int64)
     start[1:] = np.cumsum(np.bincount(filling.row_of, minlength=len(start) - 1))
     return _trade_pairs(filling, order, start, heavy, light, turn, weight, limits)
 
 
 @compiled
 def _trade_pairs(
-    filling: Filling, order: Longs, start: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int
+    filling: RowState, order: Longs, start: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int
 ) -> int:
     """`_trade`; the items of row r are those from start[r] on in a list by row."""
     row_of, amounts, left = filling
@@ -191,10 +191,10 @@ def _offer(offered: Longs, items: Longs, turn: int) -> int:
 
 @compiled
 def _fits(
-    filling: Filling, offered: Longs, rows: tuple[int, int], given: int, taken: int, weight: int, limits: int
+    filling: RowState, offered: Longs, rows: tuple[int, int], given: int, taken: int, weight: int, limits: int
 ) -> bool:
     """Whether both rows can take what they would get; a row that has too much already may get less."""
-    amounts, left = filling.amounts, filling.left
+    amounts, left = filling.amounts, filling.remaining
     for kind in range(limits):
         more = amounts[kind, offered[0, ONE[given]]] + amounts[kind, offered[0, OTHER[given]]]
         more -= amounts[kind, offered[1, ONE[taken]]] + amounts[kind, offered[1, OTHER[taken]]]

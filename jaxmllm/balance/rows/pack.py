@@ -3,7 +3,7 @@
 A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows and either find
 a place for every item or give up; how many rows to offer is decided in assign.py.
 
-    deal            costliest item onto the row that has most left: rows of like cost, some too full (see level.py)
+    fill_by_cost    costliest item onto the row that has most left: rows of like cost, some too full (see level.py)
     best_fit        longest item into the row it fills best: the tightest, for when the above gives up
     first_fit       items in the order given, into the first row with room: nothing is rearranged
 """
@@ -21,7 +21,7 @@ from jaxmllm.balance.compiled import compiled
 NEVER = int(np.iinfo(np.int64).max)
 
 
-def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
+def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
 
     What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
@@ -43,11 +43,11 @@ def deal(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Long
     shift = max(0, total.bit_length() + slots.bit_length() - 62)  # a product must fit int64
     share = (cost >> shift) * slots // max(total >> shift, 1)
     row_of = np.empty(len(order), np.int64)
-    return row_of if _deal(row_of, order, length, share, capacity, max_segments) else None
+    return row_of if _fill_by_cost(row_of, order, length, share, capacity, max_segments) else None
 
 
 @compiled
-def _deal(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
+def _fill_by_cost(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
     room, budget, spare = capacity.copy(), capacity.copy(), np.full(len(capacity), max_segments)
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
@@ -84,7 +84,7 @@ def _roomiest(room: Longs, spare: Longs, capacity: Longs, length: int) -> int:
 def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending length, into the row with the least room that suffices.
 
-    Arguments as for `deal`.
+    Arguments as for `fill_by_cost`.
 
     Returns:
       [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.

@@ -18,8 +18,8 @@ import heapq
 import numpy as np
 
 from jaxmllm.arrays import Longs, sums_by
-from jaxmllm.balance.rows.level import Filling, level
-from jaxmllm.balance.rows.pack import deal
+from jaxmllm.balance.rows.level import RowState, balance_rows
+from jaxmllm.balance.rows.pack import fill_by_cost
 
 LIGHTEST = 16  # ranks that the costliest rank may exchange items with, in `convolution_transformer`
 
@@ -35,10 +35,10 @@ def packed(costs: Longs, ranks: int) -> Longs:
     """
     costs = _checked(costs, ranks)
     room = np.full(ranks, max(int(costs.sum()), 1), np.int64)
-    rank = deal(costs, costs, room, max(len(costs), 1))
+    rank = fill_by_cost(costs, costs, room, max(len(costs), 1))
     assert rank is not None, "every rank has room for all"
-    filling = Filling.of(rank, (np.zeros_like(costs), np.ones_like(costs), costs), (0, len(costs), 0), ranks)
-    level(filling, [np.arange(ranks)], ranks)
+    filling = RowState.from_limits(rank, (np.zeros_like(costs), np.ones_like(costs), costs), (0, len(costs), 0), ranks)
+    balance_rows(filling, [np.arange(ranks)], ranks)
     return filling.row_of
 
 

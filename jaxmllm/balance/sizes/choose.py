@@ -36,7 +36,7 @@ from jaxmllm.balance.records import (
 )
 from jaxmllm.balance.rows.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
 from jaxmllm.balance.rows.long import select
-from jaxmllm.balance.step_plan import example_ranks, home_ranks, phase_statistics, place_items
+from jaxmllm.balance.step_plan import example_ranks, item_ranks, phase_statistics, place_items
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 
 MICROBATCH_TOLL = 0.002
@@ -58,12 +58,12 @@ Capacities = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PhaseNeeds:
+class SizingInputs:
     """What decides the rows of one phase beside the samples."""
 
     name: str
     ranks: int
-    granule: int  # capacities are multiples of it: whole attention blocks, whole language tokens
+    alignment: int  # capacities are multiples of it: whole attention blocks, whole language tokens
     slots_per_token: int  # 1 for language
     longest: int  # slots of the largest item of the whole data; 0 without any
     flops: PhaseFlops
@@ -73,7 +73,7 @@ class PhaseNeeds:
 
 def choose_sizes(
     samples: Sequence[BatchItems],
-    phases: Sequence[PhaseNeeds],
+    phases: Sequence[SizingInputs],
     grids: Mapping[str, ExchangeGrid],
     balance: BalanceConfig,
     nodes: Mapping[str, Ints] | None = None,
@@ -90,7 +90,7 @@ def choose_sizes(
       backend: of the exchange.
 
     Raises:
-      ConfigError: a size of the config is not a multiple of the granule, or too small for the largest item.
+      ConfigError: a size of the config is not a multiple of the alignment, or too small for the largest item.
     """
     specs: dict[str, PhaseSpec] = {}
     batches = [*samples, *_redrawn(samples)]
@@ -174,7 +174,7 @@ class _Load:
 
 def _loads(
     samples: Sequence[BatchItems],
-    needs: PhaseNeeds,
+    needs: SizingInputs,
     grids: Mapping[str, ExchangeGrid],
     homes: Sequence[Longs | None],
 ) -> list[_Load]:
@@ -188,32 +188,32 @@ def _loads(
             continue
         if example_rank is None:
             home, slots = None, -(-int(items.length.sum()) // needs.ranks)
-            cost = item_costs(phase_spec(needs, (needs.granule,)), items.length)
+            cost = item_costs(phase_spec(needs, (needs.alignment,)), items.length)
             wanted = -(-wanted_slots(items.length, cost, needs.ranks) // needs.ranks)
         else:
-            home = home_ranks(batch, needs.name, example_rank, grids)[ordinary]
+            home = item_ranks(batch, needs.name, example_rank, grids)[ordinary]
             slots = wanted = int(sums_by(home, items.length, needs.ranks).max())
         wanted = max(wanted, math.ceil(slots / EXPECTED_FILL))
         loads.append(_Load(items, home, needs.ranks, slots, wanted, _toll(needs, items, slots)))
     return loads
 
 
-def _ordinary(needs: PhaseNeeds) -> PhaseNeeds:
+def _ordinary(needs: SizingInputs) -> SizingInputs:
     """The needs of the items that get no long row."""
     config = needs.config
     if config.long_capacity is None:
         return needs
-    largest = config.max_capacity // needs.granule * needs.granule
+    largest = config.max_capacity // needs.alignment * needs.alignment
     ordinary = largest if config.capacities == "auto" else max(config.capacities)
     return replace(needs, longest=min(needs.longest, ordinary))
 
 
-def _long_capacity(needs: PhaseNeeds) -> int:
+def _long_capacity(needs: SizingInputs) -> int:
     """Slots of a long row; 0 without any. Raises `ConfigError` when the ranks cannot share it evenly, or when it does
     not hold the longest item."""
     if (capacity := needs.config.long_capacity) is None:
         return 0
-    unit, key = needs.granule * needs.ranks, f"phases.{needs.name}.long_capacity"
+    unit, key = needs.alignment * needs.ranks, f"phases.{needs.name}.long_capacity"
     if capacity % unit:
         raise ConfigError(
             f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of {needs.ranks} ranks): "
@@ -227,7 +227,7 @@ def _long_capacity(needs: PhaseNeeds) -> int:
     return capacity
 
 
-def _toll(needs: PhaseNeeds, items: PhaseItems, slots: int) -> float:
+def _toll(needs: SizingInputs, items: PhaseItems, slots: int) -> float:
     """What a microbatch takes beside its slots, in slots as dear as those of the items on average."""
     if needs.time is None or not needs.time.row:
         return MICROBATCH_TOLL * slots
@@ -236,7 +236,7 @@ def _toll(needs: PhaseNeeds, items: PhaseItems, slots: int) -> float:
     return float(needs.time.row * length.sum() / cost)
 
 
-def _choose_rows(needs: PhaseNeeds, loads: Sequence[_Load]) -> PhaseSpec:
+def _choose_rows(needs: SizingInputs, loads: Sequence[_Load]) -> PhaseSpec:
     config = needs.config
     explicit = config.capacities
     capacities = _choose_capacities(needs, loads) if explicit == "auto" else checked_capacities(explicit, needs)
@@ -247,13 +247,13 @@ def _choose_rows(needs: PhaseNeeds, loads: Sequence[_Load]) -> PhaseSpec:
     return replace(free, max_segments=with_head_room(most, 4))
 
 
-def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
-    largest = needs.config.max_capacity // needs.granule * needs.granule
-    least = round_up(max(needs.longest, 1), needs.granule)
+def _choose_capacities(needs: SizingInputs, loads: Sequence[_Load]) -> Capacities:
+    largest = needs.config.max_capacity // needs.alignment * needs.alignment
+    least = round_up(max(needs.longest, 1), needs.alignment)
     if largest < least:
         raise ConfigError(
             f"phases.{needs.name}.max_capacity = {needs.config.max_capacity} is too small: the largest item has "
-            f"{needs.longest} slots and rows come in multiples of {needs.granule}; raise it to {least} or limit the "
+            f"{needs.longest} slots and rows come in multiples of {needs.alignment}; raise it to {least} or limit the "
             f"size of items"
         )
     if not loads:
@@ -285,19 +285,19 @@ def _choose_capacities(needs: PhaseNeeds, loads: Sequence[_Load]) -> Capacities:
     return _best(better, lambda capacities: expected(capacities, slice(few)), 1)[0]
 
 
-def _candidates(needs: PhaseNeeds, loads: Sequence[_Load], least: int, largest: int) -> set[Capacities]:
+def _candidates(needs: SizingInputs, loads: Sequence[_Load], least: int, largest: int) -> set[Capacities]:
     """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a load. The others are
     parts of the median load, to hold what the first leaves over, or a little smaller than the one before, so that
     the same number of rows comes to finely stepped sums."""
     slots = np.array([load.slots for load in loads])
     median = float(np.median(slots))
     first, parts, steps = (
-        {round_up(math.ceil(median / part), needs.granule) for part in among} for among in ((), PARTS, STEPS)
+        {round_up(math.ceil(median / part), needs.alignment) for part in among} for among in ((), PARTS, STEPS)
     )
     for load in (float(slots.min()), median, float(slots.max())):
         fewest = math.ceil(load / largest)
         for rows in range(fewest, fewest + FRACTIONS):
-            first |= {round_up(math.ceil(load * share / rows), needs.granule) for share in SHARES}
+            first |= {round_up(math.ceil(load * share / rows), needs.alignment) for share in SHARES}
     first.add(least)
     chosen: set[Capacities] = {(size,) for size in first if least <= size <= largest}
     for number in range(1, needs.config.row_classes):
@@ -350,13 +350,13 @@ def _first_enough(counts: Longs, sizes: Longs, slots: Longs, rows: Longs, first:
     return chosen
 
 
-def checked_capacities(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
+def checked_capacities(capacities: Capacities, needs: SizingInputs) -> Capacities:
     key = f"phases.{needs.name}.capacities"
     for capacity in capacities:
-        if capacity % needs.granule:
-            near = round_up(capacity, needs.granule)
+        if capacity % needs.alignment:
+            near = round_up(capacity, needs.alignment)
             raise ConfigError(
-                f"{key}: {capacity} is not a multiple of {needs.granule} (whole attention blocks and whole language "
+                f"{key}: {capacity} is not a multiple of {needs.alignment} (whole attention blocks and whole language "
                 f"tokens); use {near}, or change phases.{needs.name}.block"
             )
     if len(set(capacities)) < len(capacities) or not capacities:
@@ -364,12 +364,12 @@ def checked_capacities(capacities: Capacities, needs: PhaseNeeds) -> Capacities:
     if max(capacities) < needs.longest:
         raise ConfigError(
             f"{key}: the largest, {max(capacities)}, is too small for the largest item ({needs.longest} slots); raise "
-            f"it to {round_up(needs.longest, needs.granule)} or limit the size of items"
+            f"it to {round_up(needs.longest, needs.alignment)} or limit the size of items"
         )
     return tuple(sorted(capacities, reverse=True))
 
 
-def phase_spec(needs: PhaseNeeds, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
+def phase_spec(needs: SizingInputs, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
     cost = needs.time or needs.flops
     return PhaseSpec(

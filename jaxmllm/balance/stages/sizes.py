@@ -16,7 +16,7 @@ import numpy as np
 from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
-from jaxmllm.balance.sizes.choose import PhaseNeeds, checked_capacities, phase_spec, with_head_room
+from jaxmllm.balance.sizes.choose import SizingInputs, checked_capacities, phase_spec, with_head_room
 from jaxmllm.balance.stages.plan import LANGUAGE, ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
 from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition
@@ -41,7 +41,7 @@ class PipelineSizes:
 
 def choose_pipeline(
     samples: Sequence[BatchItems],
-    phases: Sequence[PhaseNeeds],
+    phases: Sequence[SizingInputs],
     config: PipelineConfig,
     model: ModelConfig,
     trainable: frozenset[str],
@@ -105,17 +105,17 @@ def choose_pipeline(
 # ---------------------------------------------------------------------------- rows
 
 
-def _rows(needs: PhaseNeeds, samples: Sequence[BatchItems], microbatches: int, examples: int) -> PhaseSpec:
+def _rows(needs: SizingInputs, samples: Sequence[BatchItems], microbatches: int, examples: int) -> PhaseSpec:
     """Rows of one capacity, by default such that an average microbatch of a replica fills one of every phase."""
     config, key = needs.config, f"phases.{needs.name}"
     if config.long_capacity is not None:
         raise ConfigError(f"{key}.long_capacity: a pipeline has rows of one capacity; unset it")
-    least = round_up(max(needs.longest, 1), needs.granule)
+    least = round_up(max(needs.longest, 1), needs.alignment)
     if config.capacities == "auto":
         loads = [int(batch.phases[needs.name].length.sum()) for batch in samples]
         mean = sum(loads) / max(len(loads), 1) / (needs.ranks * microbatches)
-        most = config.max_capacity // needs.granule * needs.granule
-        capacity = max(least, min(most, round_up(math.ceil(mean / FILL), needs.granule)))
+        most = config.max_capacity // needs.alignment * needs.alignment
+        capacity = max(least, min(most, round_up(math.ceil(mean / FILL), needs.alignment)))
     else:
         capacities = checked_capacities(config.capacities, needs)
         if len(capacities) > 1:

@@ -87,7 +87,7 @@ class Images:
         return self.patch_size**2 * 3
 
     @property
-    def granule(self) -> int:
+    def alignment(self) -> int:
         return self.slots_per_token
 
     @property

@@ -84,7 +84,7 @@ class Modality(Protocol):
         ...
 
     @property
-    def granule(self) -> int:
+    def alignment(self) -> int:
         """Slots that the tower or its projector takes as a whole; items and rows are multiples of it."""
         ...
 

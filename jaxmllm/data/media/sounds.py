@@ -26,6 +26,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import ceil_divide
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
 from jaxmllm.data.media.modality import MediaError, Shape, open_file
@@ -65,7 +66,7 @@ class Sounds:
         return self.mel_bins
 
     @property
-    def granule(self) -> int:
+    def alignment(self) -> int:
         return self.chunk_frames if self.whole_chunks else self.slots_per_token
 
     @property
@@ -80,13 +81,13 @@ class Sounds:
             return self._shape(self._header(file, path), path)
 
     def length(self, shape: Shape) -> int:
-        return _ceil(shape[0], self.granule) * self.granule
+        return ceil_divide(shape[0], self.alignment) * self.alignment
 
     def real(self, shape: Shape) -> int:
         return shape[0]
 
     def tokens(self, shape: Shape) -> int:
-        return _ceil(_ceil(shape[0], STEM_STRIDE), self.merge)
+        return ceil_divide(ceil_divide(shape[0], STEM_STRIDE), self.merge)
 
     def load(self, path: Path, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`, shape_changed,
@@ -153,7 +154,7 @@ class Sounds:
         return file.fileno()
 
     def _samples(self, header: _Header) -> int:
-        return _ceil(header.frames * self.sample_rate, header.rate)
+        return ceil_divide(header.frames * self.sample_rate, header.rate)
 
     def _shape(self, header: _Header, path: Path) -> Shape:
         if header.frames >= 2**62:  # what libsndfile says of streams that never stored their length
@@ -172,7 +173,7 @@ class Sounds:
                 f"{path} lasts {header.frames / header.rate:.1f} s, more than data.sounds.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        return _ceil(self._samples(header), self.hop), 1
+        return ceil_divide(self._samples(header), self.hop), 1
 
 
 def log_mel(
@@ -183,7 +184,7 @@ def log_mel(
     # Loud samples are brought within [-1, 1] first: their squares could overflow. Logarithms bring the factor back.
     peak = max(1.0, float(np.abs(samples).max()))
     padded = np.pad(samples / np.float32(peak), (window // 2, window), mode="reflect")
-    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: _ceil(len(samples), hop)]
+    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: ceil_divide(len(samples), hop)]
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)
     filters = mel_filters(sample_rate, window, mel_bins)
     silence = max(1e-10 / peak**2, 1e-38)  # float32 has nothing positive below
@@ -279,7 +280,3 @@ def _check_range(block: NDArray[np.float32], path: Path) -> None:
 
 def _pad_or_cut(samples: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     return np.pad(samples[:count], (0, max(0, count - len(samples))))
-
-
-def _ceil(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)

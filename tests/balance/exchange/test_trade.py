@@ -13,7 +13,7 @@ from jaxmllm.balance.exchange import placement
 from jaxmllm.balance.exchange.trade import Places, bring_home
 from jaxmllm.balance.records import PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
-from jaxmllm.balance.rows.level import Filling
+from jaxmllm.balance.rows.level import RowState
 from jaxmllm.balance.step_plan import place_items, plan_step, validate
 
 
@@ -27,7 +27,7 @@ def trade(row, length, cost, left, places):
     """New rows of the items; `left`: what each row can still take of slots, cost and segments."""
     slots, costs, segments = left
     amounts = np.stack([np.append(amount, 0) for amount in (length, np.ones_like(length), cost)])
-    filling = Filling(row.copy(), amounts, np.stack([slots, segments, costs]))
+    filling = RowState(row.copy(), amounts, np.stack([slots, segments, costs]))
     bring_home(filling, places, 1)
     return filling.row_of
 

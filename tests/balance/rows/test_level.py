@@ -7,30 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.arrays import sums_by
-from jaxmllm.balance.rows.level import COST, SEGMENTS, SLOTS, Filling, even_out, level, relieve
+from jaxmllm.balance.rows.level import COST, SEGMENTS, SLOTS, RowState, balance_ranks, balance_rows, fix_overflow
 
 ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, max_size=60)
 
 
-def filling_of(items, slack: int, max_segments: int = 60) -> tuple[Filling, np.ndarray]:
+def filling_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.ndarray]:
     """Twelve rows, each with `slack` slots more than it uses, or fewer."""
     row_of, length = np.array(items, np.int64).T
     capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
     return filling_with(row_of, length, capacity, max_segments, 3 * length + length**2), capacity
 
 
-def filling_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> Filling:
+def filling_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
     row_of, length = np.array(row_of, np.int64), np.array(length, np.int64)
     cost = length if cost is None else cost
     amounts, most = (length, np.ones_like(length), cost), (np.array(capacity), max_segments, most_cost)
-    return Filling.of(row_of, amounts, most, len(capacity))
+    return RowState.from_limits(row_of, amounts, most, len(capacity))
 
 
-def check(filling: Filling, capacity: np.ndarray, max_segments: int = 60) -> None:
+def check(filling: RowState, capacity: np.ndarray, max_segments: int = 60) -> None:
     most = np.stack([capacity, np.full(12, max_segments), np.zeros(12, np.int64)])
-    for limit, amount, left in zip(most, filling.amounts, filling.left, strict=True):
+    for limit, amount, left in zip(most, filling.amounts, filling.remaining, strict=True):
         assert left.tolist() == (limit - sums_by(filling.row_of, amount[:-1], 12)).tolist()
-    assert (filling.left[SEGMENTS] >= 0).all()
+    assert (filling.remaining[SEGMENTS] >= 0).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,9 +44,9 @@ def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ra
         return sum(int(np.sort(load[rows])[::-1].reshape(-1, ranks)[:, 0].sum()) for rows in classes)
 
     before = waits()
-    level(filling, classes, ranks)
+    balance_rows(filling, classes, ranks)
     check(filling, capacity, most)
-    assert (filling.left[SLOTS] >= 0).all()
+    assert (filling.remaining[SLOTS] >= 0).all()
     assert waits() <= before
 
 
@@ -56,23 +56,23 @@ def test_relieving_tells_the_truth(items, slack, max_segments, search):
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     filling, capacity = filling_of(items, slack, max_segments)
-    before = -filling.left[SLOTS].min()
-    assert relieve(filling, search) == bool((filling.left[SLOTS] >= 0).all())
+    before = -filling.remaining[SLOTS].min()
+    assert fix_overflow(filling, search) == bool((filling.remaining[SLOTS] >= 0).all())
     check(filling, capacity, max_segments)
-    assert -filling.left[SLOTS].min() <= max(before, 0)
+    assert -filling.remaining[SLOTS].min() <= max(before, 0)
 
 
 def test_an_overflow_that_one_swap_cures():
     filling = filling_with([0, 0, 1, 1], [6, 5, 4, 3], [10, 10], 2)
-    assert relieve(filling)
-    assert filling.left[SLOTS].min() >= 0 and filling.left[SEGMENTS].tolist() == [0, 0]
+    assert fix_overflow(filling)
+    assert filling.remaining[SLOTS].min() >= 0 and filling.remaining[SEGMENTS].tolist() == [0, 0]
 
 
 def test_an_overflow_that_only_two_against_two_cure():
     """The only way is both against both: rows of 5 + 3 and 1 + 8."""
     filling = filling_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
-    assert relieve(filling)
-    assert filling.left[SLOTS].tolist() == [0, 0]
+    assert fix_overflow(filling)
+    assert filling.remaining[SLOTS].tolist() == [0, 0]
 
 
 def test_a_search_goes_on_where_a_sweep_finds_nothing():
@@ -80,8 +80,8 @@ def test_a_search_goes_on_where_a_sweep_finds_nothing():
     items = [(0, 6), (0, 6), (1, 9), (2, 5), (2, 4), (3, 7)]
     row_of, length = zip(*items, strict=True)
     arguments = row_of, length, [11, 9, 10, 9], 2
-    assert not relieve(filling_with(*arguments))
-    assert relieve(filling_with(*arguments), search=True)
+    assert not fix_overflow(filling_with(*arguments))
+    assert fix_overflow(filling_with(*arguments), search=True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -91,14 +91,14 @@ def test_evening_out_keeps_slots_and_costs(items, slack, spare_cost, ranks, rand
     cost, weight = length**2, np.array([random.randrange(50) for _ in items], np.int64)
     capacity, allowed = sums_by(row_of, length, 12) + slack, sums_by(row_of, cost, 12) + spare_cost
     amounts = length, np.ones_like(length), cost, weight
-    filling = Filling.of(row_of, amounts, (capacity, 60, allowed, 0), 12)
+    filling = RowState.from_limits(row_of, amounts, (capacity, 60, allowed, 0), 12)
 
     def unevenness() -> int:
         return int((sums_by(filling.row_of % ranks, weight, ranks) ** 2).sum())
 
     before = unevenness()
-    even_out(filling, ranks)
-    for limit, amount, left in zip((capacity, 60, allowed), amounts, filling.left, strict=False):
+    balance_ranks(filling, ranks)
+    for limit, amount, left in zip((capacity, 60, allowed), amounts, filling.remaining, strict=False):
         assert left.tolist() == (limit - sums_by(filling.row_of, amount, 12)).tolist()
         assert (left >= 0).all()
     assert unevenness() <= before
@@ -108,6 +108,6 @@ def test_full_rows_trade_cost_without_slots():
     """No single swap fits, but 8 against 5 and, for the slots, 5 against 2 does: both rows become 8 5 5 2."""
     length = np.array([8, 8, 2, 2, 5, 5, 5, 5])
     filling = filling_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
-    level(filling, [np.arange(2)], 2)
-    assert filling.left[SLOTS].tolist() == [0, 0]
+    balance_rows(filling, [np.arange(2)], 2)
+    assert filling.remaining[SLOTS].tolist() == [0, 0]
     assert sums_by(filling.row_of, length**2, 2).tolist() == [118, 118]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.records import PhaseFlops, PhaseItems, PhaseSpec
 from jaxmllm.balance.rows.assign import assign, assign_in_place
-from jaxmllm.balance.sizes.choose import PhaseNeeds, choose_sizes
+from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.tools.workload import generate
@@ -58,7 +58,7 @@ def test_an_item_longer_than_a_long_row_is_refused():
 
 
 def needs(config, longest=40_000):
-    return PhaseNeeds("language", 4, 128, 1, longest, PhaseFlops(1000, 1), config)
+    return SizingInputs("language", 4, 128, 1, longest, PhaseFlops(1000, 1), config)
 
 
 def test_ordinary_rows_are_chosen_from_ordinary_items():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.arrays import sums_by
-from jaxmllm.balance.rows.pack import best_fit, deal, first_fit, lay_out
+from jaxmllm.balance.rows.pack import best_fit, fill_by_cost, first_fit, lay_out
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 ROWS = st.lists(st.integers(10, 60), min_size=1, max_size=12)
@@ -55,7 +55,7 @@ def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
 def test_items_are_dealt_to_the_lightest_row(costs, rows):
     """Where rows are of one size and have room for all."""
     capacity = np.full(rows, max(sum(costs), 1))
-    row_of = deal(long(costs), long(costs), capacity, max(len(costs), 1))
+    row_of = fill_by_cost(long(costs), long(costs), capacity, max(len(costs), 1))
     load = [0] * rows
     for cost in sorted(costs, reverse=True):
         load[load.index(min(load))] += cost
@@ -66,7 +66,7 @@ def test_items_are_dealt_to_the_lightest_row(costs, rows):
 @given(LENGTHS, ROWS, st.integers(1, 6))
 def test_dealing_never_exceeds_segments(lengths, capacities, max_segments):
     lengths = [min(length, max(capacities)) for length in lengths]
-    row_of = deal(long(lengths), long(lengths), long(capacities), max_segments)
+    row_of = fill_by_cost(long(lengths), long(lengths), long(capacities), max_segments)
     if len(lengths) > max_segments * len(capacities):
         assert row_of is None
     elif row_of is not None:

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import Mode, PhaseFlops
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.balance.sizes.choose import MICROBATCH_TOLL, PhaseNeeds, choose_sizes
+from jaxmllm.balance.sizes.choose import MICROBATCH_TOLL, SizingInputs, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 
 PER_TOKEN = {"vision": 4, "audio": 8, "language": 1}
 LONGEST = {"vision": 512, "audio": 512, "language": 1500}
-GRANULE = 64
+ALIGNMENT = 64
 MODES = get_args(Mode)
 
 
-def needs_of(ranks: int, **configs: PhaseConfig) -> list[PhaseNeeds]:
+def needs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
     return [
-        PhaseNeeds(
-            name, ranks, GRANULE, per_token, LONGEST[name], PhaseFlops(1000, 3), configs.get(name, PhaseConfig())
+        SizingInputs(
+            name, ranks, ALIGNMENT, per_token, LONGEST[name], PhaseFlops(1000, 3), configs.get(name, PhaseConfig())
         )
         for name, per_token in PER_TOKEN.items()
     ]
@@ -59,7 +59,7 @@ def test_chosen_sizes_plan_any_batch(make, seed, ranks, classes, mode, media):
         phase = spec.phases[need.name]
         assert 1 <= len(phase.capacities) <= classes
         assert list(phase.capacities) == sorted(set(phase.capacities), reverse=True)
-        assert all(capacity % GRANULE == 0 for capacity in phase.capacities)
+        assert all(capacity % ALIGNMENT == 0 for capacity in phase.capacities)
         assert need.longest <= phase.capacities[0] <= 2048
     assert spec == choose_sizes(samples, needs, spec_grids(spec), BalanceConfig(mode=mode))
     for batch in [*samples, make.batch(seed + 77, 12)]:  # also one that was not seen, with media
@@ -103,7 +103,7 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
             total += rows * (capacity + MICROBATCH_TOLL * -(-items.length.sum() // 2))
         return total
 
-    best = min(score(capacity) for capacity in range(512, 2049, GRANULE))
+    best = min(score(capacity) for capacity in range(512, 2049, ALIGNMENT))
     assert score(spec.capacities[0]) <= 1.02 * best
 
 

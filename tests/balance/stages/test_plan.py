@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseItems
-from jaxmllm.balance.sizes.choose import PhaseNeeds
+from jaxmllm.balance.sizes.choose import SizingInputs
 from jaxmllm.balance.stages.plan import place, plan_pipeline
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
@@ -53,10 +53,10 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
 
 def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **config):
     needs = [
-        PhaseNeeds(
+        SizingInputs(
             name,
             replicas,
-            granule=16,
+            alignment=16,
             slots_per_token=PER_TOKEN if name == "vision" else 1,
             longest=LONGEST[name],
             flops=phase_flops(MODEL, name, TRAINED),

@@ -14,8 +14,8 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.config.schema import SourceConfig
-from jaxmllm.data.index.build import DataError, LengthIndex, build_index
 from jaxmllm.data.index import build as index_module
+from jaxmllm.data.index.build import DataError, LengthIndex, build_index
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.sounds import Sounds

@@ -111,7 +111,7 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
     assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(8)]
     assert SPLIT.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
     assert SOUNDS.token_positions((33, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
-    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride, SOUNDS.granule, SPLIT.granule) == (8, 4, 8, 32)
+    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride, SOUNDS.alignment, SPLIT.alignment) == (8, 4, 8, 32)
 
 
 def test_short_clips_at_odd_rates(tmp_path: Path) -> None:

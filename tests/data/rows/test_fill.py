@@ -110,13 +110,13 @@ def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
     return BatchItems(examples, sum(int((corpus.example(i).targets >= 0).sum()) for i in examples.tolist()), phases)
 
 
-def scatter(lengths: np.ndarray, ranks: int, capacity: int, granule: int, rng: np.random.Generator) -> PhasePlan:
+def scatter(lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng: np.random.Generator) -> PhasePlan:
     """Items in random order, first-fit into rows with random gaps: any legal plan will do here."""
     used: list[list[int]] = []  # [microbatch][rank]
     count: list[list[int]] = []
     place = np.zeros((len(lengths), 4), np.int32)
     for item in rng.permutation(len(lengths)):
-        gap = int(rng.integers(0, 2)) * granule
+        gap = int(rng.integers(0, 2)) * alignment
         open_rows = [(m, r) for m in range(len(used)) for r in range(ranks)]
         fits = [(m, r) for m, r in open_rows if used[m][r] + gap + lengths[item] <= capacity]
         if not fits:
@@ -132,9 +132,9 @@ def scatter(lengths: np.ndarray, ranks: int, capacity: int, granule: int, rng: n
 
 
 def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
-    granules = {"language": 1, **{name: modality.slots_per_token for name, modality in MODALITIES.items()}}
+    alignments = {"language": 1, **{name: modality.slots_per_token for name, modality in MODALITIES.items()}}
     phases = {
-        phase: scatter(items.phases[phase].length, RANKS[phase], CAPACITIES[phase], granules[phase], rng)
+        phase: scatter(items.phases[phase].length, RANKS[phase], CAPACITIES[phase], alignments[phase], rng)
         for phase in RANKS
     }
     routes, filled = {}, dict.fromkeys(np.ndindex(phases["language"].microbatches, RANKS["language"]), 0)
