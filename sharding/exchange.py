@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sharding.pools import gather_either
 from sharding.rules import Layout
 
 Pool = Any  # a pytree of arrays [R, W, ...]
@@ -101,7 +100,7 @@ class Exchange:
     ) -> Pool:
         def on_device(source: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
             def move(pool: jax.Array, received: jax.Array) -> jax.Array:
-                chunks = _gather_either(pool[0], received[0], tables[0][0])
+                chunks = gather_either(pool[0], received[0], tables[0][0])
                 if self.ragged:
                     return _ragged_all_to_all(chunks, received[0], tables[1][0], self.shared)[None]
                 if self.shared:
@@ -132,7 +131,7 @@ class Exchange:
     ) -> Pool:
         def on_device(source: Pool, buffer: Pool, target: Pool, gather: jax.Array) -> Pool:
             def add(pool: jax.Array, received: jax.Array, into: jax.Array) -> jax.Array:
-                arrived = _gather_either(received[0], pool[0], gather[0])
+                arrived = gather_either(received[0], pool[0], gather[0])
                 if summed:
                     arrived = jax.lax.psum(arrived, summed)
                 return into + arrived[None]
@@ -149,106 +148,8 @@ class Exchange:
         )(source, buffer, target, gather)
 
 
-def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:
-    """Node of each rank of a layout, that of its first device: int32 [R].
-
-    A node is what one process drives, or so many devices in the order of the mesh's device numbers.
-    An abstract mesh counts as numbered in order, and as one node unless `devices_per_node` is given.
-    """
-    mesh = layout.mesh
-    if isinstance(mesh, Mesh):
-        per_node = devices_per_node
-        of = [device.process_index if per_node is None else device.id // per_node for device in mesh.devices.flat]
-        nodes = np.array(of)
-    else:
-        nodes = np.arange(mesh.size) // (devices_per_node or mesh.size)
-    nodes = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
-    first = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
-    return nodes[first].reshape(-1).astype(np.int32)
-
-
 def _ragged_all_to_all(chunks: jax.Array, received: jax.Array, sizes: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if not axes:
         return received
     begin, sent, land, expected = sizes
     return jax.lax.ragged_all_to_all(chunks, received, begin, sent, land, expected, axis_name=axes)
-
-
-def _gather(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], zero where index is -1."""
-    taken = values[jnp.maximum(index, 0)]
-    return jnp.where(_like(index >= 0, taken), taken, 0)
-
-
-def _gather_either(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
-    """(first ++ second)[index], zero where index is -1, without joining the two."""
-    ends = len(first)
-    ours, theirs = first[jnp.clip(index, 0, ends - 1)], second[jnp.maximum(index - ends, 0)]
-    return jnp.where(_like(index >= 0, ours), jnp.where(_like(index < ends, ours), ours, theirs), 0)
-
-
-def _like(mask: jax.Array, values: jax.Array) -> jax.Array:
-    """The mask with trailing axes of length one, to meet `values`."""
-    return mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
-    """Each rank's rows from its own pool: pool [R, W, D], index int32 [R, C] (-1: zero) -> [R, C, D].
-
-    No slot may occur twice in one row's index, if it is differentiated.
-    """
-    slots = ("batch", "sequence")
-    return layout.local(lambda pool, index: _gather(pool[0], index[0])[None], (("batch",), slots), slots)(pool, index)
-
-
-def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return take_rows(layout, pool, index), (pool, index)
-
-
-def _take_backward(layout: Layout, residuals: tuple[jax.Array, jax.Array], d_rows: jax.Array) -> tuple[jax.Array, None]:
-    pool, index = residuals
-    return put_rows(layout, d_rows, index, jnp.zeros_like(pool)), None
-
-
-take_rows.defvjp(_take_forward, _take_backward)
-
-
-def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
-    """The transpose of `take_rows`, added to `pool`. No slot may occur twice in one row's index.
-
-    The inverse table is built from integers, so the values themselves are gathered, never scattered.
-    """
-
-    def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
-        slots = pool.shape[1]
-        target = jnp.where(index[0] >= 0, index[0], slots)
-        inverse = (
-            jnp.full(slots, -1, jnp.int32).at[target].set(jnp.arange(index.shape[1], dtype=jnp.int32), mode="drop")
-        )
-        own = _gather(rows[0], inverse)[None].astype(pool.dtype)
-        return pool + (jax.lax.psum(own, split) if split else own)
-
-    split = layout.mesh_axes("sequence")
-    slots = ("batch", "sequence")
-    return layout.local(on_device, (slots, slots, ("batch",)), ("batch",))(rows, index, pool)
-
-
-def share_rank(layout: Layout, x: jax.Array, rank: jax.Array) -> jax.Array:
-    """What one rank holds, for all of them: x [R, ...] -> [1, ...]."""
-    axes = layout.batch_axes
-
-    def on_device(x: jax.Array, rank: jax.Array) -> jax.Array:
-        return jax.lax.psum(jnp.where(jax.lax.axis_index(axes) == rank, x, 0), axes)
-
-    return layout.local(on_device, (("batch",), ()), ())(x, rank) if axes else x
-
-
-def add_to_rank(layout: Layout, x: jax.Array, more: jax.Array, rank: jax.Array) -> jax.Array:
-    """Add what all ranks know to what one of them holds: x [R, ...], more [1, ...] -> [R, ...]."""
-    axes = layout.batch_axes
-
-    def on_device(x: jax.Array, more: jax.Array, rank: jax.Array) -> jax.Array:
-        return x + jnp.where(jax.lax.axis_index(axes) == rank, more, 0)
-
-    return layout.local(on_device, (("batch",), (), ()), ("batch",))(x, more, rank) if axes else x + more

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -153,3 +154,21 @@ def make_layout(
 
 def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:
+    """Node of each rank of a layout, that of its first device: int32 [R].
+
+    A node is what one process drives or, with `devices_per_node`, as many devices in the order of their ids. The
+    devices of an abstract mesh count in order; without `devices_per_node` they are one node.
+    """
+    mesh = layout.mesh
+    if not isinstance(mesh, Mesh):
+        nodes = np.arange(mesh.size) // (devices_per_node or mesh.size)
+    elif devices_per_node is None:
+        nodes = np.array([device.process_index for device in mesh.devices.flat])
+    else:
+        nodes = np.array([device.id // devices_per_node for device in mesh.devices.flat])
+    numbered = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
+    first_device = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
+    return numbered[first_device].reshape(-1).astype(np.int32)

@@ -23,7 +23,8 @@ from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.training.programs.phased import LANGUAGE
-from sharding.exchange import Exchange, rank_nodes
+from sharding.exchange import Exchange
+from sharding.rules import rank_nodes
 
 LARGEST = 64  # examples of most images or sound, which a pipeline must have room for
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time

@@ -27,7 +27,7 @@ from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
-from sharding.exchange import add_to_rank, put_rows, share_rank, take_rows
+from sharding.pools import add_to_rank, put_rows, share_rank, take_rows
 
 
 class TrainState(NamedTuple):

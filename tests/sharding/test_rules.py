@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import MeshError, make_mesh
-from sharding.rules import Layout, make_layout
+from sharding.mesh import MeshError, abstract_mesh, make_mesh
+from sharding.rules import Layout, make_layout, rank_nodes
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 
@@ -96,3 +96,15 @@ def test_layouts_are_values():
     one, two = make_layout(MESH), make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     assert isinstance(one, Layout) and one == two and hash(one) == hash(two)
     assert one != make_layout(MESH, {"batch": ["data"]})
+
+
+def test_nodes_of_ranks():
+    """Eight devices in order; a rank's node is that of its first device."""
+    both = make_layout(MESH, {"batch": ["data", "fsdp"]})
+    assert rank_nodes(both, 4).tolist() == [0, 0, 1, 1]
+    assert rank_nodes(both, 2).tolist() == [0, 1, 2, 3]
+    assert rank_nodes(make_layout(MESH, {"batch": ["fsdp", "tensor"]}), 2).tolist() == [0, 0, 1, 1]
+    assert rank_nodes(both).tolist() == [0, 0, 0, 0]
+    planned = make_layout(abstract_mesh({"data": 16, "fsdp": 2}, 32))
+    assert rank_nodes(planned, 8).tolist() == [rank // 8 for rank in range(32)]
+    assert rank_nodes(planned).tolist() == [0] * 32

@@ -35,10 +35,10 @@ from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_e
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.phased import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
 from jaxmllm.training.step_functions import Step, TrainState
-from sharding.exchange import take_rows
 from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
 from sharding.pipeline.executor.gradient import Params
 from sharding.pipeline.graph import Chain
+from sharding.pools import take_rows
 
 STAGE = "stage"
 LAYERS = "layers"  # name of the stacked layers among a tower's parameters
