@@ -11,7 +11,7 @@ from jaxmllm.config.read import dump_config, load_config, parse_config
 from jaxmllm.config.schema import Config, ConfigError
 from sharding.mesh import mesh_shape
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 MINIMAL = """
 run: {directory: runs/x, steps: 10}

@@ -134,7 +134,7 @@ def test_what_is_no_calibration_at_all_is_refused(tmp_path, text):
     path = tmp_path / "absent.json"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=r"absent\.json.*jaxmllm\.balance\.calibrate"):
+    with pytest.raises(ConfigError, match=r"absent\.json.*jaxmllm\.tools\.calibrate"):
         load_calibration(path, ("language",))
 
 
