@@ -53,9 +53,9 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     for mode in MODES:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
-        attention = attention_spec(config, ground.model, ground.corpus.modalities, spec)
+        attention = attention_spec(config, ground.model, ground.corpus.formats, spec)
         step = Step(ground.model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
-        programs[mode] = Programs(step, spec, ground.corpus.modalities, attention, config.run.param_dtype)
+        programs[mode] = Programs(step, spec, ground.corpus.formats, attention, config.run.param_dtype)
         fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), attention)
 
     state = programs[MODES[0]].init(config.run.seed)

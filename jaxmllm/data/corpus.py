@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,42 +17,19 @@ import numpy as np
 
 from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.records import BatchItems, PhaseItems
-from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
+from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.index.build import MAX_LINE, DataError, LengthIndex, Rejected, build_index
-from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality
-from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.media.table import row_formats
 from jaxmllm.data.messages import shown
 from jaxmllm.data.text.conversation import parse_conversation, parse_json
 from jaxmllm.data.text.tokenizers import Rendered, Tokenizer, render
+from jaxmllm.row_format import RowFormat
 
 LANGUAGE = "language"
 SHOWN = 5  # refusals quoted in an error
 
 _RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.sounds.max_seconds or split the clip"}
-
-
-def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> dict[str, Modality]:
-    """The modalities of the model's encoders by phase, in model order; `split`: phases whose rows are split into parts
-    (context parallelism)."""
-    made: dict[str, Modality] = {}
-    for phase in model.encoders:
-        if phase == "vision" and model.vision is not None:
-            made[phase] = Images(
-                model.vision.patch_size, model.vision.merge, data.images.min_pixels, data.images.max_pixels
-            )
-        if phase == "audio" and model.audio is not None:
-            made[phase] = Sounds(
-                data.sounds.sample_rate,
-                data.sounds.window,
-                data.sounds.hop,
-                model.audio.mel_bins,
-                model.audio.chunk_frames,
-                model.audio.merge,
-                data.sounds.max_seconds,
-                whole_chunks=phase in split,
-            )
-    return made
 
 
 @dataclass(frozen=True)
@@ -84,6 +61,11 @@ class Corpus:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    @property
+    def formats(self) -> dict[str, RowFormat]:
+        """What the rows of each encoder phase look like."""
+        return row_formats(self.modalities)
 
     @cached_property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:

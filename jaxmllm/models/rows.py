@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
 from jaxmllm.attention.tiles import list_bound
-from jaxmllm.data.media.modality import Modality
+from jaxmllm.row_format import RowFormat
 from sharding.rules import Layout
 
 
@@ -89,18 +89,18 @@ class TokenPool(NamedTuple):
 
 
 def abstract_encoder_rows(
-    layout: Layout, capacity: int, modality: Modality, block: int, windows: bool = False
+    layout: Layout, capacity: int, row_format: RowFormat, block: int, windows: bool = False
 ) -> EncoderRows:
     """Shapes, types and shardings of the rows of one capacity C; `windows`: whether the tower attends in windows."""
-    tokens = capacity // modality.slots_per_token
+    tokens = capacity // row_format.slots_per_token
     shapes = EncoderRows(
-        features=_shape((capacity, modality.features), modality.dtype),
+        features=_shape((capacity, row_format.features), row_format.dtype),
         segments=_shape((capacity,)),
         positions=_shape((capacity, 2)),
         valid=_shape((tokens,), np.bool_),
         failed=_shape(()),
         places=_shape((tokens,)),
-        tiles=_tiles(layout, capacity // modality.attention_stride // block),
+        tiles=_tiles(layout, capacity // row_format.stride // block),
     )
     if windows:
         shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)

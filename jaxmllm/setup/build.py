@@ -90,15 +90,16 @@ def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, Pipelin
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model, corpora = ground.model, [ground.corpus, *ground.held_out]
     step = Step(model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
-    modalities, param_dtype = ground.corpus.modalities, config.run.param_dtype
+    formats = ground.corpus.formats
+    param_dtype = config.run.param_dtype
     if config.pipeline.stages == 1:
         spec = plan_spec(config, model, ground.samples, corpora)
         hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
-        return Programs(step, spec, modalities, attention_spec(config, model, modalities, spec), param_dtype), None
+        return Programs(step, spec, formats, attention_spec(config, model, formats, spec), param_dtype), None
     sizes = pipeline_sizes(config, model, ground.samples, corpora)
     hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
-    attention = attention_spec(config, model, modalities, sizes.spec)
-    return PipelinePrograms(step, sizes, modalities, attention, param_dtype), sizes
+    attention = attention_spec(config, model, formats, sizes.spec)
+    return PipelinePrograms(step, sizes, formats, attention, param_dtype), sizes
 
 
 def local_share(programs: Programs) -> LocalRanks:

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.config.schema import Config, ConfigError, SourceConfig
 from jaxmllm.data.batches import example_order, sample_batches
-from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.table import modalities, row_formats
 from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
@@ -92,8 +93,9 @@ def open_corpora(
     config: Config, tokenizer: Tokenizer, modalities: Mapping[str, Modality], model: MLLM
 ) -> tuple[Corpus, list[Corpus]]:
     """The training corpus and, where there is one, the held-out corpus, with source numbers in common."""
+    formats = row_formats(modalities)
     limits = {
-        phase: largest_row(config, phase, modalities, model.layout(phase).parts)
+        phase: largest_row(config, phase, formats, model.layout(phase).parts)
         for phase in (*model.config.encoders, LANGUAGE)
     }
 

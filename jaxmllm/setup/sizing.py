@@ -19,9 +19,9 @@ from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.row_format import RowFormat
 from jaxmllm.training.programs.phased import LANGUAGE
 from sharding.exchange import Exchange
 from sharding.rules import rank_nodes
@@ -58,24 +58,24 @@ def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
     return corpus.gather(np.sort(np.argsort(-slots, kind="stable")[:LARGEST]))
 
 
-def attention_spec(config: Config, model: MLLM, modalities: Mapping[str, Modality], spec: PlanSpec) -> AttentionSpec:
+def attention_spec(config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec) -> AttentionSpec:
     """Attention blocks and parts of every phase's rows."""
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     return AttentionSpec(
-        blocks={name: attention_block(config, rows, modalities, parts[name]) for name, rows in spec.phases.items()},
+        blocks={name: attention_block(config, rows, formats, parts[name]) for name, rows in spec.phases.items()},
         parts=parts,
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
     )
 
 
-def attention_block(config: Config, rows: PhaseSpec, modalities: Mapping[str, Modality], parts: int) -> int:
+def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int) -> int:
     """`phases.<phase>.block`, or 64 where some part of a row, or some rank's share of a long one, would have so few
     blocks that their work could not be dealt out evenly."""
     block: int = getattr(config.phases, rows.name).block
     stride = whole = 1
     if rows.name != LANGUAGE:
-        stride, whole = modalities[rows.name].attention_stride, modalities[rows.name].alignment
+        stride, whole = formats[rows.name].stride, formats[rows.name].alignment
     if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
         return block
     shared = [(capacity, parts) for capacity in rows.capacities]
@@ -84,40 +84,40 @@ def attention_block(config: Config, rows: PhaseSpec, modalities: Mapping[str, Mo
     return min((block_size(slots // stride, by, block) for slots, by in shared if by > 1), default=block)
 
 
-def alignment(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
+def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
     """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
     in each part of a row."""
     block: int = getattr(config.phases, phase).block
     if phase == LANGUAGE:
         return block * parts
-    slots, whole = block * modalities[phase].attention_stride, modalities[phase].alignment
+    slots, whole = block * formats[phase].stride, formats[phase].alignment
     if parts > 1 and slots % whole:
         raise ConfigError(
             f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, which must be a "
             f"multiple of {whole}, what the {phase} tower takes as a whole; raise it to "
-            f"{math.lcm(slots, whole) // modalities[phase].attention_stride}"
+            f"{math.lcm(slots, whole) // formats[phase].stride}"
         )
     return math.lcm(slots, whole) * parts
 
 
-def largest_row(config: Config, phase: str, modalities: Mapping[str, Modality], parts: int) -> int:
+def largest_row(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
     """Slots of the largest row that a phase may have; longer items are refused."""
     settings: PhaseConfig = getattr(config.phases, phase)
     if settings.long_capacity is not None:
         return settings.long_capacity
     if settings.capacities == "auto":
-        unit = alignment(config, phase, modalities, parts)
+        unit = alignment(config, phase, formats, parts)
         return settings.max_capacity // unit * unit
     return max(settings.capacities)
 
 
 def _needs(config: Config, model: MLLM, corpora: Sequence[Corpus]) -> list[SizingInputs]:
     longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
-    return sizing_inputs(config, model, corpora[0].modalities, longest)
+    return sizing_inputs(config, model, corpora[0].formats, longest)
 
 
 def sizing_inputs(
-    config: Config, model: MLLM, modalities: Mapping[str, Modality], longest: Mapping[str, int]
+    config: Config, model: MLLM, formats: Mapping[str, RowFormat], longest: Mapping[str, int]
 ) -> list[SizingInputs]:
     """What decides the rows of every phase beside the samples; `longest` is the largest item of each, in slots."""
     flops = model_flops(config, model)
@@ -126,8 +126,8 @@ def sizing_inputs(
         SizingInputs(
             name=phase,
             ranks=model.layout(phase).ranks,
-            alignment=alignment(config, phase, modalities, model.layout(phase).parts),
-            slots_per_token=1 if phase == LANGUAGE else modalities[phase].slots_per_token,
+            alignment=alignment(config, phase, formats, model.layout(phase).parts),
+            slots_per_token=1 if phase == LANGUAGE else formats[phase].slots_per_token,
             longest=longest[phase],
             flops=flops[phase],
             config=getattr(config.phases, phase),

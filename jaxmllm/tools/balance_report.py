@@ -504,7 +504,7 @@ def compare_config(
     import jax.numpy as jnp
 
     from jaxmllm.data.batches import batch_examples
-    from jaxmllm.data.corpus import modalities
+    from jaxmllm.data.media.table import modalities, row_formats
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
     from jaxmllm.setup.prepare import lay_groundwork, planning_mesh, vocabulary
@@ -533,7 +533,8 @@ def compare_config(
     )
     samples, items = _generated(examples, seed, config.model)
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
-    needs = sizing_inputs(config, model, modalities(config.model, config.data, model.split_phases), largest)
+    formats = row_formats(modalities(config.model, config.data, model.split_phases))
+    needs = sizing_inputs(config, model, formats, largest)
     grids = exchange_grids(model)
     nodes, backend = rank_places(config, model), exchange_backend(config, model)
     earlier, later = [choose_sizes(samples, needs, grids, each.balance, nodes, backend) for each in by_mode]

@@ -125,8 +125,8 @@ def time_phase(run: Run, phase: str, params: Any, repeats: int) -> dict[Fill, tu
     Every round runs each fill once, so that a slow moment of the machine touches all alike; the first does not count.
     """
     spec = run.programs.spec.phases[phase]
-    modality = run.corpus.modalities.get(phase)
-    unit = 1 if modality is None else math.lcm(modality.alignment, spec.slots_per_token, modality.attention_stride)
+    row_format = run.corpus.formats.get(phase)
+    unit = 1 if row_format is None else math.lcm(row_format.alignment, spec.slots_per_token, row_format.stride)
     chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     clock = Clock(run.programs, phase, params)
@@ -249,7 +249,8 @@ class MadeUp:
 
     def load(self, path: Path, shape: tuple[int, int]) -> Any:
         # Not zeros: some chips multiply them faster.
-        return np.random.default_rng(0).integers(0, 2, (shape[0], self._like.features)).astype(self._like.dtype)
+        row_format = self._like.format
+        return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)
 
 
 def _package() -> str:

@@ -35,7 +35,10 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import ByteTokenizer, MediaSpan, Rendered
 from jaxmllm.data.workers.reader import Loader
+from jaxmllm.row_format import RowFormat
 from tests.data.workers.elements import Imported
+
+SQUARES = RowFormat(2, np.dtype(np.float32), slots_per_token=4, stride=1, alignment=4)
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,7 @@ class Squares:
     """A modality whose item of shape (tokens, number) holds its number in every slot; each seventh is broken."""
 
     name: str = "vision"
-    features: int = 2
-    slots_per_token: int = 4
-    attention_stride: int = 1
-
-    @property
-    def dtype(self):
-        return np.dtype(np.float32)
+    format: RowFormat = SQUARES
 
     def length(self, shape):
         return shape[0] * 4
@@ -368,7 +365,7 @@ def test_real_files_reach_the_rows_through_a_worker(pictures):
                 wanted.append(images.load(Path(span.path), span.shape))
     filled = []
     for row in step.rows["vision"]:
-        tokens = np.repeat(row["valid"], images.slots_per_token, axis=1)
+        tokens = np.repeat(row["valid"], images.format.slots_per_token, axis=1)
         filled.append(row["features"][tokens])
         assert not row["features"][~tokens].any()
     wanted, filled = np.concatenate(wanted), np.concatenate(filled)

@@ -10,10 +10,11 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
-from jaxmllm.data.corpus import Corpus, modalities
+from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.build import DataError
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.media.table import modalities
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 
 LANGUAGE = {"width": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 16, "mlp_width": 16}

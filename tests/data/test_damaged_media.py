@@ -465,7 +465,10 @@ def test_any_bytes_load_whole_or_are_refused(kind: str, rounds: int, tmp_path: P
         except MediaError as error:
             assert str(error).startswith(str(path)) and str(error).isprintable()
             continue
-        assert features.shape == (modality.length(shape), modality.features) and features.dtype == modality.dtype
+        assert (
+            features.shape == (modality.length(shape), modality.format.features)
+            and features.dtype == modality.format.dtype
+        )
         assert np.isfinite(features).all()
         loaded += 1
     assert loaded < rounds

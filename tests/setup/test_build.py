@@ -5,7 +5,7 @@ import pytest
 from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.data.corpus import modalities
+from jaxmllm.data.media.table import modalities, row_formats
 from jaxmllm.setup.prepare import planning_mesh
 from jaxmllm.setup.sizing import alignment, attention_block
 from tests.support import tiny_config
@@ -32,7 +32,7 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
     rows = PhaseSpec(phase, 4, tuple(capacities), 8, 1, 1, 1, long_capacity=long_capacity)
     split = {phase} if parts > 1 else ()
-    assert attention_block(config, rows, modalities(config.model, config.data, split), parts) == expected
+    assert attention_block(config, rows, row_formats(modalities(config.model, config.data, split)), parts) == expected
 
 
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole_chunks(tmp_path):
@@ -40,7 +40,7 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole
 
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
-        media = modalities(config.model, config.data, {"audio"} if parts > 1 else ())
+        media = row_formats(modalities(config.model, config.data, {"audio"} if parts > 1 else ()))
         return alignment(config, "audio", media, parts)
 
     assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]

@@ -32,7 +32,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.config.strict_yaml import write_text
-from jaxmllm.data.corpus import modalities
+from jaxmllm.data.media.table import modalities, row_formats
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
@@ -114,10 +114,10 @@ def encoder(phase: str) -> Observer:
 
     def observe(config: Config, _: Scene) -> str:
         made = model(config)
-        modality = modalities(config.model, config.data, ())[phase]
+        row_format = modalities(config.model, config.data, ())[phase].format
         block = getattr(config.phases, phase).block
         layout = made.layout(phase)
-        rows = abstract_encoder_rows(layout, CAPACITY, modality, block, phase in config.model.windows)
+        rows = abstract_encoder_rows(layout, CAPACITY, row_format, block, phase in config.model.windows)
         params = {name: made.abstract("float32")[name] for name in (phase, f"projector.{phase}")}
 
         def loss(params: Any, rows: Any) -> Any:
@@ -195,13 +195,13 @@ def plan(config: Config, scene: Scene) -> Any:
     """Rows, pools, exchange and attention of the step's plan."""
     made, corpora = scene.ground.model, [scene.ground.corpus, *scene.ground.held_out]
     spec = plan_spec(config, made, scene.ground.samples, corpora)
-    return repr((spec, attention_spec(config, made, scene.ground.corpus.modalities, spec)))
+    return repr((spec, attention_spec(config, made, scene.ground.corpus.formats, spec)))
 
 
 def limits(config: Config, _: Scene) -> Any:
     """What is too long for any row."""
-    media = modalities(config.model, config.data, ())
-    return [largest_row(config, phase, media, 1) for phase in ("vision", "audio", "language")]
+    formats = row_formats(modalities(config.model, config.data, ()))
+    return [largest_row(config, phase, formats, 1) for phase in ("vision", "audio", "language")]
 
 
 def stages(config: Config, scene: Scene) -> Any:

@@ -197,12 +197,12 @@ def greedy_decoder(setup, params):
         plan = plan_step(setup.corpus.gather(np.array([example])), setup.spec)
         (rows,) = step.rows["language"]
         media = np.zeros((1, rows["tokens"].shape[1], model.config.language.width), np.float32)
-        for phase, modality in setup.corpus.modalities.items():
+        for phase, row_format in setup.corpus.formats.items():
             spans = [span for span in rendered.media if span.phase == phase]
             encoded = [np.asarray(encode(phase, EncoderRows.of(arrays))) for arrays in step.rows[phase]]
             where = plan.phases[phase]
             for span, row, offset in zip(spans, where.microbatch, where.offset, strict=True):
-                first = offset // modality.slots_per_token
+                first = offset // row_format.slots_per_token
                 media[0, span.slot : span.slot + span.tokens] = encoded[row][0, first : first + span.tokens]
         (places,) = np.nonzero(rendered.targets >= 0)  # tokens followed by one of the answer
         assert np.all(np.diff(places) == 1)

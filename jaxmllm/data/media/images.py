@@ -17,6 +17,7 @@ import os
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from jaxmllm.data.media.modality import MediaError, Shape, open_file
+from jaxmllm.row_format import RowFormat
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200
@@ -63,8 +65,6 @@ class Images:
 
     name = "vision"
     part = "image"
-    dtype = np.dtype(np.uint8)
-    attention_stride = 1
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -82,17 +82,11 @@ class Images:
         """Pixels along one side of the square that becomes one language token."""
         return self.patch_size * self.merge
 
-    @property
-    def features(self) -> int:
-        return self.patch_size**2 * 3
-
-    @property
-    def alignment(self) -> int:
-        return self.slots_per_token
-
-    @property
-    def slots_per_token(self) -> int:
-        return self.merge**2
+    @cached_property
+    def format(self) -> RowFormat:
+        slots = self.merge**2
+        features = self.patch_size**2 * 3
+        return RowFormat(features, np.dtype(np.uint8), slots_per_token=slots, stride=1, alignment=slots)
 
     def measure(self, path: Path) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
@@ -107,7 +101,7 @@ class Images:
         return shape[0] * shape[1]
 
     def tokens(self, shape: Shape) -> int:
-        return shape[0] * shape[1] // self.slots_per_token
+        return shape[0] * shape[1] // self.merge**2
 
     def load(self, path: Path, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
@@ -172,7 +166,7 @@ class Images:
     def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         merge, size = self.merge, self.patch_size
         tiles = pixels.reshape(shape[0] // merge, merge, size, shape[1] // merge, merge, size, 3)
-        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.features)
+        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.format.features)
 
 
 def _open(file: FileIO, path: Path) -> Image.Image:

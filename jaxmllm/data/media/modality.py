@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.data.messages import shown
+from jaxmllm.row_format import RowFormat
 
 Shape = tuple[int, int]
 
@@ -69,28 +70,8 @@ class Modality(Protocol):
         ...
 
     @property
-    def features(self) -> int:
-        """F: numbers a slot holds."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the features on the host."""
-        ...
-
-    @property
-    def slots_per_token(self) -> int:
-        """Slots behind one language token."""
-        ...
-
-    @property
-    def alignment(self) -> int:
-        """Slots that the tower or its projector takes as a whole; items and rows are multiples of it."""
-        ...
-
-    @property
-    def attention_stride(self) -> int:
-        """Slots behind one token of the tower's attention."""
+    def format(self) -> RowFormat:
+        """What the slots of its rows hold and how they group."""
         ...
 
     def measure(self, path: Path) -> Shape:

@@ -26,10 +26,11 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from jaxmllm.arrays import ceil_divide
+from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
 from jaxmllm.data.media.modality import MediaError, Shape, open_file
+from jaxmllm.row_format import RowFormat
 
 STEM_STRIDE = 4  # frames behind one token of the tower's attention
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # Hz; no sound card is outside, a damaged header easily is
@@ -58,20 +59,14 @@ class Sounds:
 
     name = "audio"
     part = "audio"
-    dtype = np.dtype(np.float32)
-    attention_stride = STEM_STRIDE
 
-    @property
-    def features(self) -> int:
-        return self.mel_bins
-
-    @property
-    def alignment(self) -> int:
-        return self.chunk_frames if self.whole_chunks else self.slots_per_token
-
-    @property
-    def slots_per_token(self) -> int:
-        return STEM_STRIDE * self.merge
+    @functools.cached_property
+    def format(self) -> RowFormat:
+        slots = STEM_STRIDE * self.merge
+        alignment = self.chunk_frames if self.whole_chunks else slots
+        return RowFormat(
+            self.mel_bins, np.dtype(np.float32), slots_per_token=slots, stride=STEM_STRIDE, alignment=alignment
+        )
 
     def measure(self, path: Path) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
@@ -81,7 +76,7 @@ class Sounds:
             return self._shape(self._header(file, path), path)
 
     def length(self, shape: Shape) -> int:
-        return ceil_divide(shape[0], self.alignment) * self.alignment
+        return round_up(shape[0], self.format.alignment)
 
     def real(self, shape: Shape) -> int:
         return shape[0]

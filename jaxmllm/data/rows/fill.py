@@ -42,6 +42,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
+from jaxmllm.row_format import RowFormat
 
 LANGUAGE = "language"
 DECODE_THREADS = min(4, os.cpu_count() or 1)  # pillow, soundfile and numpy let go of the interpreter lock
@@ -254,14 +255,16 @@ def _encoder_rows(
     batch: _Batch, phase: str, plan: PhasePlan, ranks: tuple[int, ...], attention: AttentionSpec, threads: int
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and a message for each item that did not decode."""
-    modality, items = batch.modalities[phase], batch.items.phases[phase]
+    modality = batch.modalities[phase]
+    row_format = modality.format
+    items = batch.items.phases[phase]
     for name, slots in (("capacity", plan.capacity), ("offset", plan.offset)):
-        for value in slots[slots % modality.slots_per_token != 0][:1]:
+        for value in slots[slots % row_format.slots_per_token != 0][:1]:
             raise MisalignmentError(
-                f"a {phase} row has {name} {value}, which cuts a language token of {modality.slots_per_token} slots; "
+                f"a {phase} row has {name} {value}, which cuts a language token of {row_format.slots_per_token} slots; "
                 f"make phases.{phase}.capacities multiples of it"
             )
-    rows = [_encoder_row(len(ranks), int(capacity), modality) for capacity in plan.capacity]
+    rows = [_encoder_row(len(ranks), int(capacity), row_format) for capacity in plan.capacity]
     mine = np.flatnonzero(np.isin(plan.rank, ranks))
     spans = {
         item: span for index in np.unique(items.example[mine]).tolist() for item, span in batch.media(phase, index)
@@ -279,13 +282,13 @@ def _encoder_rows(
             features = modality.load(Path(span.path), span.shape)
         except MediaError as error:
             return str(error)
-        expected = (slots.stop - slots.start, modality.features)
+        expected = (slots.stop - slots.start, row_format.features)
         if features.shape != expected:
             raise MisalignmentError(f"{span.path} was loaded as {features.shape}, but the plan has room for {expected}")
         if features.dtype.kind == "f" and not np.isfinite(features).all():
             return shown(f"{span.path} was loaded as numbers that are not finite; leave it out, or write it again")
         np.copyto(row["features"][rank, slots], features, casting="same_kind")
-        first = slots.start // modality.slots_per_token
+        first = slots.start // row_format.slots_per_token
         row["valid"][rank, first : first + int(items.tokens[item])] = True
         return None
 
@@ -295,17 +298,22 @@ def _encoder_rows(
     for item, _ in failed:
         rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
     for row in rows:
-        strides = modality.attention_stride, modality.slots_per_token
-        finish_encoder_row(row, *attention.of(phase), *strides, attention.windows.get(phase))
+        finish_encoder_row(
+            row,
+            *attention.of(phase),
+            stride=row_format.stride,
+            slots_per_token=row_format.slots_per_token,
+            window=attention.windows.get(phase),
+        )
     return rows, [message for _, message in failed]
 
 
-def _encoder_row(ranks: int, capacity: int, modality: Modality) -> Row:
+def _encoder_row(ranks: int, capacity: int, row_format: RowFormat) -> Row:
     return {
-        "features": np.zeros((ranks, capacity, modality.features), modality.dtype),
+        "features": np.zeros((ranks, capacity, row_format.features), row_format.dtype),
         "segments": np.zeros((ranks, capacity), np.int32),
         "positions": np.zeros((ranks, capacity, 2), np.int32),
-        "valid": np.zeros((ranks, capacity // modality.slots_per_token), np.bool_),
+        "valid": np.zeros((ranks, capacity // row_format.slots_per_token), np.bool_),
         "failed": np.zeros(ranks, np.int32),
     }
 

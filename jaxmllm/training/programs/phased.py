@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmllm.balance.records import Hop, PlanSpec, RouteTables, carriers
-from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
@@ -35,6 +34,7 @@ from jaxmllm.models.rows import (
     abstract_language_rows,
     abstract_pool,
 )
+from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
 from jaxmllm.training.step_functions import KeptFeatures, Step, TrainState
@@ -96,7 +96,7 @@ class Programs:
         self,
         step: Step,
         spec: PlanSpec,
-        modalities: Mapping[str, Modality],
+        formats: Mapping[str, RowFormat],
         attention: AttentionSpec,
         param_dtype: str,
     ):
@@ -115,7 +115,7 @@ class Programs:
         self.params = self._abstract_params()
         self.pools = self._abstract_pools()
         self.state = self._abstract_state(self.params)
-        jobs = self._jobs(modalities)
+        jobs = self._jobs(formats)
         lowered = [job.lower() for job in jobs.values()]  # tracing is Python; compiling is not
         with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             compiled = threads.map(jax.stages.Lowered.compile, lowered)
@@ -264,12 +264,12 @@ class Programs:
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, modalities: Mapping[str, Modality]) -> dict[Any, Job]:
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> dict[Any, Job]:
         jobs = self._common_jobs() | self._language_jobs(self.attention.blocks[LANGUAGE])
         for carrier in dict.fromkeys(self.carriers.values()):
             jobs |= self._exchange_jobs(carrier)
         for phase in self.encoders:
-            jobs |= self._encoder_jobs(phase, modalities[phase], self.attention.blocks[phase])
+            jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
         return jobs
 
     def _common_jobs(self) -> dict[Any, Job]:
@@ -339,14 +339,14 @@ class Programs:
             ("deliver_back", phase): Job(exchange.deliver_back, (d_language, d_buffer, tokens, back), tokens, (2,)),
         }
 
-    def _encoder_jobs(self, phase: str, modality: Modality, block: int) -> dict[Any, Job]:
+    def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> dict[Any, Job]:
         step, layout = self.step, self.layouts[phase]
         params, grads = self._components(self.params, phase), self._grads(self.params, phase)
         pool = self.pools[self.carriers[phase]]
         at, failed = self._scalar(np.int32), self._scalar(np.int32)
         jobs: dict[Any, Job] = {}
         for capacity in self.spec.phases[phase].capacities:
-            rows = abstract_encoder_rows(layout, capacity, modality, block, phase in step.model.config.windows)
+            rows = abstract_encoder_rows(layout, capacity, row_format, block, phase in step.model.config.windows)
 
             def encode(*arguments: Any) -> Any:
                 return step.encode(phase, *arguments)

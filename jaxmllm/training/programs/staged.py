@@ -27,11 +27,11 @@ from jaxmllm.arrays import Ints
 from jaxmllm.balance.records import PipelineRun
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
+from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.phased import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
 from jaxmllm.training.step_functions import Step, TrainState
@@ -59,7 +59,7 @@ class PipelinePrograms(Programs):
         self,
         step: Step,
         sizes: PipelineSizes,
-        modalities: Mapping[str, Modality],
+        formats: Mapping[str, RowFormat],
         attention: AttentionSpec,
         param_dtype: str,
     ):
@@ -68,7 +68,7 @@ class PipelinePrograms(Programs):
             chain.name: ChainStages.of(sizes.training.tables.ring.stages, chain)
             for chain in sizes.training.tables.ring.chains
         }
-        super().__init__(step, sizes.spec, modalities, attention, param_dtype)
+        super().__init__(step, sizes.spec, formats, attention, param_dtype)
 
     # ------------------------------------------------------------------ running
 
@@ -152,13 +152,13 @@ class PipelinePrograms(Programs):
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, modalities: Mapping[str, Modality]) -> dict[Any, Job]:
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> dict[Any, Job]:
         saved = self.saved_state
         kept = (("zero", "sums"), ("zero", "failed"), "totals", "update")
         jobs = {key: job for key, job in self._common_jobs().items() if key in kept}
         trained = {name: self.params[name] for name in sorted(self.step.model.trainable)}
         found: Any = (trained, self._abstract_sums(), self._scalar(np.int32))
-        rows = self.rows = self._abstract_rows(modalities)
+        rows = self.rows = self._abstract_rows(formats)
         evaluated: Any = Evaluated(found[1], found[2])
         table = self._abstract_table(self.sizes.training)
         return jobs | {
@@ -218,7 +218,7 @@ class PipelinePrograms(Programs):
 
         return self._on_layers(self.step.model.abstract(self.param_dtype), staged)
 
-    def _abstract_rows(self, modalities: Mapping[str, Modality]) -> dict[str, Any]:
+    def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
             layout, capacity = self.layouts[phase], spec.capacities[0]
@@ -226,7 +226,7 @@ class PipelinePrograms(Programs):
             if phase == LANGUAGE:
                 one = abstract_language_rows(layout, capacity, spec.max_segments, self.attention.blocks[phase])
             else:
-                one = abstract_encoder_rows(layout, capacity, modalities[phase], self.attention.blocks[phase])
+                one = abstract_encoder_rows(layout, capacity, formats[phase], self.attention.blocks[phase])
             rows[phase] = jax.tree.map(partial(self._stacked, phase), one)
         return rows
 

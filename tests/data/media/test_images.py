@@ -79,7 +79,7 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
                     np.testing.assert_array_equal(got[slot], patch.reshape(-1))
                     assert positions[slot].tolist() == [row, column]
                     slot += 1
-    assert got.shape == (24, IMAGES.features) == (IMAGES.length(shape), 48) and got.dtype == IMAGES.dtype
+    assert got.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48) and got.dtype == IMAGES.format.dtype
     assert IMAGES.real(shape) == 24 and IMAGES.real_slots(shape).all() and len(IMAGES.real_slots(shape)) == 24
 
 
@@ -87,7 +87,7 @@ def test_token_positions() -> None:
     assert IMAGES.token_positions((4, 6), 10).tolist() == [
         [10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)
     ]
-    assert IMAGES.tokens((4, 6)) == 6 == IMAGES.length((4, 6)) // IMAGES.slots_per_token
+    assert IMAGES.tokens((4, 6)) == 6 == IMAGES.length((4, 6)) // IMAGES.format.slots_per_token
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp"])

@@ -86,7 +86,7 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
     shape = SOUNDS.measure(tmp_path / name)
     assert shape == (70, 1)
     got = SOUNDS.load(tmp_path / name, shape)
-    assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.features) and got.dtype == SOUNDS.dtype
+    assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features) and got.dtype == SOUNDS.format.dtype
     assert not got[70:].any() and np.isfinite(got).all()
     band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
     assert abs(int(np.median(got[5:65].argmax(1))) - band) <= 1
@@ -111,7 +111,8 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
     assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(8)]
     assert SPLIT.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
     assert SOUNDS.token_positions((33, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
-    assert (SOUNDS.slots_per_token, SOUNDS.attention_stride, SOUNDS.alignment, SPLIT.alignment) == (8, 4, 8, 32)
+    assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (8, 4, 8)
+    assert SPLIT.format.alignment == 32
 
 
 def test_short_clips_at_odd_rates(tmp_path: Path) -> None:

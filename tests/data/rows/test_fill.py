@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmllm.arrays import round_up
 from jaxmllm.attention.tiles import segment_ids, tile_map
 from jaxmllm.balance.exchange.routes import route_tables
 from jaxmllm.balance.records import (
@@ -28,6 +29,7 @@ from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
+from jaxmllm.row_format import RowFormat
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
 CAPACITIES = {"vision": 32, "audio": 48, "language": 64}
@@ -40,23 +42,17 @@ class FakeModality:
     """Items of shape (real slots, number); slot s of item k holds k + s / 64, twice."""
 
     name: str
-    slots_per_token: int
-    attention_stride: int
-    features: int = 2
-
-    @property
-    def dtype(self):
-        return np.dtype(np.float32)
+    format: RowFormat
 
     def length(self, shape):
-        return -(-shape[0] // self.slots_per_token) * self.slots_per_token
+        return round_up(shape[0], self.format.slots_per_token)
 
     def load(self, path, shape):
         if "broken" in path.name:
             raise MediaError("decode", f"{path}: broken body")
         slots = np.arange(self.length(shape))
         values = np.where(self.real_slots(shape), shape[1] + slots / 64, 0)
-        return np.stack([values, values], 1).astype(self.dtype)[: -1 if "short" in path.name else None]
+        return np.stack([values, values], 1).astype(self.format.dtype)[: -1 if "short" in path.name else None]
 
     def positions(self, shape):
         return np.stack([np.arange(self.length(shape)), np.full(self.length(shape), shape[1])], 1).astype(np.int32)
@@ -65,7 +61,11 @@ class FakeModality:
         return np.arange(self.length(shape)) < shape[0]
 
 
-MODALITIES = {"vision": FakeModality("vision", 4, 1), "audio": FakeModality("audio", 8, 4)}
+def row_format(slots_per_token, stride):
+    return RowFormat(2, np.dtype(np.float32), slots_per_token, stride, alignment=slots_per_token)
+
+
+MODALITIES = {"vision": FakeModality("vision", row_format(4, 1)), "audio": FakeModality("audio", row_format(8, 4))}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendere
     for k in range(rng.integers(0, 4)):
         phase = ("vision", "audio")[rng.integers(2)]
         shape = (int(rng.integers(1, 25)), number * 8 + k + 1)
-        tokens = -(-shape[0] // MODALITIES[phase].slots_per_token)
+        tokens = -(-shape[0] // MODALITIES[phase].format.slots_per_token)
         path = Path(f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}")
         spans.append(MediaSpan(phase, path, shape, slot, tokens))
         slot += tokens + int(rng.integers(0, 3))
@@ -132,7 +132,7 @@ def scatter(lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng:
 
 
 def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
-    alignments = {"language": 1, **{name: modality.slots_per_token for name, modality in MODALITIES.items()}}
+    alignments = {"language": 1, **{name: modality.format.slots_per_token for name, modality in MODALITIES.items()}}
     phases = {
         phase: scatter(items.phases[phase].length, RANKS[phase], CAPACITIES[phase], alignments[phase], rng)
         for phase in RANKS
@@ -225,12 +225,12 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
             if inside < span.shape[0]:
                 expected["segments"][r, slot] = plan.segment[item]
                 expected["features"][r, slot] = 0 if broken else span.shape[1] + inside / 64
-            expected["valid"][r, slot // modality.slots_per_token] = not broken
+            expected["valid"][r, slot // modality.format.slots_per_token] = not broken
             expected["failed"][r] += broken and inside == 0
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
-            ids = segment_ids(segments[:: modality.attention_stride], causal=False)
+            ids = segment_ids(segments[:: modality.format.stride], causal=False)
             check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks[phase]))
         assert (row["places"] == np.arange(row["valid"].shape[1])).all()
 
@@ -291,7 +291,7 @@ def test_every_slot_of_the_batch_is_filled_exactly_once():
         ]
         np.testing.assert_array_equal(np.sort(filled), np.sort(np.concatenate(wanted)))
         valid = sum(int(row["valid"].sum()) for row in step.rows[phase])
-        assert valid == case.items.phases[phase].tokens.sum() and modality.slots_per_token > 1
+        assert valid == case.items.phases[phase].tokens.sum() and modality.format.slots_per_token > 1
     targets = sum(int((row["targets"] >= 0).sum()) for row in step.rows["language"])
     assert targets == step.targets > 0
     arrivals = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
@@ -325,7 +325,7 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
             return features
 
     case = make_case(3, broken=True)
-    modalities = {name: Overflowing(name, m.slots_per_token, m.attention_stride) for name, m in MODALITIES.items()}
+    modalities = {name: Overflowing(name, fake.format) for name, fake in MODALITIES.items()}
     arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
     step, expected = fill(*arguments, modalities, EVERYWHERE, ATTENTION), case.fill()
     assert len(step.failures) == len(expected.failures) >= 3
@@ -370,7 +370,7 @@ def test_media_of_other_hosts_are_not_decoded():
             loaded.append(path)
             return super().load(path, shape)
 
-    recording = Recording("vision", 4, 1)
+    recording = Recording("vision", MODALITIES["vision"].format)
     local = LocalRanks({"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)})
     step = fill(
         0, case.examples, case.items, case.plan, make_spec(), case.corpus,
@@ -395,9 +395,7 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
     case = make_case(6)
     count = sum(len(items.length) for name, items in case.items.phases.items() if name != "language")
     last = count if last is None else last
-    recording = {
-        name: Recording(name, fake.slots_per_token, fake.attention_stride) for name, fake in MODALITIES.items()
-    }
+    recording = {name: Recording(name, fake.format) for name, fake in MODALITIES.items()}
     where = (case.corpus, recording, EVERYWHERE, ATTENTION)
     with pytest.raises(CancelledError):
         fill(

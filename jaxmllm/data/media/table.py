@@ -1,0 +1,44 @@
+"""The modalities of a model: one record per encoder phase, made from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from jaxmllm.config.schema import DataConfig, ModelConfig
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.row_format import RowFormat
+
+
+def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> dict[str, Modality]:
+    """The modalities of the model's encoders by phase, in model order.
+
+    `split` names the phases whose rows are split into parts (context parallelism).
+    """
+    made: dict[str, Modality] = {}
+    for phase in model.encoders:
+        if phase == "vision" and model.vision is not None:
+            made[phase] = Images(
+                patch_size=model.vision.patch_size,
+                merge=model.vision.merge,
+                min_pixels=data.images.min_pixels,
+                max_pixels=data.images.max_pixels,
+            )
+        if phase == "audio" and model.audio is not None:
+            made[phase] = Sounds(
+                sample_rate=data.sounds.sample_rate,
+                window=data.sounds.window,
+                hop=data.sounds.hop,
+                mel_bins=model.audio.mel_bins,
+                chunk_frames=model.audio.chunk_frames,
+                merge=model.audio.merge,
+                max_seconds=data.sounds.max_seconds,
+                whole_chunks=phase in split,
+            )
+    return made
+
+
+def row_formats(modalities: Mapping[str, Modality]) -> dict[str, RowFormat]:
+    """What the rows of each phase look like."""
+    return {phase: modality.format for phase, modality in modalities.items()}
