@@ -98,7 +98,7 @@ class ExchangeGrid:
 class RouteSpec:
     """Fixed sizes of the exchange of one encoder phase.
 
-    Phases of equal grids share encoder pools and one exchange, that of the first of them; see `carriers`.
+    Phases of equal grids share encoder pools and one exchange, that of the first of them; see `shared_exchange`.
     """
 
     grid: ExchangeGrid
@@ -116,7 +116,7 @@ class RouteSpec:
         return (self.grid.shape[0] * self.pair_slots * self.hops,) * 2
 
 
-def carriers(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
+def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
     """By encoder phase: the phase whose pools and exchange carry its tokens, the first with an equal grid."""
     chosen: dict[str, str] = {}
     for phase, route in routes.items():
@@ -166,28 +166,28 @@ class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
     A run is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
-    `arrival` .. of `receiver`. If the two differ, a run goes `straight` there, as up to `direct` tokens of a pair do,
-    or its tokens are dealt to relays by `early` hops and passed on by `late` ones (relay.py). `number` is that of its
-    first token among those of the pair or, if dealt, among all that the sender deals. Ragged: all runs go straight, by
-    one early hop of any size.
+    `arrival` .. of `receiver`. If the two differ, a run goes there at once where it is `direct`, as up
+    to `direct_tokens` of a pair do; otherwise its tokens are spread over relay ranks in the hops of the first leg and
+    forwarded in those of the second (relay.py). `ordinal` is the number of its first token among those of the pair or,
+    where it is not direct, among all that the sender spreads. Ragged: all runs are direct, in one hop of any size.
     """
 
     source: int
     target: int
-    early: int
-    late: int
-    direct: int
+    first_leg: int
+    second_leg: int
+    direct_tokens: int
     tokens: Ints  # [K]
     start: Ints  # [K]
     arrival: Ints  # [K]
     sender: Ints  # [K]
     receiver: Ints  # [K]
-    number: Ints  # [K]
-    straight: NDArray[np.bool_]  # [K]
+    ordinal: Ints  # [K]
+    direct: NDArray[np.bool_]  # [K]
 
     @property
     def hops(self) -> int:
-        return self.early + self.late
+        return self.first_leg + self.second_leg
 
 
 @dataclass(frozen=True)
@@ -205,17 +205,18 @@ class RouteTables:
     """A round as gathers, for exchange ranks x; -1 means nothing.
 
     Forward:    the sources of hop h are encoder pool ++ buffer; what it receives fills the buffer, a padded hop's
-                A * Q slots from h * A * Q on;  language_pool[x, w] += (buffer ++ encoder_pool)[x, pick[x, w]].
-    Transposed: with d_language_pool in the place of the encoder pool: place, and
-                d_encoder_pool[x, w] += (buffer ++ d_language_pool)[x, back[x, w]].
+                A * Q slots from h * A * Q on;
+                language_pool[x, w] += (buffer ++ encoder_pool)[x, gather_forward[x, w]].
+    Transposed: the same with `send_backward`, and d_language_pool in place of the encoder pool;
+                d_encoder_pool[x, w] += (buffer ++ d_language_pool)[x, gather_backward[x, w]].
     """
 
     source: int
     target: int
-    send: tuple[Hop, ...]
-    pick: Ints  # [x, language W]
-    place: tuple[Hop, ...]
-    back: Ints  # [x, encoder W]
+    send_forward: tuple[Hop, ...]
+    gather_forward: Ints  # [x, language W]
+    send_backward: tuple[Hop, ...]
+    gather_backward: Ints  # [x, encoder W]
 
 
 @dataclass(frozen=True)

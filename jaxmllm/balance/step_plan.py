@@ -35,7 +35,7 @@ from jaxmllm.balance.records import (
     PlanSpec,
     RouteSpec,
     StepPlan,
-    carriers,
+    shared_exchange,
 )
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.rows.long import is_long
@@ -50,12 +50,14 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
     `<phase>/gap_to_floor` (the same / what no placement goes below: the mean or the costliest item),
     `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means), `<phase>/idle_share` (of
-    the ranks' time, by the same sums: 1 - 1 / synchronised). `plan_ms`. For every encoder
-    phase that carries an exchange (see `carriers`), `route/<phase>/...`: `ragged`, 1 with that backend and 0 with the
-    padded one; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change
-    rank; `slots_moved` from one rank to another, padding and second legs included; per token that changes rank
-    `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those that change
-    node, and `node_tokens_over_arbitrary`, the same against what change node when ranks are dealt at random.
+    the ranks' time, by the same sums: 1 - 1 / synchronised). `plan_ms`.
+
+    For every encoder phase that owns an exchange (see `shared_exchange`), `route/<phase>/...`: `ragged`, 1 with that
+    backend and 0 with the padded one; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens`
+    of them that change rank; `slots_moved` from one rank to another, padding and second legs included; per token that
+    changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those
+    that change node, and `node_tokens_over_arbitrary`, the same against what change node when ranks are dealt at
+    random.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.
@@ -66,7 +68,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
-    for name in dict.fromkeys(carriers(spec.routes).values()):
+    for name in dict.fromkeys(shared_exchange(spec.routes).values()):
         node = spec.nodes.get(name), spec.nodes.get("language")
         for key, value in route_statistics(routes[name].rounds, spec.routes[name], *node).items():
             statistics[f"route/{name}/{key}"] = value
@@ -192,14 +194,14 @@ def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
         _validate_phase(plan.phases[name], items.phases[name], phase)
     taken: dict[tuple[int, int], list[Longs]] = {}
     ways: dict[str, list[tuple[Longs, Longs]]] = {}
-    for name, carrier in carriers(spec.routes).items():
-        ways.setdefault(carrier, []).append(_validate_route(name, spec.routes[carrier], plan, items, spec, taken))
+    for name, owner in shared_exchange(spec.routes).items():
+        ways.setdefault(owner, []).append(_validate_route(name, spec.routes[owner], plan, items, spec, taken))
     for (pool, rank), slots in taken.items():
         clash = f"two tokens arrive at one slot of pool {pool} on rank {rank}"
         _require(_distinct(np.concatenate(slots)), "language", clash)
-    for carrier, parts in ways.items():
+    for owner, parts in ways.items():
         leaves, arrives = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        _validate_rounds(carrier, plan, spec.routes[carrier], leaves, arrives)
+        _validate_rounds(owner, plan, spec.routes[owner], leaves, arrives)
 
 
 def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None:
@@ -255,7 +257,7 @@ def _validate_route(
     return leaves, arrives
 
 
-def _validate_rounds(carrier: str, plan: StepPlan, route: RouteSpec, leaves: Longs, arrives: Longs) -> None:
+def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, leaves: Longs, arrives: Longs) -> None:
     """Run the tables of all ranks on numbered tokens: `leaves` and `arrives` are [n, 3] of (pool, rank, slot)."""
     grid = route.grid
     encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)
@@ -272,29 +274,32 @@ def _validate_rounds(carrier: str, plan: StepPlan, route: RouteSpec, leaves: Lon
             pools[pool][rank, slot] = number + 1
     arrived = {pool: np.zeros_like(tokens) for pool, tokens in wanted.items()}
     returned = {pool: np.zeros_like(tokens) for pool, tokens in made.items()}
-    for turn in plan.routes[carrier].rounds:
-        for first, end in ((turn.start, route.encoder_pool), (turn.arrival, route.language_pool)):
-            _require((first + turn.tokens <= end).all(), carrier, "a run of tokens reaches beyond its pool")
-        _require(turn.hops <= route.hops, carrier, "a round has too many hops")
+    for round_ in plan.routes[owner].rounds:
+        for first, end in ((round_.start, route.encoder_pool), (round_.arrival, route.language_pool)):
+            _require((first + round_.tokens <= end).all(), owner, "a run of tokens reaches beyond its pool")
+        _require(round_.hops <= route.hops, owner, "a round has too many hops")
         if route.backend == "padded":
             planes = len(encoder_rank) // len(grid.encoder)
-            way = ways(turn, len(grid.encoder), planes, route.pair_slots, np.zeros(len(encoder_rank), np.int64))
+            way = ways(round_, len(grid.encoder), planes, route.pair_slots, np.zeros(len(encoder_rank), np.int64))
             leaves, relayed = way.sender != way.receiver, way.relay != way.receiver
             ends = (
-                (way.lane[leaves], turn.hops),
-                (way.lane[leaves & relayed], turn.early),
-                (way.onward[relayed], turn.hops),
+                (way.lane[leaves], round_.hops),
+                (way.lane[leaves & relayed], round_.first_leg),
+                (way.onward[relayed], round_.hops),
             )
             within = all((lane < end * route.pair_slots).all() for lane, end in ends)
-            _require(within, carrier, "a token is dealt so late that the round has no hop for it")
-        tables = route_tables(turn, route, range(len(encoder_rank)))
-        out, into = made[turn.source][encoder_rank], wanted[turn.target][language_rank]
-        np.add.at(arrived[turn.target], language_rank, run_hops(out, tables.send, tables.pick, route, 0))
-        np.add.at(returned[turn.source], encoder_rank, run_hops(into, tables.place, tables.back, route, 1))
+            _require(within, owner, "a token is dealt so late that the round has no hop for it")
+        tables = route_tables(round_, route, range(len(encoder_rank)))
+        sent = made[round_.source][encoder_rank]
+        wished = wanted[round_.target][language_rank]
+        arriving = run_hops(sent, tables.send_forward, tables.gather_forward, route, 0)
+        returning = run_hops(wished, tables.send_backward, tables.gather_backward, route, 1)
+        np.add.at(arrived[round_.target], language_rank, arriving)
+        np.add.at(returned[round_.source], encoder_rank, returning)
     same = all(np.array_equal(arrived[pool], wanted[pool]) for pool in wanted)
-    _require(same, carrier, "the rounds do not bring every token to its arrival")
+    _require(same, owner, "the rounds do not bring every token to its arrival")
     same = all(np.array_equal(returned[pool], made[pool]) for pool in made)
-    _require(same, carrier, "the rounds do not bring every gradient back")
+    _require(same, owner, "the rounds do not bring every gradient back")
 
 
 def _distinct(numbers: Longs) -> bool:

@@ -142,14 +142,14 @@ class Clock:
 
     def __init__(self, programs: Programs, phase: str, params: Any):
         step, zero = programs.step, programs.compiled
-        carrier = programs.carriers.get(phase, LANGUAGE)
+        owner = programs.exchange_owner.get(phase, LANGUAGE)
         self.programs, self.phase = programs, phase
         self.params = {name: params[name] for name in step.components_of(phase)}
         trainable = step.trainable_of(phase)
         grads = zero["zero", "grads"]()
         self.grads = {name: grads[name] for name in trainable}
-        self.pool = zero["zero", carrier]()
-        self.d_pool = zero["zero", f"d_{carrier}"]() if trainable or phase == LANGUAGE else None
+        self.pool = zero["zero", owner]()
+        self.d_pool = zero["zero", f"d_{owner}"]() if trainable or phase == LANGUAGE else None
         self.sums, self.failed = zero["zero", "sums"](), zero["zero", "failed"]()
 
     def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:

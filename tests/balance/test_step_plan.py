@@ -165,13 +165,13 @@ def test_validation_finds_what_is_wrong(make):
     fails(corrupted(plan, "vision", offset=np.zeros_like(vision.offset)), "overlap")
     fails(corrupted(plan, "vision", offset=vision.offset + 400), "beyond its row")
     fails(corrupted(plan, "vision", microbatch=vision.microbatch[:-1]), "one entry an item")
-    turn = route.rounds[0]
-    for name in ("start", "arrival", "number"):
-        spoiled = (getattr(turn, name) + np.arange(len(turn.tokens)) % 2).astype(np.int32)
-        broken = dataclasses.replace(route, rounds=(dataclasses.replace(turn, **{name: spoiled}), *route.rounds[1:]))
+    round_ = route.rounds[0]
+    for name in ("start", "arrival", "ordinal"):
+        spoiled = (getattr(round_, name) + np.arange(len(round_.tokens)) % 2).astype(np.int32)
+        broken = dataclasses.replace(route, rounds=(dataclasses.replace(round_, **{name: spoiled}), *route.rounds[1:]))
         fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)|beyond its")
-    late = dataclasses.replace(turn, late=turn.late - 1, early=turn.early + 1)
-    for spoiled in (dataclasses.replace(turn, early=turn.early - 1), late):
+    late = dataclasses.replace(round_, second_leg=round_.second_leg - 1, first_leg=round_.first_leg + 1)
+    for spoiled in (dataclasses.replace(round_, first_leg=round_.first_leg - 1), late):
         broken = dataclasses.replace(route, rounds=(spoiled, *route.rounds[1:]))
         fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "has no hop for it|every token")
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
@@ -197,8 +197,8 @@ def test_digests_tell_plans_apart(make):
     assert len(route.rounds)
     for changed in (
         route.rounds[:-1],
-        (dataclasses.replace(route.rounds[0], early=route.rounds[0].early + 1), *route.rounds[1:]),
-        (dataclasses.replace(route.rounds[0], number=route.rounds[0].number + 1), *route.rounds[1:]),
+        (dataclasses.replace(route.rounds[0], first_leg=route.rounds[0].first_leg + 1), *route.rounds[1:]),
+        (dataclasses.replace(route.rounds[0], ordinal=route.rounds[0].ordinal + 1), *route.rounds[1:]),
     ):
         other = plan.routes | {"vision": dataclasses.replace(route, rounds=changed)}
         assert digest(plan) != digest(dataclasses.replace(plan, routes=other))

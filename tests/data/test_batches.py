@@ -124,9 +124,11 @@ def assert_equal_steps(one: HostStep, other: HostStep) -> None:
     for phase in one.rounds:
         for mine, theirs in zip(one.rounds[phase], other.rounds[phase], strict=True):
             assert (mine.source, mine.target) == (theirs.source, theirs.target)
-            for name in ("pick", "back"):
+            for name in ("gather_forward", "gather_backward"):
                 np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
-            for own, other_hop in zip(mine.send + mine.place, theirs.send + theirs.place, strict=True):
+            for own, other_hop in zip(
+                (*mine.send_forward, *mine.send_backward), (*theirs.send_forward, *theirs.send_backward), strict=True
+            ):
                 np.testing.assert_array_equal(own.index, other_hop.index)
 
 
@@ -188,7 +190,7 @@ def test_a_step_holds_its_examples_once_each():
         assert Counter(features[features > 0].astype(int).tolist()) == Counter(4 * [m for m in media if m % 7])
         assert len(step.failures) == sum(m % 7 == 0 for m in media)
         arrived = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
-        assert arrived == len(media) == sum(int((round_.pick >= 0).sum()) for round_ in step.rounds["vision"])
+        assert arrived == len(media) == sum(int((round_.gather_forward >= 0).sum()) for round_ in step.rounds["vision"])
 
 
 def test_each_source_is_a_new_permutation_every_epoch():

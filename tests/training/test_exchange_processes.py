@@ -77,15 +77,14 @@ def check(exchange: Exchange) -> tuple[int, int]:
     arrived = {pool: whole(np.zeros_like(tokens), there) for pool, tokens in wanted.items()}
     returned = {pool: whole(np.zeros_like(tokens), back) for pool, tokens in made.items()}
     count = 0
-    for turn in plan.routes["vision"].rounds:
-        tables = route_tables(turn, route, local)
-        out, into = whole(made[turn.source], back), whole(wanted[turn.target], there)
+    for round_ in plan.routes["vision"].rounds:
+        tables = route_tables(round_, route, local)
+        out, into = whole(made[round_.source], back), whole(wanted[round_.target], there)
         slots, slots_back = route.buffers
-        arrived[turn.target] = run(hop, deliver, tables.send, tables.pick, out, arrived[turn.target], slots)
-        returned[turn.source] = run(
-            hop_back, deliver_back, tables.place, tables.back, into, returned[turn.source], slots_back
-        )
-        count += turn.hops
+        forward, backward = (tables.send_forward, tables.gather_forward), (tables.send_backward, tables.gather_backward)
+        arrived[round_.target] = run(hop, deliver, *forward, out, arrived[round_.target], slots)
+        returned[round_.source] = run(hop_back, deliver_back, *backward, into, returned[round_.source], slots_back)
+        count += round_.hops
     for found, expected in ((arrived, wanted), (returned, made)):
         for pool, array in found.items():
             for shard in array.addressable_shards:

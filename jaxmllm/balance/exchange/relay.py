@@ -40,10 +40,10 @@ class Dealt:
     item: Longs
     first: Longs  # token of the item
     tokens: Longs
-    straight: NDArray[np.bool_]
-    number: Longs  # of the first token in its round, among those of the pair or, if dealt, among those dealt
+    direct: NDArray[np.bool_]
+    ordinal: Longs  # of the first token in its round, among those of the pair or, if dealt, among those dealt
     hops: list[tuple[int, int]]  # early and late, of each round
-    direct: int  # tokens of each pair and round that may go straight
+    direct_tokens: int  # of each pair and round, which may go to their receiver at once
 
 
 def deal(
@@ -82,10 +82,10 @@ def deal(
         item=np.concatenate([item[whole], item[dealt]]),
         first=np.concatenate([first[whole], (first + straight)[dealt]]),
         tokens=np.concatenate([straight[whole], rest]),
-        straight=np.arange(len(whole) + len(dealt)) < len(whole),
-        number=np.concatenate([before[whole], number]),
+        direct=np.arange(len(whole) + len(dealt)) < len(whole),
+        ordinal=np.concatenate([before[whole], number]),
         hops=hops,
-        direct=direct,
+        direct_tokens=direct,
     )
 
 
@@ -170,51 +170,51 @@ class Tokens:
     onward: Longs  # from the relay
 
 
-def whole_runs(turn: RouteRound, which: NDArray[np.bool_]) -> Tokens:
+def whole_runs(round_: RouteRound, which: NDArray[np.bool_]) -> Tokens:
     """The tokens of some runs, all straight to their receivers, in lanes by number."""
-    run = np.repeat(np.flatnonzero(which), turn.tokens[which])
+    run = np.repeat(np.flatnonzero(which), round_.tokens[which])
     step = running_sums(run, np.ones_like(run))
-    sender, receiver = turn.sender[run].astype(np.int64), turn.receiver[run].astype(np.int64)
-    lane = turn.number[run] + step
+    sender, receiver = round_.sender[run].astype(np.int64), round_.receiver[run].astype(np.int64)
+    lane = round_.ordinal[run] + step
     return Tokens(
-        turn.start[run] + step, turn.arrival[run] + step, sender, receiver, receiver, lane, np.zeros_like(run)
+        round_.start[run] + step, round_.arrival[run] + step, sender, receiver, receiver, lane, np.zeros_like(run)
     )
 
 
-def ways(turn: RouteRound, places: int, planes: int, pair_slots: int, local: Longs) -> Tokens:
+def ways(round_: RouteRound, places: int, planes: int, pair_slots: int, local: Longs) -> Tokens:
     """The way of every token that begins, passes or ends at some exchange ranks.
 
     Args:
       local: [X], negative where an exchange rank is of no interest.
     """
-    run, step = _passing(turn, places, planes, local)
-    sender, receiver = turn.sender[run].astype(np.int64), turn.receiver[run].astype(np.int64)
-    number, straight = turn.number[run] + step, turn.straight[run]
+    run, step = _passing(round_, places, planes, local)
+    sender, receiver = round_.sender[run].astype(np.int64), round_.receiver[run].astype(np.int64)
+    number, straight = round_.ordinal[run] + step, round_.direct[run]
     dealt = (sender != receiver) & ~straight
     relay = np.where(dealt, (number + sender // planes) % places * planes + sender % planes, receiver)
     # A late lane counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
-    line = (np.cumsum(turn.tokens, dtype=np.int64) - turn.tokens)[run] + step
+    line = (np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens)[run] + step
     pair = np.where(dealt, relay * places + receiver // planes, -1)
-    order = np.argsort(pair * (int(turn.tokens.sum(dtype=np.int64)) + 1) + line)
+    order = np.argsort(pair * (int(round_.tokens.sum(dtype=np.int64)) + 1) + line)
     onward = np.empty_like(line)
     onward[order] = running_sums(pair[order], np.ones_like(line))
-    onward += turn.early * pair_slots
-    lane = np.where(straight, number, turn.direct + number // places)
+    onward += round_.first_leg * pair_slots
+    lane = np.where(straight, number, round_.direct_tokens + number // places)
     own = dealt & (relay == sender)
     lane, relay = np.where(own, onward, lane), np.where(own, receiver, relay)
-    return Tokens(turn.start[run] + step, turn.arrival[run] + step, sender, receiver, relay, lane, onward)
+    return Tokens(round_.start[run] + step, round_.arrival[run] + step, sender, receiver, relay, lane, onward)
 
 
-def _passing(turn: RouteRound, places: int, planes: int, local: Longs) -> tuple[Longs, Longs]:
+def _passing(round_: RouteRound, places: int, planes: int, local: Longs) -> tuple[Longs, Longs]:
     """(run, number in the run) of every token that begins, passes or ends at a local rank."""
-    near = (local[turn.sender] >= 0) | (local[turn.receiver] >= 0)
-    whole = np.repeat(np.flatnonzero(near), turn.tokens[near])
-    far, ranks = np.flatnonzero(~near & ~turn.straight), np.flatnonzero(local >= 0)
+    near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
+    whole = np.repeat(np.flatnonzero(near), round_.tokens[near])
+    far, ranks = np.flatnonzero(~near & ~round_.direct), np.flatnonzero(local >= 0)
     far, rank = np.repeat(far, len(ranks)), np.tile(ranks, len(far))
-    alike = turn.sender[far] % planes == rank % planes
+    alike = round_.sender[far] % planes == rank % planes
     far, rank = far[alike], rank[alike]
-    first = (rank // planes - turn.number[far] - turn.sender[far] // planes) % places
-    count = np.maximum(turn.tokens[far] - first + places - 1, 0) // places
+    first = (rank // planes - round_.ordinal[far] - round_.sender[far] // planes) % places
+    count = np.maximum(round_.tokens[far] - first + places - 1, 0) // places
     each = np.repeat(np.arange(len(far)), count)
     passing = first[each] + places * running_sums(each, np.ones_like(each))
     return (

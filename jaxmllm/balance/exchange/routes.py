@@ -33,7 +33,7 @@ from jaxmllm.balance.records import (
     RouteRound,
     RouteSpec,
     RouteTables,
-    carriers,
+    shared_exchange,
 )
 from jaxmllm.balance.rows.pack import NEVER
 
@@ -56,9 +56,9 @@ def plan_routes(
     if not encoders:
         return dict(plans), {}
     placed = dict(plans)
-    carried_by = carriers(spec.routes)
-    for carrier in dict.fromkeys(carried_by.values()):
-        placed |= _encoder_pools([phase for phase in encoders if carried_by[phase] == carrier], plans, spec)
+    owner_of = shared_exchange(spec.routes)
+    for owner in dict.fromkeys(owner_of.values()):
+        placed |= _encoder_pools([phase for phase in encoders if owner_of[phase] == owner], plans, spec)
 
     language = plans["language"]
     sequence = sequence_of_example(items)
@@ -72,7 +72,7 @@ def plan_routes(
     traffic: dict[str, list[_Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
         part = _traffic(placed[phase], placed["language"], media[phase], arrivals[phase], items, spec, phase)
-        traffic[carried_by[phase]].append(part)
+        traffic[owner_of[phase]].append(part)
     return placed, {
         phase: RoutePlan(arrivals[phase].astype(np.int32), _rounds(traffic[phase], spec.routes[phase]))
         for phase in encoders
@@ -267,7 +267,7 @@ def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpe
         dealt = deal(*columns, route.grid.shape[0], planes, route.pair_slots, route.hops)
     moves = moves[dealt.item]
     nothing = np.zeros_like(stays)
-    tokens, start, arrival, sender, receiver, number, turn = (
+    tokens, start, arrival, sender, receiver, ordinal, round_ = (
         np.concatenate(halves).astype(np.int32)
         for halves in (
             (traffic.tokens[stays], dealt.tokens),
@@ -275,28 +275,28 @@ def _rounds_between(source: int, target: int, traffic: _Traffic, route: RouteSpe
             (traffic.arrival[stays], traffic.arrival[moves] + dealt.first),
             (traffic.sender[stays], traffic.sender[moves]),
             (traffic.receiver[stays], traffic.receiver[moves]),
-            (nothing, dealt.number),
+            (nothing, dealt.ordinal),
             (nothing, dealt.round),
         )
     )
-    straight = np.concatenate([nothing > 0, dealt.straight])
+    direct = np.concatenate([nothing > 0, dealt.direct])
     return [
         RouteRound(
             source=source,
             target=target,
-            early=early,
-            late=late,
-            direct=dealt.direct,
+            first_leg=first_leg,
+            second_leg=second_leg,
+            direct_tokens=dealt.direct_tokens,
             tokens=tokens[own],
             start=start[own],
             arrival=arrival[own],
             sender=sender[own],
             receiver=receiver[own],
-            number=number[own],
-            straight=straight[own],
+            ordinal=ordinal[own],
+            direct=direct[own],
         )
-        for n, (early, late) in enumerate(dealt.hops)
-        if len(own := np.flatnonzero(turn == n))
+        for n, (first_leg, second_leg) in enumerate(dealt.hops)
+        if len(own := np.flatnonzero(round_ == n))
     ]
 
 
@@ -305,11 +305,11 @@ def route_statistics(
 ) -> dict[str, float]:
     """What an exchange moves in a step; `plan_step` says what the names mean. Nodes are of each rank, or None."""
     places, encoder_only, language_only = route.grid.shape
-    tokens = np.concatenate([turn.tokens for turn in rounds] or [np.zeros(0, np.int32)]).astype(np.int64)
-    sender = np.concatenate([turn.sender for turn in rounds] or [np.zeros(0, np.int32)])
-    receiver = np.concatenate([turn.receiver for turn in rounds] or [np.zeros(0, np.int32)])
+    tokens = np.concatenate([round_.tokens for round_ in rounds] or [np.zeros(0, np.int32)]).astype(np.int64)
+    sender = np.concatenate([round_.sender for round_ in rounds] or [np.zeros(0, np.int32)])
+    receiver = np.concatenate([round_.receiver for round_ in rounds] or [np.zeros(0, np.int32)])
     moved = int(tokens[sender != receiver].sum())
-    hops = sum(turn.hops for turn in rounds)
+    hops = sum(round_.hops for round_ in rounds)
     padded = hops * places * (places - 1) * encoder_only * language_only * route.pair_slots
     slots = padded if route.backend == "padded" else moved
     statistics: dict[str, float] = {
@@ -337,26 +337,26 @@ def route_statistics(
 # ---------------------------------------------------------------------------- tables
 
 
-def route_tables(turn: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> RouteTables:
+def route_tables(round_: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> RouteTables:
     """The index tables of a round for some exchange ranks, in the order given."""
     local = np.full(math.prod(route.grid.shape), -1, np.int64)
     local[list(ranks)] = np.arange(len(ranks))
     make = _padded_tables if route.backend == "padded" else _ragged_tables
-    return make(turn, route, local, ranks)
+    return make(round_, route, local, ranks)
 
 
-def _padded_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
+def _padded_tables(round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
     """Each token leaves the sender in one hop and reaches the receiver in the same or a later one; the transposed
     direction takes the same way back, so its hops are those of the forward one in reverse order."""
     places, encoder_only, language_only = route.grid.shape
     planes, slots, count = encoder_only * language_only, route.pair_slots, len(ranks)
-    tokens = ways(turn, places, planes, slots, local)
+    tokens = ways(round_, places, planes, slots, local)
     forward_buffer, transposed_buffer = route.buffers
     hop, slot = np.divmod(tokens.lane, slots)
     relayed = tokens.relay != tokens.receiver
     last_hop, last_slot = np.where(relayed, np.divmod(tokens.onward, slots), (hop, slot))
     last_sender = np.where(relayed, tokens.relay, tokens.sender)
-    hop_back, last_back = turn.hops - 1 - hop, turn.hops - 1 - last_hop
+    hop_back, last_back = round_.hops - 1 - hop, round_.hops - 1 - last_hop
     leaves = tokens.sender != tokens.receiver
 
     def received(hop: Longs, other: Longs, slot: Longs) -> Longs:
@@ -364,10 +364,10 @@ def _padded_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequ
         return (hop * places + other // planes) * slots + slot
 
     def table(parts: Sequence[tuple[Longs, NDArray[np.bool_], Longs, Longs, Longs, Longs]]) -> tuple[Hop, ...]:
-        filled = np.full((count, turn.hops * places * slots), -1, np.int32)
+        filled = np.full((count, round_.hops * places * slots), -1, np.int32)
         for rank, where, at_hop, other, at_slot, values in parts:
             _fill(filled, local[rank], where, received(at_hop, other, at_slot), values)
-        by_hop = filled.reshape(count, turn.hops, places, slots).swapaxes(0, 1)
+        by_hop = filled.reshape(count, round_.hops, places, slots).swapaxes(0, 1)
         return tuple(Hop(np.ascontiguousarray(index)) for index in by_hop)
 
     first, second = received(hop, tokens.sender, slot), received(last_hop, last_sender, last_slot)
@@ -391,18 +391,18 @@ def _padded_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequ
     back = np.full((count, route.encoder_pool), -1, np.int32)
     returns = np.where(leaves, second, transposed_buffer + tokens.arrival)
     _fill(back, local[tokens.sender], True, tokens.start, returns)
-    return RouteTables(turn.source, turn.target, send, pick, place, back)
+    return RouteTables(round_.source, round_.target, send, pick, place, back)
 
 
-def _ragged_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
+def _ragged_tables(round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
     """What leaves stands in the order of the receivers, what arrives in the order of the senders; the transposed
     direction is the same with the two exchanged."""
     places, encoder_only, language_only = route.grid.shape
     planes, count = encoder_only * language_only, len(ranks)
-    tokens = whole_runs(turn, (local[turn.sender] >= 0) | (local[turn.receiver] >= 0))
+    tokens = whole_runs(round_, (local[round_.sender] >= 0) | (local[round_.receiver] >= 0))
 
-    out, out_land = _volumes(turn.sender, turn.receiver, turn.tokens, ranks, places, planes)
-    into, into_land = _volumes(turn.receiver, turn.sender, turn.tokens, ranks, places, planes)
+    out, out_land = _volumes(round_.sender, round_.receiver, round_.tokens, ranks, places, planes)
+    into, into_land = _volumes(round_.receiver, round_.sender, round_.tokens, ranks, places, planes)
     leave, land = np.cumsum(out, axis=1) - out, np.cumsum(into, axis=1) - into
 
     leaves = tokens.sender != tokens.receiver
@@ -421,7 +421,7 @@ def _ragged_tables(turn: RouteRound, route: RouteSpec, local: Longs, ranks: Sequ
     sizes = np.stack([leave, out, out_land, into], axis=1).astype(np.int32)
     sizes_back = np.stack([land, into, into_land, out], axis=1).astype(np.int32)
     forward, transposed = Hop(send, sizes), Hop(place, sizes_back)
-    return RouteTables(turn.source, turn.target, (forward,) * turn.hops, pick, (transposed,) * turn.hops, back)
+    return RouteTables(round_.source, round_.target, (forward,) * round_.hops, pick, (transposed,) * round_.hops, back)
 
 
 def _volumes(

@@ -32,7 +32,7 @@ from jaxmllm.balance.records import (
     PhaseSpec,
     PlanSpec,
     RouteSpec,
-    carriers,
+    shared_exchange,
 )
 from jaxmllm.balance.rows.assign import EVEN, assign, assign_in_place, item_costs, row_steps, wanted_slots
 from jaxmllm.balance.rows.long import select
@@ -405,10 +405,10 @@ def _choose_routes(
     ]
     language_pool = _pool("language", arriving, max(language.capacities[0], language.long_capacity), balance)
     whole = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
-    carried_by = carriers(whole)
+    owner_of = shared_exchange(whole)
     routes = {}
     for phase, grid in grids.items():
-        sharing = [other for other in grids if carried_by[other] == carried_by[phase]]
+        sharing = [other for other in grids if owner_of[other] == owner_of[phase]]
         row = {other: specs[other].capacities[0] // specs[other].slots_per_token for other in sharing}
         leaving = [sum(_pool_tokens(plan[other], specs[other]) for other in sharing) for plan in plans]
         largest = max(sharing, key=lambda other: row[other])

@@ -187,7 +187,7 @@ def fill(
         rows=rows,
         homes=_plain(homes),
         rounds={
-            phase: [route_tables(turn, route, local.exchange[phase]) for turn in plan.routes[phase].rounds]
+            phase: [route_tables(round_, route, local.exchange[phase]) for round_ in plan.routes[phase].rounds]
             for phase, route in spec.routes.items()
         },
         failures=tuple(failures),

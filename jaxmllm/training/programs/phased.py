@@ -23,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.balance.records import Hop, PlanSpec, RouteTables, carriers
+from jaxmllm.balance.records import Hop, PlanSpec, RouteTables, shared_exchange
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
@@ -64,10 +64,10 @@ class Job:
 class DeviceTables:
     """`RouteTables` whose arrays are on the devices; of each hop, its index and, if ragged, its sizes."""
 
-    send: list[tuple[jax.Array, ...]]
-    pick: jax.Array
-    place: list[tuple[jax.Array, ...]]
-    back: jax.Array
+    send_forward: list[tuple[jax.Array, ...]]
+    gather_forward: jax.Array
+    send_backward: list[tuple[jax.Array, ...]]
+    gather_backward: jax.Array
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Programs:
         self.encoders = tuple(spec.routes)
         self.layouts: dict[str, Layout] = {phase: step.model.layout(phase) for phase in spec.phases}
         self.mesh = self.layouts[LANGUAGE].mesh
-        self.carriers = carriers(spec.routes)
+        self.exchange_owner = shared_exchange(spec.routes)
         self.exchanges = {
             phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
             for phase, route in spec.routes.items()
@@ -134,7 +134,9 @@ class Programs:
             phase: [self._put_row(phase, *both) for both in zip(rows, batch.capacities[phase], strict=True)]
             for phase, rows in batch.rows.items()
         }
-        tables = {phase: [self._put_tables(phase, turn) for turn in rounds] for phase, rounds in batch.rounds.items()}
+        tables = {
+            phase: [self._put_tables(phase, round_) for round_ in rounds] for phase, rounds in batch.rounds.items()
+        }
         return DeviceStep(batch, rows, tables)
 
     def train(self, state: TrainState, batch: DeviceStep) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -158,8 +160,8 @@ class Programs:
         d_encoder_pools = self._returned(batch, d_pools)
         for phase in self.encoders:
             if self.step.trainable_of(phase):
-                carried, own = d_encoder_pools[self.carriers[phase]], self._grads(grads, phase)
-                grads |= self._encoder_grads(phase, params, batch, starts[phase], carried, own)
+                d_encoder, own = d_encoder_pools[self.exchange_owner[phase]], self._grads(grads, phase)
+                grads |= self._encoder_grads(phase, params, batch, starts[phase], d_encoder, own)
         return grads, sums, failed
 
     def _targets(self, batch: Any) -> np.ndarray:
@@ -193,10 +195,10 @@ class Programs:
         """Language pools with all media tokens, what each encoder's backward starts from, and the items that could not
         be decoded, added to `failed`."""
         run, host = self.compiled, batch.host
-        encoder_pools = self._zero_pools(batch, self.carriers.values(), "")
+        encoder_pools = self._zero_pools(batch, self.exchange_owner.values(), "")
         starts: dict[str, list[Any]] = {}
         for phase in self.encoders:
-            pools = encoder_pools[self.carriers[phase]]
+            pools = encoder_pools[self.exchange_owner[phase]]
             starts[phase] = []
             for m, rows in enumerate(batch.rows[phase]):
                 pool, at = host.pools[phase][m], np.int32(host.pool_offsets[phase][m])
@@ -206,35 +208,35 @@ class Programs:
                 starts[phase].append(rows if features is None else features)
         language_pools = [run["zero", LANGUAGE]() for _ in range(max(host.pools[LANGUAGE], default=0) + 1)]
         for phase, pools in encoder_pools.items():
-            for turn, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
+            for round_, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
                 buffer = run["zero", "buffer", phase]()
-                for number, hop in enumerate(tables.send):
-                    buffer = run["hop", phase](pools[turn.source], buffer, np.int32(number), *hop)
-                language_pools[turn.target] = run["deliver", phase](
-                    pools[turn.source], buffer, language_pools[turn.target], tables.pick
+                for number, hop in enumerate(tables.send_forward):
+                    buffer = run["hop", phase](pools[round_.source], buffer, np.int32(number), *hop)
+                language_pools[round_.target] = run["deliver", phase](
+                    pools[round_.source], buffer, language_pools[round_.target], tables.gather_forward
                 )
         return language_pools, starts, failed
 
     def _returned(self, batch: DeviceStep, d_language: list[jax.Array]) -> dict[str, list[jax.Array]]:
-        """Gradients of the encoder pools, by carrier that has something to train."""
+        """Gradients of the encoder pools, by phase whose exchange has something to train."""
         run, host = self.compiled, batch.host
-        d_encoder = self._zero_pools(batch, self._trained_carriers, "d_")
+        d_encoder = self._zero_pools(batch, self._trained_exchanges, "d_")
         for phase, pools in d_encoder.items():
-            for turn, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
+            for round_, tables in zip(host.rounds[phase], batch.tables[phase], strict=True):
                 buffer = run["zero", "d_buffer", phase]()
-                for number, hop in enumerate(tables.place):
-                    buffer = run["hop_back", phase](d_language[turn.target], buffer, np.int32(number), *hop)
-                pools[turn.source] = run["deliver_back", phase](
-                    d_language[turn.target], buffer, pools[turn.source], tables.back
+                for number, hop in enumerate(tables.send_backward):
+                    buffer = run["hop_back", phase](d_language[round_.target], buffer, np.int32(number), *hop)
+                pools[round_.source] = run["deliver_back", phase](
+                    d_language[round_.target], buffer, pools[round_.source], tables.gather_backward
                 )
         return d_encoder
 
     def _zero_pools(self, batch: DeviceStep, chosen: Iterable[str], prefix: str) -> dict[str, list[Any]]:
-        """Empty encoder pools of the chosen carriers, as many as the step needs."""
+        """Empty encoder pools of the chosen exchanges, as many as the step needs."""
         numbers: dict[str, int] = dict.fromkeys(chosen, -1)
-        for phase, carrier in self.carriers.items():
-            if carrier in numbers:
-                numbers[carrier] = max(numbers[carrier], *batch.host.pools[phase], -1)
+        for phase, owner in self.exchange_owner.items():
+            if owner in numbers:
+                numbers[owner] = max(numbers[owner], *batch.host.pools[phase], -1)
         return {name: [self.compiled["zero", prefix + name]() for _ in range(n + 1)] for name, n in numbers.items()}
 
     def _encoder_grads(
@@ -266,8 +268,8 @@ class Programs:
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> dict[Any, Job]:
         jobs = self._common_jobs() | self._language_jobs(self.attention.blocks[LANGUAGE])
-        for carrier in dict.fromkeys(self.carriers.values()):
-            jobs |= self._exchange_jobs(carrier)
+        for owner in dict.fromkeys(self.exchange_owner.values()):
+            jobs |= self._exchange_jobs(owner)
         for phase in self.encoders:
             jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
         return jobs
@@ -329,7 +331,7 @@ class Programs:
             ("hop", phase): Job(exchange.hop, (pool, buffer, number, *send), buffer, (1,)),
             ("deliver", phase): Job(exchange.deliver, (pool, buffer, language_pool, pick), language_pool, (2,)),
         }
-        if phase not in self._trained_carriers:
+        if phase not in self._trained_exchanges:
             return jobs
         tokens, d_language, d_buffer = pool.tokens, language_pool.tokens, d_buffer.tokens
         return jobs | {
@@ -342,7 +344,7 @@ class Programs:
     def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> dict[Any, Job]:
         step, layout = self.step, self.layouts[phase]
         params, grads = self._components(self.params, phase), self._grads(self.params, phase)
-        pool = self.pools[self.carriers[phase]]
+        pool = self.pools[self.exchange_owner[phase]]
         at, failed = self._scalar(np.int32), self._scalar(np.int32)
         jobs: dict[Any, Job] = {}
         for capacity in self.spec.phases[phase].capacities:
@@ -386,15 +388,15 @@ class Programs:
         return {phase: abstract_pool(self.layouts[phase], slots[phase], width, language.dtype) for phase in slots}
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
-        """What the exchanges of a step move one way, of its plan statistics: `route/<carrier>/bytes_moved` from rank
-        to rank, padding and second legs included, and `route/<carrier>/node_bytes` of tokens that change node."""
+        """What the exchanges of a step move one way, of its plan statistics: `route/<owner>/bytes_moved` from rank
+        to rank, padding and second legs included, and `route/<owner>/node_bytes` of tokens that change node."""
         metrics: dict[str, float] = {}
-        for carrier in dict.fromkeys(self.carriers.values()):
-            leaves = jax.tree.leaves(self.pools[carrier])
+        for owner in dict.fromkeys(self.exchange_owner.values()):
+            leaves = jax.tree.leaves(self.pools[owner])
             token_bytes = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in leaves)
             for name, amount in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
-                if (key := f"route/{carrier}/{amount}") in statistics:
-                    metrics[f"route/{carrier}/{name}"] = statistics[key] * token_bytes
+                if (key := f"route/{owner}/{amount}") in statistics:
+                    metrics[f"route/{owner}/{name}"] = statistics[key] * token_bytes
         return metrics
 
     def _abstract_params(self) -> Any:
@@ -440,9 +442,9 @@ class Programs:
         return send, language, place, encoder, *(buffer(slots) for slots in route.buffers)
 
     @property
-    def _trained_carriers(self) -> tuple[str, ...]:
-        """Carriers of which some phase wants gradients."""
-        trained = (carrier for phase, carrier in self.carriers.items() if self.step.trainable_of(phase))
+    def _trained_exchanges(self) -> tuple[str, ...]:
+        """Phases whose exchange some phase wants gradients through."""
+        trained = (owner for phase, owner in self.exchange_owner.items() if self.step.trainable_of(phase))
         return tuple(dict.fromkeys(trained))
 
     @property
@@ -467,7 +469,7 @@ class Programs:
         local = kind.of(dict(row))
         return jax.tree.map(put, local, local.shardings(layout))
 
-    def _put_tables(self, phase: str, turn: RouteTables) -> DeviceTables:
+    def _put_tables(self, phase: str, round_: RouteTables) -> DeviceTables:
         sharding, ranks = self.exchanges[phase].tables, math.prod(self.spec.routes[phase].grid.shape)
 
         def put(table: np.ndarray) -> jax.Array:
@@ -476,7 +478,12 @@ class Programs:
         def put_hops(hops: tuple[Hop, ...]) -> list[tuple[jax.Array, ...]]:
             return [tuple(put(table) for table in (hop.index, hop.sizes) if table is not None) for hop in hops]
 
-        return DeviceTables(put_hops(turn.send), put(turn.pick), put_hops(turn.place), put(turn.back))
+        return DeviceTables(
+            put_hops(round_.send_forward),
+            put(round_.gather_forward),
+            put_hops(round_.send_backward),
+            put(round_.gather_backward),
+        )
 
 
 def local_ranks(sharding: NamedSharding, *shape: int) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ def rounds_of(sender, receiver, tokens, dealt):
         item = dealt.item[own]
         start = line[item] + dealt.first[own]
         ends = sender[item], receiver[item]
-        columns = dealt.tokens[own], start, start, *ends, dealt.number[own], dealt.straight[own]
-        yield RouteRound(0, 0, early, late, dealt.direct, *columns)
+        columns = dealt.tokens[own], start, start, *ends, dealt.ordinal[own], dealt.direct[own]
+        yield RouteRound(0, 0, early, late, dealt.direct_tokens, *columns)
 
 
 @settings(max_examples=80, deadline=None)
@@ -47,10 +47,10 @@ def test_every_token_gets_there_and_no_lane_carries_two(seed, places, planes, it
     dealt = deal(sender, receiver, tokens, places, planes, slots, most)
     owner = np.repeat(np.arange(items), tokens)
     got = []
-    for turn in rounds_of(sender, receiver, tokens, dealt):
-        assert turn.hops <= most
+    for round_ in rounds_of(sender, receiver, tokens, dealt):
+        assert round_.hops <= most
         taken = set()
-        way = ways(turn, places, planes, slots, np.arange(places * planes))
+        way = ways(round_, places, planes, slots, np.arange(places * planes))
         for n, token in enumerate(way.start.tolist()):
             got.append(token)
             s, relay, r = int(way.sender[n]), int(way.relay[n]), int(way.receiver[n])
@@ -61,7 +61,7 @@ def test_every_token_gets_there_and_no_lane_carries_two(seed, places, planes, it
                 legs.append((relay, r, int(way.onward[n])))
                 assert legs[0][2] // slots < legs[1][2] // slots
             for leg in legs:
-                assert leg not in taken and 0 <= leg[2] < turn.hops * slots
+                assert leg not in taken and 0 <= leg[2] < round_.hops * slots
                 taken.add(leg)
     assert sorted(got) == list(range(int(tokens.sum())))
 
@@ -84,10 +84,10 @@ def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, l
 def test_ways_of_some_ranks_are_those_of_all():
     sender, receiver, tokens = random_traffic(3, 5, 2, 25, 40)
     dealt = deal(sender, receiver, tokens, 5, 2, 4, 99)
-    (turn,) = rounds_of(sender, receiver, tokens, dealt)
+    (round_,) = rounds_of(sender, receiver, tokens, dealt)
 
     def through(rank, local):
-        way = ways(turn, 5, 2, 4, local)
+        way = ways(round_, 5, 2, 4, local)
         ours = (way.relay == rank) | (way.receiver == rank)
         onward = np.where(way.relay == way.receiver, -1, way.onward)
         columns = (way.start, way.sender, way.relay, way.receiver, way.lane, onward)
@@ -104,7 +104,7 @@ def test_hops_are_what_the_busiest_ranks_need():
     dealt = deal(sender, receiver, tokens * 64, 32, 1, 1, 1000)
     (hops,) = dealt.hops
     out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
-    assert dealt.direct == 0 and not dealt.straight.any()
+    assert dealt.direct_tokens == 0 and not dealt.direct.any()
     assert hops[0] == -(-out.max() // 32)
     assert -(-into.max() // 32) <= hops[1] <= 1.15 * into.max() / 32
 
@@ -112,7 +112,7 @@ def test_hops_are_what_the_busiest_ranks_need():
 def test_even_traffic_goes_straight():
     sender, receiver = np.nonzero(~np.eye(6, dtype=bool))
     dealt = deal(sender, receiver, np.full(30, 12), 6, 1, 4, 99)
-    assert dealt.straight.all() and dealt.hops == [(3, 0)]
+    assert dealt.direct.all() and dealt.hops == [(3, 0)]
 
 
 def test_one_item_of_a_great_many_tokens_is_cut_into_rounds():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.exchange.routes import route_tables
-from jaxmllm.balance.records import carriers
+from jaxmllm.balance.records import shared_exchange
 from jaxmllm.balance.step_plan import place_items, plan_step
 
 GRIDS = st.sampled_from([(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)])
@@ -73,18 +73,18 @@ def test_every_token_arrives_and_every_gradient_returns(
     spec = make.spec(batch, grids, classes=2, mode=mode, pool=pool, pair=pair, hops=hops, backend=backend, node=node)
     plan = plan_step(batch, spec)
     language = plan.phases["language"]
-    carried_by = carriers(spec.routes)
+    owner_of = shared_exchange(spec.routes)
     shared = same or grids["vision"] == grids["audio"]
-    assert carried_by == {"vision": "vision", "audio": "vision" if shared else "audio"}
+    assert owner_of == {"vision": "vision", "audio": "vision" if shared else "audio"}
     taken: set[tuple[int, int, int]] = set()
     label = 0
-    for carrier in dict.fromkeys(carried_by.values()):
-        route = spec.routes[carrier]
+    for owner in dict.fromkeys(owner_of.values()):
+        route = spec.routes[owner]
         shape = route.grid.shape
         on = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
         encoder_rank = [route.grid.encoder[a, e] for a, e, _ in on]
         language_rank = [route.grid.language[a, n] for a, _, n in on]
-        phases = [phase for phase in spec.routes if carried_by[phase] == carrier]
+        phases = [phase for phase in spec.routes if owner_of[phase] == owner]
         pools = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
         made = np.zeros((pools, route.grid.encoder.size, route.encoder_pool), np.int64)
         wanted = np.zeros((language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64)
@@ -104,16 +104,16 @@ def test_every_token_arrives_and_every_gradient_returns(
                     wanted[(*goal, slot)] = label
 
         arrived, returned = np.zeros_like(wanted), np.zeros_like(made)
-        for turn in plan.routes[carrier].rounds:
-            tables = route_tables(turn, route, range(len(on)))
-            assert len(tables.send) == len(tables.place) == turn.hops <= hops
-            out, into = (made[turn.source], encoder_rank), (wanted[turn.target], language_rank)
-            there, back = (arrived[turn.target], language_rank), (returned[turn.source], encoder_rank)
-            run(out[0], tables.send, tables.pick, out[1], *there, route, route.buffers[0])
-            run(into[0], tables.place, tables.back, into[1], *back, route, route.buffers[1])
+        for round_ in plan.routes[owner].rounds:
+            tables = route_tables(round_, route, range(len(on)))
+            assert len(tables.send_forward) == len(tables.send_backward) == round_.hops <= hops
+            out, into = (made[round_.source], encoder_rank), (wanted[round_.target], language_rank)
+            there, back = (arrived[round_.target], language_rank), (returned[round_.source], encoder_rank)
+            run(out[0], tables.send_forward, tables.gather_forward, out[1], *there, route, route.buffers[0])
+            run(into[0], tables.send_backward, tables.gather_backward, into[1], *back, route, route.buffers[1])
         assert np.array_equal(arrived, wanted)
         assert np.array_equal(returned, made)
-    assert not any(plan.routes[phase].rounds for phase, carrier in carried_by.items() if phase != carrier)
+    assert not any(plan.routes[phase].rounds for phase, owner in owner_of.items() if phase != owner)
 
 
 @pytest.mark.parametrize("backend", ["padded", "ragged"])
@@ -122,13 +122,15 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
     spec = make.spec(batch, grids, pool=4096, pair=5, hops=40, backend=backend)
     plan = plan_step(batch, spec)
-    for turn in plan.routes["vision"].rounds:
-        whole = route_tables(turn, spec.routes["vision"], range(8))
-        part = route_tables(turn, spec.routes["vision"], (6, 1))
-        assert len(whole.send) == len(part.send) > 0
-        for name in ("pick", "back"):
+    for round_ in plan.routes["vision"].rounds:
+        whole = route_tables(round_, spec.routes["vision"], range(8))
+        part = route_tables(round_, spec.routes["vision"], (6, 1))
+        assert len(whole.send_forward) == len(part.send_forward) > 0
+        for name in ("gather_forward", "gather_backward"):
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
-        for mine, full in zip(part.send + part.place, whole.send + whole.place, strict=True):
+        for mine, full in zip(
+            (*part.send_forward, *part.send_backward), (*whole.send_forward, *whole.send_backward), strict=True
+        ):
             np.testing.assert_array_equal(mine.index, full.index[[6, 1]])
             assert (mine.sizes is None) == (full.sizes is None) == (backend == "padded")
             if full.sizes is not None:
@@ -154,7 +156,7 @@ def test_statistics_of_an_exchange_against_plain_loops(make, backend):
     found = {key.removeprefix("route/vision/"): value for key, value in plan.statistics.items() if "route/" in key}
     assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
     assert found["node_tokens_over_arbitrary"] == pytest.approx(between / (total / 2))
-    hops = sum(turn.hops for turn in plan.routes["vision"].rounds)
+    hops = sum(round_.hops for round_ in plan.routes["vision"].rounds)
     slots = hops * 4 * 3 * 9 if backend == "padded" else moved
     assert (found["hops"], found["slots_moved"]) == (hops, slots)
     assert found["slots_over_moved"] == pytest.approx(slots / moved)

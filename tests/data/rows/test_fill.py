@@ -147,8 +147,8 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
         one = np.ones(4, np.int32)
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
         near, far = (there, there + 4) if encoder == "vision" else (there, there)
-        turn = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
-        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (turn,))
+        round_ = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
+        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (round_,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
 
@@ -351,9 +351,11 @@ def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
         assert len(part.rounds[phase]) == len(planned) == 1
         (mine,), full = part.rounds[phase], route_tables(planned[0], make_spec().routes[phase], range(4))
         assert (mine.source, mine.target) == (0, 1)
-        for name in ("pick", "back"):
+        for name in ("gather_forward", "gather_backward"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
-        for own, whole_hop in zip(mine.send + mine.place, full.send + full.place, strict=True):
+        for own, whole_hop in zip(
+            (*mine.send_forward, *mine.send_backward), (*full.send_forward, *full.send_backward), strict=True
+        ):
             assert (own.index >= 0).any()
             np.testing.assert_array_equal(own.index, whole_hop.index[list(ranks)])
     assert part.targets == whole.targets and part.capacities == whole.capacities

@@ -117,7 +117,7 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
     backward = {key[1] for key in programs.compiled if key[0] == "encode_grad"}
     assert backward == {phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen}
     returning = {key[1] for key in programs.compiled if key[0] == "deliver_back"}
-    assert returning == {programs.carriers[phase] for phase in backward}
+    assert returning == {programs.exchange_owner[phase] for phase in backward}
     for phase in ("vision", "audio"):
         assert programs.step.keeps_features(phase) == (phase in frozen and f"projector.{phase}" not in frozen)
 
