@@ -18,7 +18,7 @@ help:
 
 quickstart: $(VENV)/.runtime sample/.made
 	rm -rf runs/quickstart
-	$(CPU_DEVICES) $(PY) -m jaxmllm.train --config configs/quickstart.yaml
+	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
@@ -62,5 +62,5 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	@touch $@
 
 sample/.made: jaxmllm/tools/sample_data.py | $(VENV)/.runtime
-	$(PY) -m jaxmllm.tools.sample_data sample
+	$(PY) -m jaxmllm sample-data sample
 	@touch $@

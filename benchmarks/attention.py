@@ -27,7 +27,7 @@ from benchmarks.context import packed
 from jaxmllm.attention import attention as device
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.tiles import TokenIds, segment_ids, tile_lists, visible_tiles
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE = 8, 4, 64
 DENSE_BYTES = 2**30  # largest array of logits for which the dense form is run
@@ -153,7 +153,7 @@ def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=3)

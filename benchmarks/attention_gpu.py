@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
 from jaxmllm.attention.tiles import segment_ids, tile_map
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE, BLOCK = 32, 8, 128, 128
 SLOTS = (8192, 16384, 32768, 65536)
@@ -124,7 +124,7 @@ def record(
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":

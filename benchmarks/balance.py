@@ -45,7 +45,7 @@ from jaxmllm.arrays import sums_by
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples a rank
@@ -211,7 +211,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all")
     parser.add_argument("--batches", type=int, help="measured batches of each setting (default: 3 to 16)")
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from benchmarks.balance import step_proxy
 from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
@@ -32,7 +33,7 @@ from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, rese
 from jaxmllm.setup.build import local_share
 from jaxmllm.setup.prepare import lay_groundwork
 from jaxmllm.setup.sizing import attention_spec, plan_spec
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.programs.phased import Programs
 from jaxmllm.training.run import USER_ERRORS
@@ -97,14 +98,13 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.set_defaults(seed=None)
-    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    add_config(parser)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--per-rank", type=int, default=8, help="examples of a process and step")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each mode")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the file")
-    options = parser.parse_intermixed_args(command)
+    options = parse(parser, command)
     if min(options.processes, options.per_rank, options.steps) < 1:
         parser.error("--processes, --per-rank and --steps must be positive")
     if PROCESS_ID not in os.environ:

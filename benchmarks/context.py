@@ -53,7 +53,7 @@ from jaxmllm.attention.parts import (
 from jaxmllm.attention.tiles import TokenIds
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
 
 TOKENS: Final = [8192, 16384, 32768, 65536, 131072]
@@ -250,7 +250,7 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--seeds", type=int, default=5)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 
 GENERATOR = "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
@@ -278,7 +278,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--folder", type=Path, help="keep the runs and their logs here (default: a temporary folder)")

@@ -51,7 +51,7 @@ from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.config.schema import VisionConfig
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.cuts import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
@@ -374,7 +374,7 @@ def measure_microbatches(
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=10, help="batches")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--stages", type=int, default=4)

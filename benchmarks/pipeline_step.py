@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from benchmarks.balance_step import pin_to_core, quartiles
+from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
@@ -30,7 +31,7 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import local_share, make_programs
 from jaxmllm.setup.prepare import lay_groundwork
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
 from sharding.mesh import make_mesh
@@ -97,15 +98,14 @@ def summarise(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+    parser = measuring_parser(__doc__)
     parser.set_defaults(seed=None)
-    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    add_config(parser)
     parser.add_argument("--stages", type=int, default=2, help="and processes")
     parser.add_argument("--batch", type=int, default=16, help="examples of a step")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each plan")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS], help="the first is the yardstick")
-    parser.add_argument("--set", nargs="*", default=[], metavar="dotted.key=value", help="replaces values of the file")
-    options = parser.parse_args(command)
+    options = parse(parser, command)
     if options.stages < 2 or min(options.batch, options.steps) < 1:
         parser.error("--stages must be at least 2, --batch and --steps positive")
     if PROCESS_ID not in os.environ:
@@ -118,7 +118,7 @@ def main(command: Sequence[str] | None = None) -> int:
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     shape = [f"pipeline.stages={options.stages}", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"]
     try:
-        config = load_config(options.config, [*shape, f"data.batch_size={options.batch}", *seed, *options.set])
+        config = load_config(options.config, [*shape, f"data.batch_size={options.batch}", *seed, *options.overrides])
         measured = measure(config, options.plans, options.steps)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
@@ -126,7 +126,12 @@ def main(command: Sequence[str] | None = None) -> int:
     if jax.process_index() == 0:
         rows = summarise(measured)
         show(rows, f"{options.config}: {options.stages} stages x {options.batch} examples")
-        settings = {"config": options.config, "set": options.set, "steps": options.steps, "stages": options.stages}
+        settings = {
+            "config": options.config,
+            "set": options.overrides,
+            "steps": options.steps,
+            "stages": options.stages,
+        }
         write_json(options.json, "pipeline_step", config.run.seed, GENERATOR, **settings, rows=rows, measured=measured)
     return 0
 

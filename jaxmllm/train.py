@@ -1,4 +1,7 @@
-"""python -m jaxmllm.train --config configs/quickstart.yaml [--resume[=auto]] [dotted.key=value ...]"""
+"""jaxmllm train --config configs/quickstart.yaml [--resume[=auto]] [dotted.key=value ...]
+
+`python -m jaxmllm.train` is the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.signals import StopSignals
@@ -15,24 +19,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """`config`; `resume` False, True or "auto"; `overrides` in the order given, those of --set first. A command line
     that cannot be read ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxmllm.train", description="Train a multimodal language model.", allow_abbrev=False
+        prog="jaxmllm train", description="Train a multimodal language model.", allow_abbrev=False
     )
-    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run folder")
+    add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint of the run folder")
     # A name that holds "=": an optional value of --resume would swallow the override after it.
     parser.add_argument(
         "--resume=auto",
         dest="resume",
         action="store_const",
         const="auto",
-        help="go on where the run folder holds this run, else begin it; for jobs that are requeued",
+        help="continue where the run folder holds this run, else begin it; for jobs that are requeued",
     )
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="dotted.key=value", help="replace values of the file"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the same, without --set")
-    options = parser.parse_intermixed_args(arguments)  # overrides may stand before, between and after the flags
-    options.overrides = [*options.set, *options.overrides]
+    options = parse(parser, arguments)
     if "auto" in options.overrides:
         parser.error("write --resume=auto: after a space, auto is read as an override")
     return options

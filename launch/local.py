@@ -1,6 +1,6 @@
 """Run one command as several processes on this machine, as if each were a host.
 
-    python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm.train --config configs/quickstart.yaml
+    python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm train --config configs/quickstart.yaml
 
 Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines come out behind its
 number. SIGINT and SIGTERM are passed on to all. When a process fails the others are ended, and its exit code is

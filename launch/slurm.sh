@@ -3,7 +3,7 @@
 #
 #     sbatch --nodes 4 launch/slurm.sh configs/my.yaml [mesh.fsdp=8 ...]
 #
-# Everything after the script's name goes to jaxmllm.train. See launch/README.md for the variables.
+# Everything after the script's name goes to `jaxmllm train`. See launch/README.md for the variables.
 #
 # The run begins in a new run.directory and goes on in one that holds it (--resume=auto), so a job that is requeued goes
 # on by itself from its last checkpoint:
@@ -26,7 +26,7 @@
 
 set -euo pipefail
 if (($# == 0)); then
-    echo "usage: sbatch launch/slurm.sh CONFIG [arguments of jaxmllm.train]" >&2
+    echo "usage: sbatch launch/slurm.sh CONFIG [arguments of jaxmllm train]" >&2
     exit 2
 fi
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
@@ -42,7 +42,7 @@ trap 'time_is_up=yes; kill -TERM ${tasks:-$!}' USR1 # srun passes it on to all p
 trap : TERM # the processes have it from Slurm: wait for them
 # The process number is known only inside srun.
 srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
-    'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm.train --resume=auto --config "$@"' \
+    'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm train --resume=auto --config "$@"' \
     train "$@" &
 tasks=$!
 

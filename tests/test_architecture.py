@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORDS = {"config", "arrays", "row_format"}  # at the bottom: what rooms tell one another in
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
+    "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
     "jaxmllm/tools": {"config", "arrays", "runtime", "balance", "data", "models", "training", "setup", "sharding"},
     "jaxmllm/train.py": {"config", "runtime", "training", "setup"},
     "jaxmllm/setup": {*RECORDS, "runtime", "attention", "balance", "data", "models", "training", "sharding"},

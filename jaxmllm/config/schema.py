@@ -288,7 +288,7 @@ class BalanceConfig(Section):
     exchange: Literal["auto", "padded", "ragged"] = "auto"  # all-to-all; auto: ragged where the platform has it
     ranks_per_node: PositiveInt | Auto = "auto"  # devices of a node, for placement; auto: those of a process
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
-    calibration: str | None = None  # file of python -m jaxmllm.tools.calibrate; none: items are balanced by FLOPs
+    calibration: str | None = None  # file of `jaxmllm calibrate`; none: items are balanced by FLOPs
 
 
 AxisSize = PositiveInt | Literal[-1]

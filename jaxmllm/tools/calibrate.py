@@ -1,6 +1,6 @@
 """Measure what rows take on the devices at hand, to balance items by it instead of by their FLOPs.
 
-    python -m jaxmllm.tools.calibrate --config X [--out PATH] [--repeats N] [key=value ...]
+    jaxmllm calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
 Builds the programs of the config's run and times those of every phase on made-up rows, alike on all ranks: filled
 wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
@@ -19,7 +19,6 @@ told from `slot`, and is 0 where a phase has one.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import math
 import statistics
@@ -32,17 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from scipy.optimize import nnls
 
 from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, Flops, PhaseCalibration
 from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import assign
+from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.tokenizers import Rendered
+from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import Programs
 from jaxmllm.training.run import Run
 
@@ -286,25 +285,19 @@ def _ratio(linear: float, quadratic: float) -> str:
 
 
 def show(calibration: Calibration, title: str) -> None:
-    shown = Table(title=title, title_justify="left")
-    for number, column in enumerate(COLUMNS):
-        shown.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
-    for line in table(calibration):
-        shown.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    print_table(title, COLUMNS, table(calibration), left=2)
     print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
     poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR]
     if poor:
         print(f"the fit of {', '.join(poor)} is poor: repeat on a machine without other work, or with more --repeats")
 
 
-def main(command: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(__doc__, "jaxmllm calibrate")
+    add_config(parser)
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="rounds, of which the median counts")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the config")
-    options = parser.parse_intermixed_args(command)
+    options = parse(parser, arguments)
     if options.repeats < 1:
         parser.error("--repeats must be positive")
     try:
@@ -341,7 +334,3 @@ def main(command: Sequence[str] | None = None) -> int:
 def _uncalibrated(config: Config) -> Config:
     """Sizes as the FLOPs would have them: a file that is to be replaced decides nothing."""
     return config.model_copy(update={"balance": config.balance.model_copy(update={"calibration": None})})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

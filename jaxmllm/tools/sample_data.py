@@ -1,6 +1,6 @@
 """Make a small, ragged, learnable data set of real media files.
 
-    python -m jaxmllm.tools.sample_data OUT [--seed 0] [--train 4096] [--test 512]
+    jaxmllm sample-data OUT [--seed 0] [--train 4096] [--test 512]
 
     OUT/train.jsonl, OUT/test.jsonl    conversations; media paths are relative to OUT
     OUT/media/{train,test}/            PNG, JPEG, WebP pictures; WAV, FLAC clips
@@ -14,7 +14,6 @@ library versions give equal bytes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections import Counter
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from jaxmllm.data.messages import shown
+from jaxmllm.tools.output import command_parser
 
 T = TypeVar("T")
 
@@ -318,8 +318,8 @@ def _describe(split: Split) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxmllm.tools.sample_data", description=__doc__.partition("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(__doc__, "jaxmllm sample-data")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=4096, help="training examples")
@@ -337,7 +337,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"(length x{split['clips']['spread']:.0f})"
         )
     print("chance level of exact match: " + ", ".join(f"{k} {v:.3f}" for k, v in summary["test"]["chance"].items()))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

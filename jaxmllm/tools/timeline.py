@@ -1,7 +1,7 @@
 """Draw a pipeline's schedule: every rank's operations over time, coloured by component and kind.
 
-    python -m jaxmllm.tools.timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
-    python -m jaxmllm.tools.timeline --table FILE [--names vision language]
+    jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
+    jaxmllm timeline --table FILE [--names vision language]
 
 The first plans a batch of jaxmllm/tools/workload.py on its model; operations are as wide as their FLOPs, a tick as
 its longest operation. The second draws a saved table, which knows no times: ticks are equally wide. Writes
@@ -13,8 +13,6 @@ pipeline.png and pipeline.html, and prints their table. Nothing is compiled or r
 
 from __future__ import annotations
 
-import argparse
-import base64
 import html
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +30,7 @@ from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
-from jaxmllm.tools.balance_report import FAINT, INK, STYLE, html_table, png, print_table
+from jaxmllm.tools.output import FAINT, INK, Page, command_parser, html_table, new_figure, print_table, write_picture
 from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.pipeline.cuts import Layer, chain_work, layer_costs, partition
 from sharding.pipeline.graph import Graph, Kind, PipelineError, Workload, build_graph
@@ -48,7 +46,7 @@ from sharding.pipeline.schedules.orders import (
 )
 from sharding.pipeline.schedules.search import search
 
-PICTURE, PAGE_FILE = "pipeline.png", "pipeline.html"
+NAME = "pipeline"  # of the picture and the page
 HUES: Final = {"vision": "#0072B2", "audio": "#009E73", "language": "#D55E00"}  # after Okabe and Ito
 OTHER_HUES: Final = ("#CC79A7", "#56B4E9", "#E69F00")
 SHADES: Final[Mapping[Kind, float]] = {  # towards white, or below 0 towards black
@@ -163,10 +161,7 @@ ACTION, CHUNK, MICROBATCH = 0, 1, 5  # columns of every table, see TableSpec.col
 def draw(timeline: Timeline) -> Figure:
     """One line a rank, time to the right."""
     height = 2.1 + 0.62 * timeline.ranks
-    figure = Figure(figsize=(15.5, height), layout="constrained", facecolor="white")
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    engine.set(rect=(0.004, 0.004, 0.992, 1 - 1.15 / height))  # type: ignore[call-arg]
+    figure = new_figure(height, head=1.15)
     axes = figure.add_subplot()
     _bars(axes, timeline)
     busy = timeline.busy()
@@ -229,26 +224,6 @@ def _color(component: str, kind: Kind) -> tuple[float, float, float]:
 
 # ---------------------------------------------------------------------------- writing
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{words}</p>
-<div class="wide"><img alt="Operations of every rank over time" src="data:image/png;base64,{image}"></div>
-<div class="wide">{figures}</div>
-<p>Shares of the step. A tick ends with its longest operation; what a rank does not compute, it waits.</p>
-</body>
-</html>
-"""
-
 
 def table(timeline: Timeline) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: what each rank does, in shares of the step."""
@@ -267,20 +242,19 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def write(timeline: Timeline, directory: Path) -> None:
-    """Draw into `directory`: pipeline.png and pipeline.html."""
-    image = png(draw(timeline))
+def write(timeline: Timeline, directory: Path) -> str:
+    """Draw into `directory`: pipeline.png and pipeline.html; returns the line that says so."""
     columns, rows = table(timeline)
-    page = PAGE.format(
-        style=STYLE,
-        title=html.escape(timeline.title),
-        words=html.escape(f"{len(timeline.ticks) - 1} ticks. {timeline.note}"),
-        image=base64.b64encode(image).decode(),
-        figures=html_table(columns, rows),
+    words = html.escape(f"{len(timeline.ticks) - 1} ticks. {timeline.note}")
+    explanation = "Shares of the step. A tick ends with its longest operation; what a rank does not compute, it waits."
+    page = Page(
+        title=timeline.title,
+        heading=timeline.title,
+        introduction=f"<p>{words}</p>",
+        picture="Operations of every rank over time",
+        body=f"{html_table(columns, rows)}\n<p>{explanation}</p>",
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / PICTURE).write_bytes(image)
-    (directory / PAGE_FILE).write_text(page, encoding="utf-8")
+    return write_picture(directory, NAME, draw(timeline), page)
 
 
 # ---------------------------------------------------------------------------- what is drawn
@@ -343,7 +317,7 @@ def _squares(row: Ints | Longs, length: Longs, rows: int) -> list[int]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__, "jaxmllm timeline")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--generated", action="store_true", help="plan a generated batch")
     source.add_argument("--table", type=Path, help="a saved table")
@@ -366,12 +340,8 @@ def main(command: Sequence[str] | None = None) -> int:
     except (PipelineError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write(timeline, options.out)
+    wrote = write(timeline, options.out)
     columns, rows = table(timeline)
     print_table(timeline.title, columns, rows)
-    print(f"wrote {options.out / PICTURE} and {options.out / PAGE_FILE}")
+    print(wrote)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

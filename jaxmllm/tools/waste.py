@@ -1,6 +1,6 @@
 """What a run wastes: padding, and waiting for the slowest rank, on the very batches that it would draw.
 
-    python -m jaxmllm.tools.waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
+    jaxmllm waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
 Four ways to make rows of the same batches:
 
@@ -32,12 +32,13 @@ from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
+from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
 from jaxmllm.setup.sizing import plan_spec
-from jaxmllm.tools.output import arguments, print_table, write_json
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.programs.phased import LANGUAGE
 from jaxmllm.training.run import USER_ERRORS
 
@@ -182,14 +183,13 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float:
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
 
 
-def main(command: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__, "jaxmllm waste")
     parser.set_defaults(seed=None)
-    parser.add_argument("--config", required=True, help="YAML file of the run; configs/ has examples")
+    add_config(parser)
     parser.add_argument("--ranks", type=int, help="data ranks to plan for, instead of the config's data and fsdp axes")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="replaces one value of the file")
-    options = parser.parse_intermixed_args(command)
+    options = parse(parser, arguments)
     if options.steps < 1:
         parser.error("--steps must be positive")
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
@@ -217,7 +217,3 @@ def main(command: Sequence[str] | None = None) -> int:
         results=records,
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

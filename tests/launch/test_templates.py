@@ -39,7 +39,7 @@ def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
     done = subprocess.run(["bash", LAUNCH / "slurm.sh", *arguments], env=cluster, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    command = ["-m", "jaxmllm.train", "--resume=auto", "--config", *arguments]
+    command = ["-m", "jaxmllm", "train", "--resume=auto", "--config", *arguments]
     assert told == [["node-a:25123", "2", str(process), *command] for process in range(2)]
 
 

@@ -11,6 +11,10 @@ import pytest
 from PIL import Image
 
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.config.read import load_config
+from jaxmllm.tools import balance_comparison as comparison
+from jaxmllm.tools import balance_drawing as drawing
+from jaxmllm.tools import balance_figures as figures
 from jaxmllm.tools import balance_report as report
 from jaxmllm.tools.sample_data import make_sample
 
@@ -42,8 +46,10 @@ def config_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    compared = report.compare_generated(4, 8, seed=1, before="none")
-    return compared, report.write(compared, folder), folder
+    compared = comparison.compare_generated(4, 8, seed=1, before="none")
+    made = report.make_report(compared)
+    report.write(made, folder)
+    return compared, made, folder
 
 
 def rows_of(page, number):
@@ -63,7 +69,7 @@ def test_both_files_are_written_and_the_page_holds_the_picture(generated):
 def test_the_table_has_the_statistics_of_the_plans(generated):
     compared, written, folder = generated
     plans = {spec.mode: plan_step(compared.items, spec).statistics for spec in (compared.before, compared.after)}
-    table = report.table(written.views)
+    table = figures.table(written.views)
     assert rows_of((folder / "balance.html").read_text(encoding="utf-8"), 0) == table
     assert [row[:2] for row in table[:-2]] == [[p, m] for p in ("vision", "audio", "language") for m in plans]
     for phase, mode, gap, ratio, synchronised, rows, real, idle in table[:-2]:
@@ -79,7 +85,7 @@ def test_the_table_has_the_statistics_of_the_plans(generated):
 def test_the_exchange_is_told_by_mode(generated):
     """Four ranks are one node: no token changes node, and what stays with its example changes no rank."""
     compared, written, folder = generated
-    shown = report.route_table(written.routes)
+    shown = figures.route_table(written.routes)
     assert rows_of((folder / "balance.html").read_text(encoding="utf-8"), 1) == shown
     tokens = sum(int(compared.items.phases[phase].tokens.sum()) for phase in ("vision", "audio"))
     assert [row[0] for row in shown] == ["none", "phases"]
@@ -106,31 +112,32 @@ def test_what_is_drawn_adds_up_to_the_batch(generated):
 
 def test_a_phase_without_items_is_left_out_of_the_picture(generated):
     _, written, _ = generated
-    empty = report.PhaseView(np.zeros((0, 4)), np.zeros((0, 4), np.int64), np.zeros(0, np.int64), {})
+    empty = figures.PhaseView(np.zeros((0, 4)), np.zeros((0, 4), np.int64), np.zeros(0, np.int64), {})
     views = {mode: {**view, "audio": empty} for mode, view in written.views.items()}
-    assert len(report.draw(views, "no sound").axes) == 8
-    assert report.table(views)[2][2:] == ["-"] * 6
+    assert len(drawing.draw(views, "no sound").axes) == 8
+    assert figures.table(views)[2][2:] == ["-"] * 6
 
 
 def test_many_ranks_are_drawn_costliest_first(tmp_path):
-    compared = report.compare_generated(report.IN_ORDER + 2, 2, seed=1, before="tokens")
+    compared = comparison.compare_generated(drawing.IN_ORDER + 2, 2, seed=1, before="tokens")
     views = {
-        spec.mode: report.view(plan_step(compared.items, spec), compared.items, spec)
+        spec.mode: figures.view(plan_step(compared.items, spec), compared.items, spec)
         for spec in (compared.before, compared.after)
     }
-    figure = report.draw(views, "many")
+    figure = drawing.draw(views, "many")
     assert "costliest first" in figure.axes[-1].get_xlabel()
 
 
 def test_the_command_draws_data_of_a_config(config_file, tmp_path, capsys):
     assert report.main(["--config", str(config_file), "--out", str(tmp_path), "data.batch_size=16"]) == 0
     out = capsys.readouterr().out
-    assert "config.yaml, 2 data ranks, 16 examples a step" in out and "as long with mode none" in out
+    assert "config.yaml, 2 data ranks, 16 examples per step" in out and "as long with mode none" in out
     assert {path.name for path in tmp_path.iterdir()} == {"balance.png", "balance.html"}
 
 
 def test_generated_lengths_on_the_layouts_of_a_config(config_file):
-    compared = report.compare_config(str(config_file), ["phases.language.max_capacity=65536"], 4, 2, 3, "none")
+    config = load_config(config_file, ["phases.language.max_capacity=65536"])
+    compared = comparison.compare_on_generated(config, "name", ranks=4, per_rank=2, seed=3, before="none")
     assert compared.after.phases["vision"].ranks == 8 and compared.after.phases["language"].ranks == 4
     assert set(compared.items.phases) == {"vision", "language"} and len(compared.items.examples) == 8
     assert compared.after.phases["language"].capacities[0] % 32 == 0

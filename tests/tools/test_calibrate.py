@@ -126,7 +126,7 @@ def test_a_bad_file_is_told_in_one_line(tmp_path, changes, said):
         load_calibration(path, ("vision", "audio", "language"))
     text = str(error.value)
     assert said in text and "\n" not in text
-    assert f"balance.calibration: {path}" in text and "jaxmllm.tools.calibrate" in text
+    assert f"balance.calibration: {path}" in text and "jaxmllm calibrate" in text
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", b"\xff\xfe"])
@@ -134,7 +134,7 @@ def test_what_is_no_calibration_at_all_is_refused(tmp_path, text):
     path = tmp_path / "absent.json"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=r"absent\.json.*jaxmllm\.tools\.calibrate"):
+    with pytest.raises(ConfigError, match=r"absent\.json.*jaxmllm calibrate"):
         load_calibration(path, ("language",))
 
 

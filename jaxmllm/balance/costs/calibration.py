@@ -20,7 +20,7 @@ from jaxmllm.balance.records import PhaseFlops
 from jaxmllm.config.schema import ConfigError, Section
 
 PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
-REMEDY = "make it with python -m jaxmllm.tools.calibrate --config .. --out PATH, or set balance.calibration to null"
+REMEDY = "make it with jaxmllm calibrate --config .. --out PATH, or set balance.calibration to null"
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -1,0 +1,62 @@
+"""The commands: `python -m jaxmllm VERB`, installed also as `jaxmllm VERB`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+USAGE = "usage: jaxmllm VERB [options]        (also: python -m jaxmllm VERB)"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What a verb runs: `main(arguments)` of a module, which is imported only then, for it may take seconds."""
+
+    module: str
+    summary: str
+
+
+VERBS = {
+    "train": Verb("jaxmllm.train", "train a model as a config says, or resume its run"),
+    "report": Verb("jaxmllm.tools.balance_report", "draw load and padding of every rank, before and after balancing"),
+    "timeline": Verb("jaxmllm.tools.timeline", "draw a pipeline's schedule: operations of every rank over time"),
+    "calibrate": Verb("jaxmllm.tools.calibrate", "measure what rows take on these devices, to balance by it"),
+    "waste": Verb("jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"),
+    "sample-data": Verb("jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb with the arguments after it; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:
+        print(help_text(), file=sys.stderr)
+        return 2
+    verb, *options = words
+    if verb in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if verb not in VERBS:
+        print(f"error: {unknown(verb)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(VERBS[verb].module).main(options))
+
+
+def help_text() -> str:
+    """Every verb with a line."""
+    width = max(map(len, VERBS))
+    lines = (f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items())
+    return "\n".join([USAGE, "", *lines, "", "jaxmllm VERB --help tells its options."])
+
+
+def unknown(verb: str) -> str:
+    """One line that names the verb nearest to a wrong one."""
+    nearest = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.0)[0]
+    return f"there is no verb {verb!r}; did you mean {nearest!r}? verbs: {', '.join(VERBS)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

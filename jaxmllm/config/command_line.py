@@ -1,0 +1,27 @@
+"""The command line of what reads a config: `--config`, and overrides with and without `--set`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+OVERRIDE = "dotted.key=value"
+
+
+def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Give a parser `--config FILE` and overrides, which `parse` reads."""
+    parser.add_argument("--config", required=required, help="YAML file of a run; configs/ has examples")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar=OVERRIDE, help="replace values of the file"
+    )
+    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="the same, without --set")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line of `add_config`; `overrides` holds all of them in the order given, those of --set first.
+
+    Overrides may stand before, between and after the flags.
+    """
+    options = parser.parse_intermixed_args(arguments)
+    options.overrides = [*options.set, *options.overrides]
+    return options

@@ -1,0 +1,130 @@
+"""What the balance report compares: one batch, of a run's data or generated, with two balance modes and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxmllm.balance.records import BatchItems, Mode, PlanSpec
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.config.schema import Config, ModelConfig
+from jaxmllm.tools.workload import MODEL, generate, longest, make_spec, mix_for
+
+AFTER: Mode = "phases"
+RANKS = 64  # of generated batches, unless the config or the caller says otherwise
+PER_RANK = 32  # examples per rank of generated batches
+NODE = 8  # ranks per node of generated batches
+SAMPLED_EXAMPLES = 8192  # are generated to choose the sizes from, in as many batches as they fill ...
+FEWEST_BATCHES = 2  # ... but not fewer than this
+MOST_BATCHES = 16  # ... and not more
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One batch planned twice. The specs differ in their mode and in the sizes that suit it."""
+
+    title: str  # where the lengths come from
+    items: BatchItems
+    before: PlanSpec
+    after: PlanSpec
+    token_bytes: int = 2 * MODEL.language.width  # of an encoder output
+
+
+def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
+    """A generated batch on the generator's own model."""
+    samples, items = _generate(ranks * per_rank, seed)
+
+    def spec(mode: Mode) -> PlanSpec:
+        return make_spec(ranks, samples, mode, ranks_per_node=NODE)
+
+    title = f"Generated lengths, {ranks} ranks, {per_rank} examples per rank, seed {seed}"
+    return Comparison(title, items, before=spec(before), after=spec(AFTER))
+
+
+def compare_on_data(config: Config, name: str, ranks: int | None, per_rank: int | None, before: Mode) -> Comparison:
+    """A batch that the run of a config would draw.
+
+    Args:
+      name: of the config, for the title.
+      ranks: data ranks, instead of the config's `data` and `fsdp` axes.
+      per_rank: examples per rank, instead of `data.batch_size`.
+
+    Raises one of `USER_ERRORS` of training/run.py.
+    """
+    from jaxmllm.data.batches import batch_examples
+    from jaxmllm.setup.prepare import lay_groundwork, planning_mesh
+    from jaxmllm.setup.sizing import plan_spec
+
+    mesh = planning_mesh(config, ranks)
+    config = _with_batch(config, mesh.shape, per_rank)
+    ground = lay_groundwork(config, mesh)
+    items = ground.corpus.gather(batch_examples(ground.order, config.data.batch_size, len(ground.samples)))
+    corpora = [ground.corpus, *ground.held_out]
+
+    def spec(mode: Mode) -> PlanSpec:
+        return plan_spec(with_mode(config, mode), ground.model, ground.samples, corpora)
+
+    title = f"{name}, {_sizes_in_words(config, mesh.shape)}"
+    return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
+
+
+def compare_on_generated(
+    config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
+) -> Comparison:
+    """A generated batch on the model, layouts and rows of a config, with the arguments of `compare_on_data`."""
+    from jaxmllm.data.media.table import modalities, row_formats
+    from jaxmllm.data.text.tokenizers import load_tokenizer
+    from jaxmllm.models.mllm import build_model
+    from jaxmllm.setup.prepare import planning_mesh, vocabulary
+    from jaxmllm.setup.sizing import exchange_backend, exchange_grids, rank_places, sizing_inputs
+
+    mesh = planning_mesh(config, ranks)
+    config = _with_batch(config, mesh.shape, per_rank)
+    words = vocabulary(config, load_tokenizer(config.data.tokenizer))
+    model = build_model(config.model, words, config.components, mesh)
+    samples, items = _generate(config.data.batch_size, seed, config.model)
+    largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
+    formats = row_formats(modalities(config.model, config.data, model.split_phases))
+    inputs = sizing_inputs(config, model, formats, largest)
+    grids = exchange_grids(model)
+    nodes = rank_places(config, model)
+    backend = exchange_backend(config, model)
+
+    def spec(mode: Mode) -> PlanSpec:
+        return choose_sizes(samples, inputs, grids, with_mode(config, mode).balance, nodes, backend)
+
+    title = f"{name} on generated lengths, {_sizes_in_words(config, mesh.shape)}, seed {seed}"
+    return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
+
+
+def with_mode(config: Config, mode: Mode) -> Config:
+    """The config with another `balance.mode`."""
+    return config.model_copy(update={"balance": config.balance.model_copy(update={"mode": mode})})
+
+
+def _with_batch(config: Config, mesh_shape: Mapping[str, int], per_rank: int | None) -> Config:
+    if per_rank is None:
+        return config
+    examples = _data_ranks(mesh_shape) * per_rank
+    return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": examples})})
+
+
+def _data_ranks(mesh_shape: Mapping[str, int]) -> int:
+    return mesh_shape["data"] * mesh_shape["fsdp"]
+
+
+def _sizes_in_words(config: Config, mesh_shape: Mapping[str, int]) -> str:
+    return f"{_data_ranks(mesh_shape)} data ranks, {config.data.batch_size} examples per step"
+
+
+def _token_bytes(config: Config) -> int:
+    import jax.numpy as jnp
+
+    return config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
+
+
+def _generate(examples: int, seed: int, model: ModelConfig = MODEL) -> tuple[list[BatchItems], BatchItems]:
+    """Batches to choose sizes from, and another one to plan."""
+    count = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
+    batches = [generate([seed, index], examples, mix_for(model), model) for index in range(count + 1)]
+    return batches[:-1], batches[-1]
