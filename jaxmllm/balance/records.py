@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
+from jaxmllm.phases import Phase
 
 Mode = Literal["none", "tokens", "language", "phases"]
 Backend = Literal["padded", "ragged"]
@@ -28,7 +29,8 @@ class PhaseItems:
 
     All arrays have length N, ordered by example, then by place in the example. `length` counts row slots and is
     a multiple of the phase's alignment; `real` counts those that hold data rather than padding inside the item.
-    Encoder items become `tokens` language tokens that start at `slot` of their example's language sequence.
+    Items become `tokens` tokens of the phase that reads theirs, from `slot` of their example's sequence there on; both
+    are zero where none does.
     """
 
     length: Longs
@@ -40,7 +42,7 @@ class PhaseItems:
 
 @dataclass(frozen=True)
 class BatchItems:
-    """Lengths of one global batch of B examples; `phases` has "language" and every encoder phase of the model."""
+    """Lengths of one global batch of B examples; `phases` has every phase of the model."""
 
     examples: Longs  # [B] index of each example in its length index
     targets: int  # target tokens of the whole batch
@@ -60,7 +62,7 @@ class PhaseSpec:
     """What the planner must know of a phase. The cost of one item of l slots, by which items are balanced, is
     linear * l + quadratic * l**2: its FLOPs, or femtoseconds where the phase is calibrated (tools/calibrate.py)."""
 
-    name: str
+    phase: Phase
     ranks: int
     capacities: tuple[int, ...]  # row classes, descending
     max_segments: int
@@ -69,6 +71,14 @@ class PhaseSpec:
     quadratic: int
     model_flops: PhaseFlops | None = None  # where the cost is measured; none: the cost is the FLOPs
     long_capacity: int = 0  # slots of a row for one item longer than all others hold; 0: there is none (long.py)
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def has_loss(self) -> bool:
+        return self.phase.has_loss
 
     @property
     def flops(self) -> PhaseFlops:
@@ -133,7 +143,7 @@ def _same_grid(one: ExchangeGrid, other: ExchangeGrid) -> bool:
 class PlanSpec:
     """Everything a plan depends on beside the lengths."""
 
-    phases: dict[str, PhaseSpec]  # encoder phases in model order, then "language"
+    phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder phase
     mode: Mode = "phases"
     nodes: dict[str, Ints] = field(default_factory=dict)  # node of each rank [R], by phase; empty: not known

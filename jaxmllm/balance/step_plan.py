@@ -40,6 +40,7 @@ from jaxmllm.balance.records import (
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.rows.ranks import packed
+from jaxmllm.phases import LANGUAGE
 
 
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
@@ -69,7 +70,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
     for name in dict.fromkeys(shared_exchange(spec.routes).values()):
-        node = spec.nodes.get(name), spec.nodes.get("language")
+        node = spec.nodes.get(name), spec.nodes.get(LANGUAGE)
         for key, value in route_statistics(routes[name].rounds, spec.routes[name], *node).items():
             statistics[f"route/{name}/{key}"] = value
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
@@ -95,8 +96,8 @@ def place_items(
     if mode == "phases":
         plans = {name: assign(spec, items.phases[name]) for name, spec in phases.items()}
         return place_items_near(plans, items, phases, grids, nodes) if nodes else plans
-    balanced = {"language": assign(phases["language"], items.phases["language"])} if mode == "language" else {}
-    home = example_ranks(items, phases["language"].ranks, mode, balanced.get("language"))
+    balanced = {LANGUAGE: assign(phases[LANGUAGE], items.phases[LANGUAGE])} if mode == "language" else {}
+    home = example_ranks(items, phases[LANGUAGE].ranks, mode, balanced.get(LANGUAGE))
     return {
         name: balanced[name]
         if name in balanced
@@ -116,7 +117,7 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
       language: that plan.
     """
     examples = len(items.examples)
-    sequences = items.phases["language"]
+    sequences = items.phases[LANGUAGE]
     if mode == "tokens":
         return packed(sums_by(sequences.example, sequences.length, examples) + media_of_examples(items), ranks)
     if mode == "none":
@@ -137,7 +138,7 @@ def item_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mappin
       grids: by encoder phase.
     """
     home = example_rank[items.phases[phase].example]
-    if phase == "language":
+    if phase not in grids:  # its rows read tokens: it runs where they are read
         return home
     grid = grids[phase]
     block_of = np.empty(grid.language.size, np.int64)
@@ -198,7 +199,7 @@ def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
         ways.setdefault(owner, []).append(_validate_route(name, spec.routes[owner], plan, items, spec, taken))
     for (pool, rank), slots in taken.items():
         clash = f"two tokens arrive at one slot of pool {pool} on rank {rank}"
-        _require(_distinct(np.concatenate(slots)), "language", clash)
+        _require(_distinct(np.concatenate(slots)), LANGUAGE, clash)
     for owner, parts in ways.items():
         leaves, arrives = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         _validate_rounds(owner, plan, spec.routes[owner], leaves, arrives)
@@ -237,7 +238,7 @@ def _validate_route(
     taken: dict[tuple[int, int], list[Longs]],
 ) -> tuple[Longs, Longs]:
     """(pool, rank, slot) that each token of a phase leaves and that it shall reach: [n, 3] each."""
-    encoder, language, wanted = plan.phases[name], plan.phases["language"], items.phases[name]
+    encoder, language, wanted = plan.phases[name], plan.phases[LANGUAGE], items.phases[name]
     per_token = spec.phases[name].slots_per_token
     home = sequence_of_example(items)[wanted.example]
 

@@ -24,9 +24,9 @@ from jaxmllm.data.media.table import row_formats
 from jaxmllm.data.messages import shown
 from jaxmllm.data.text.conversation import parse_conversation, parse_json
 from jaxmllm.data.text.tokenizers import Rendered, Tokenizer, render
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 
-LANGUAGE = "language"
 SHOWN = 5  # refusals quoted in an error
 
 _RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.sounds.max_seconds or split the clip"}
@@ -87,7 +87,7 @@ class Corpus:
     def longest(self, phase: str) -> int:
         """Slots of the largest item of a phase; 0 if there is none."""
         columns = self._columns
-        if phase == LANGUAGE:
+        if phase not in self.modalities:
             return int(columns["language_length"].max(initial=0))
         mine = columns["item_phase"] == list(self.modalities).index(phase)
         return int(columns["item_length"][mine].max(initial=0))
@@ -119,7 +119,8 @@ class Corpus:
             )
         length = columns["language_length"][examples]
         numbers = np.arange(len(examples), dtype=np.int32)
-        phases[LANGUAGE] = PhaseItems(length, length, numbers, length.astype(np.int32), np.zeros_like(numbers))
+        nothing = np.zeros_like(numbers)
+        phases[LANGUAGE] = PhaseItems(length, length, numbers, tokens=nothing, slot=nothing)
         return BatchItems(np.asarray(examples, np.int64), int(columns["targets"][examples].sum()), phases)
 
     def example(self, example: int) -> Rendered:

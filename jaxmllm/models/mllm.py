@@ -26,6 +26,7 @@ from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
+from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from sharding.context import take_slots
 from sharding.rules import Layout, make_layout
 
@@ -63,6 +64,10 @@ class MLLM:
     config: ModelConfig
     vocab_size: int
     components: dict[str, Component]
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        return make_phases(self.config)
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -123,7 +128,7 @@ class MLLM:
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
     ) -> tuple[Float[Array, "R C D"], Float[Array, "D V"]]:
         """Normed hidden states of language rows, and the head's matrix. `media` holds the routed tokens."""
-        component = self.components["language"]
+        component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
         hidden = decoder(self.embed(params, rows, media), rows, component.layout, component.settings)
         return hidden, decoder.output_weight(component.layout, component.dtype)
@@ -138,7 +143,7 @@ class MLLM:
 
     def embed(self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
         """What the first layer of the decoder reads: text, and the routed tokens `media` in their places."""
-        component = self.components["language"]
+        component = self.components[LANGUAGE]
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
         return jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
 
@@ -157,7 +162,7 @@ class MLLM:
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """The head's matrix."""
-        component = self.components["language"]
+        component = self.components[LANGUAGE]
         matrix: Array = component.module(params).output_weight(component.layout, component.dtype)
         return matrix
 
@@ -180,7 +185,7 @@ def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig
             settings.projector.audio,
             lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
         )
-    makers["language"] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
+    makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
     components: dict[str, Component] = {}
     for name, (setting, make) in makers.items():
         overrides = dict(setting.layout)

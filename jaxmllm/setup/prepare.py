@@ -21,7 +21,6 @@ from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
 from jaxmllm.setup.sizing import largest_row
-from jaxmllm.training.programs.phased import LANGUAGE
 from sharding.mesh import abstract_mesh
 
 SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
@@ -94,10 +93,7 @@ def open_corpora(
 ) -> tuple[Corpus, list[Corpus]]:
     """The training corpus and, where there is one, the held-out corpus, with source numbers in common."""
     formats = row_formats(modalities)
-    limits = {
-        phase: largest_row(config, phase, formats, model.layout(phase).parts)
-        for phase in (*model.config.encoders, LANGUAGE)
-    }
+    limits = {phase: largest_row(config, phase, formats, model.layout(phase).parts) for phase in model.phases}
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
         sources = [below(config.data.root, source) for source in sources]

@@ -21,8 +21,8 @@ from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
-from jaxmllm.training.programs.phased import LANGUAGE
 from sharding.exchange import Exchange
 from sharding.rules import rank_nodes
 
@@ -74,7 +74,7 @@ def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFo
     blocks that their work could not be dealt out evenly."""
     block: int = getattr(config.phases, rows.name).block
     stride = whole = 1
-    if rows.name != LANGUAGE:
+    if rows.name in formats:
         stride, whole = formats[rows.name].stride, formats[rows.name].alignment
     if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
         return block
@@ -88,7 +88,7 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
     """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
     in each part of a row."""
     block: int = getattr(config.phases, phase).block
-    if phase == LANGUAGE:
+    if phase not in formats:  # text: a slot is a token
         return block * parts
     slots, whole = block * formats[phase].stride, formats[phase].alignment
     if parts > 1 and slots % whole:
@@ -112,7 +112,7 @@ def largest_row(config: Config, phase: str, formats: Mapping[str, RowFormat], pa
 
 
 def _needs(config: Config, model: MLLM, corpora: Sequence[Corpus]) -> list[SizingInputs]:
-    longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in (*config.model.encoders, LANGUAGE)}
+    longest = {phase: max(corpus.longest(phase) for corpus in corpora) for phase in model.phases}
     return sizing_inputs(config, model, corpora[0].formats, longest)
 
 
@@ -124,26 +124,23 @@ def sizing_inputs(
     times = measured_times(config, model, flops)
     return [
         SizingInputs(
-            name=phase,
-            ranks=model.layout(phase).ranks,
-            alignment=alignment(config, phase, formats, model.layout(phase).parts),
-            slots_per_token=1 if phase == LANGUAGE else formats[phase].slots_per_token,
-            longest=longest[phase],
-            flops=flops[phase],
-            config=getattr(config.phases, phase),
-            time=times.get(phase),
+            phase=phase,
+            ranks=model.layout(name).ranks,
+            alignment=alignment(config, name, formats, model.layout(name).parts),
+            slots_per_token=formats[name].slots_per_token if name in formats else 1,
+            longest=longest[name],
+            flops=flops[name],
+            config=getattr(config.phases, name),
+            time=times.get(name),
         )
-        for phase in (*config.model.encoders, LANGUAGE)
+        for name, phase in model.phases.items()
     ]
 
 
 def rank_places(config: Config, model: MLLM) -> dict[str, Ints]:
     """Node of each rank, by phase."""
     per_node = config.balance.ranks_per_node
-    return {
-        phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node)
-        for phase in (*model.config.encoders, LANGUAGE)
-    }
+    return {phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node) for phase in model.phases}
 
 
 def exchange_backend(config: Config, model: MLLM) -> Backend:
@@ -173,7 +170,7 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 def model_flops(config: Config, model: MLLM) -> dict[str, PhaseFlops]:
     """FLOPs of an item, by phase."""
     shapes = resolved_shapes(config, model)
-    return {phase: phase_flops(shapes, phase, model.trainable) for phase in (*config.model.encoders, LANGUAGE)}
+    return {phase: phase_flops(shapes, phase, model.trainable) for phase in model.phases}
 
 
 def measured_times(config: Config, model: MLLM, flops: Mapping[str, PhaseFlops]) -> dict[str, PhaseTime]:

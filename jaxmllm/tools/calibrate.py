@@ -41,11 +41,11 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.tokenizers import Rendered
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import Programs
 from jaxmllm.training.run import Run
 
-LANGUAGE = "language"
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
 MOST_ITEMS = 64  # ... with up to so many items: the squares of more are negligible
 REPEATS = 5
@@ -143,18 +143,19 @@ class Clock:
         step, zero = programs.step, programs.compiled
         owner = programs.exchange_owner.get(phase, LANGUAGE)
         self.programs, self.phase = programs, phase
-        self.params = {name: params[name] for name in step.components_of(phase)}
+        self.has_loss = step.model.phases[phase].has_loss
+        self.params = {name: params[name] for name in step.model.phases[phase].components}
         trainable = step.trainable_of(phase)
         grads = zero["zero", "grads"]()
         self.grads = {name: grads[name] for name in trainable}
         self.pool = zero["zero", owner]()
-        self.d_pool = zero["zero", f"d_{owner}"]() if trainable or phase == LANGUAGE else None
+        self.d_pool = zero["zero", f"d_{owner}"]() if trainable or self.has_loss else None
         self.sums, self.failed = zero["zero", "sums"](), zero["zero", "failed"]()
 
     def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:
         """Seconds of one microbatch: forward, and forward with backward (the same where nothing is trained)."""
         rows = self.programs.put(host).rows[self.phase][0]
-        return (self._language if self.phase == LANGUAGE else self._encoder)(capacity, rows)
+        return (self._language if self.has_loss else self._encoder)(capacity, rows)
 
     def _encoder(self, capacity: int, rows: Any) -> tuple[float, float]:
         run, at = self.programs.compiled, np.int32(0)
@@ -201,9 +202,9 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     plan = StepPlan({name: assign(specs[name], items[name]) for name in specs}, {})
     rows = plan.phases[phase]
     assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
-    modalities: Any = {name: MadeUp(run.corpus.modalities[name]) for name in specs if name != LANGUAGE}
+    modalities: Any = {name: MadeUp(run.corpus.modalities[name]) for name in specs if not specs[name].has_loss}
     batch = BatchItems(numbers.astype(np.int64), count, items)
-    corpus = EqualExamples(phase, fill.length, tokens)
+    corpus = EqualExamples(phase, specs[phase].has_loss, fill.length, tokens)
     where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs))
     return fill_rows(0, batch.examples, batch, plan, *where, programs.attention)
 
@@ -213,14 +214,15 @@ class EqualExamples:
     """Examples that are alike: a text of `length` tokens, or one item of an encoder phase."""
 
     phase: str
+    text: bool
     length: int
     tokens: int
 
     def example(self, i: int) -> Rendered:
         from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
 
-        line = np.arange(self.length if self.phase == LANGUAGE else 0, dtype=np.int32)
-        spans = () if self.phase == LANGUAGE else (MediaSpan(self.phase, Path(), (self.length, 1), 0, self.tokens),)
+        line = np.arange(self.length if self.text else 0, dtype=np.int32)
+        spans = () if self.text else (MediaSpan(self.phase, Path(), (self.length, 1), 0, self.tokens),)
         return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
 
     def source_of(self, i: int) -> int:

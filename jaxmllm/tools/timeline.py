@@ -294,7 +294,7 @@ def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, 
     for name, items in batch.phases.items():
         flops = sum(layer.linear for layer in layer_flops(MODEL, name, 1, 0))
         slots = sums_by(items.example, items.length, examples)
-        loads[name] = PhaseLoad(slots * flops, slots, ROWS["language"] if name == "language" else None)
+        loads[name] = PhaseLoad(slots * flops, slots, ROWS[name] if PHASES[name].has_loss else None)
     language = loads.pop("language")
     plan = plan_microbatches(loads, language, replicas=1, microbatches=microbatches)
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(plan.microbatches)]

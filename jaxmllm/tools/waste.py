@@ -36,10 +36,10 @@ from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.training.programs.phased import LANGUAGE
 from jaxmllm.training.run import USER_ERRORS
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    ranks = {phase: ground.model.layout(phase).ranks for phase in (*config.model.encoders, LANGUAGE)}
+    ranks = {phase: ground.model.layout(phase).ranks for phase in ground.model.phases}
     shown = ", ".join(f"{count} {phase}" for phase, count in ranks.items())
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {shown}"
     print_table(title, COLUMNS, [list(record.values()) for record in records])

@@ -27,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
-from jaxmllm.balance.costs.flops import STEM_STRIDE, component_names, phase_flops
+from jaxmllm.balance.costs.flops import STEM_STRIDE, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
+from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 MODEL: Final = ModelConfig(
     vision=VisionConfig(width=1280, layers=32, heads=16, mlp_width=5120, patch_size=14, merge=2),
@@ -39,7 +40,7 @@ MODEL: Final = ModelConfig(
         width=4096, layers=36, heads=32, kv_heads=8, head_size=128, mlp_width=12288, vocab_size=151_936
     ),
 )
-PHASES: Final = (*MODEL.encoders, "language")
+PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
 ALIGNMENTS: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
@@ -173,7 +174,7 @@ def describe(batch: BatchItems) -> dict[str, float]:
     """
     statistics: dict[str, float] = {}
     examples = len(batch.examples)
-    encoders = [phase for phase in batch.phases if phase != "language"]
+    encoders = [phase for phase in batch.phases if not PHASES[phase].has_loss]
     amounts: dict[str, Longs] = {}
     for phase, items in batch.phases.items():
         length = items.length
@@ -184,7 +185,7 @@ def describe(batch: BatchItems) -> dict[str, float]:
             statistics[f"{phase}/cv"] = float(length.std() / length.mean())
             statistics[f"{phase}/max_over_mean"] = float(length.max() / length.mean())
             statistics[f"{phase}/inner_padding"] = 1 - float(items.real.sum() / length.sum())
-    amounts["text"] = amounts["language"].copy()
+    amounts["text"] = amounts[LANGUAGE].copy()
     for phase in encoders:
         tokens = batch.phases[phase].tokens.astype(np.int64)
         amounts["text"] -= sums_by(batch.phases[phase].example, tokens, examples)
@@ -214,15 +215,15 @@ def make_spec(
     `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""
     needs = [
         SizingInputs(
-            name=phase,
+            phase=phase,
             ranks=ranks,
-            alignment=ALIGNMENTS[phase],
-            slots_per_token=_slots_per_token(phase, MODEL),
-            longest=longest(phase, mix),
-            flops=phase_flops(MODEL, phase, component_names(MODEL)),
+            alignment=ALIGNMENTS[name],
+            slots_per_token=_slots_per_token(name, MODEL),
+            longest=longest(name, mix),
+            flops=phase_flops(MODEL, name, frozenset(component_names(PHASES))),
             config=PhaseConfig(row_classes=row_classes),
         )
-        for phase in PHASES
+        for name, phase in PHASES.items()
     ]
     nodes = None
     if ranks_per_node is not None:
@@ -268,7 +269,7 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
     nothing, examples = np.zeros(len(text), np.int32), np.arange(len(text))
-    phases["language"] = PhaseItems(length, length, examples.astype(np.int32), nothing, nothing)
+    phases[LANGUAGE] = PhaseItems(length, length, examples.astype(np.int32), nothing, nothing)
     return BatchItems(examples, int(text.sum()), phases)
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config.schema import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
 from sharding.pools import add_to_rank, put_rows, share_rank, take_rows
@@ -58,13 +59,9 @@ class Step:
     decay_steps: int
     sources: int
 
-    def components_of(self, phase: str) -> tuple[str, ...]:
-        """Names of the components that a phase runs."""
-        return ("language",) if phase == "language" else (phase, f"projector.{phase}")
-
     def trainable_of(self, phase: str) -> tuple[str, ...]:
         """Trainable components of a phase; without any, its backward programs do not exist."""
-        return tuple(name for name in self.components_of(phase) if name in self.model.trainable)
+        return tuple(name for name in self.model.phases[phase].components if name in self.model.trainable)
 
     @property
     def trains_encoders(self) -> bool:
@@ -133,7 +130,7 @@ class Step:
         self, hidden: Float[Array, "R C D"], head: Float[Array, "D V"], rows: LanguageRows, valid: Array
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
-        layout = self.model.layout("language")
+        layout = self.model.layout(LANGUAGE)
         losses, hits = token_losses(hidden, head, rows.targets, self.model.config.language.loss_chunk, layout)
         missing = (rows.media >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
@@ -152,9 +149,9 @@ class Step:
         sums: Sums,
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
         """Add one microbatch's gradients (of the language model and of the pool) and sums."""
-        layout = self.model.layout("language")
+        layout = self.model.layout(LANGUAGE)
         media, valid = self._arrived(rows, pool)
-        trainable, frozen = self._split(params, "language")
+        trainable, frozen = self._split(params, LANGUAGE)
 
         def objective(trainable: Params, media: Array) -> tuple[Array, Sums]:
             total, sums = self.decode(trainable | frozen, rows, media, valid)
@@ -187,7 +184,7 @@ class Step:
         d_shared, grads, new = self._together.decode_and_grad(
             params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _nothing(sums)
         )
-        return add_to_rank(self.model.layout("language"), d_pool, d_shared, home), grads, _add_first(sums, new)
+        return add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, home), grads, _add_first(sums, new)
 
     def evaluate_long(
         self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, home: Int[Array, ""]
@@ -197,15 +194,15 @@ class Step:
 
     def _shared(self, pool: TokenPool, home: Int[Array, ""]) -> TokenPool:
         """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
-        return TokenPool(*(share_rank(self.model.layout("language"), leaf, home) for leaf in pool))
+        return TokenPool(*(share_rank(self.model.layout(LANGUAGE), leaf, home) for leaf in pool))
 
     @property
     def _together(self) -> Step:
         """The step of long rows."""
-        return replace(self, model=self.model.with_layout("language", self.model.layout("language").long))
+        return replace(self, model=self.model.with_layout(LANGUAGE, self.model.layout(LANGUAGE).long))
 
     def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
-        layout = self.model.layout("language")
+        layout = self.model.layout(LANGUAGE)
         return take_rows(layout, pool.tokens, rows.media), take_rows(layout, pool.valid, rows.media)
 
     # ------------------------------------------------------------------ update
@@ -264,7 +261,7 @@ class Step:
     def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
         """(trainable, frozen) components of a phase."""
         trainable = {name: params[name] for name in self.trainable_of(phase)}
-        return trainable, {name: params[name] for name in self.components_of(phase) if name not in trainable}
+        return trainable, {name: params[name] for name in self.model.phases[phase].components if name not in trainable}
 
 
 def _nothing(sums: Sums) -> Sums:

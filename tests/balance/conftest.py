@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.phases import decoder_phase, encoder_phase
 
 ENCODERS = {"vision": 4, "audio": 8}  # slots per language token
 
@@ -60,12 +61,13 @@ def spec_for(
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
     ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {"language": language_ranks}
     for name, count in ranks.items():
+        phase = encoder_phase(name) if name in grids else decoder_phase(tuple(grids))
         alignment = 2 * ENCODERS.get(name, 4)
         largest = -(-int(batch.phases[name].length.max(initial=1)) // alignment) * alignment
         capacities = tuple(sorted({max(alignment, largest // 3**k // alignment * alignment) for k in range(classes)}))[
             ::-1
         ]
-        phases[name] = PhaseSpec(name, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
+        phases[name] = PhaseSpec(phase, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)
     for name, shape in grids.items():

@@ -35,6 +35,7 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import ByteTokenizer, MediaSpan, Rendered
 from jaxmllm.data.workers.reader import Loader
+from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
 from tests.data.workers.elements import Imported
 
@@ -103,8 +104,8 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     spec = PlanSpec(
         {
-            "vision": PhaseSpec("vision", 2, (16,), 4, 4, 10, 1),
-            "language": PhaseSpec("language", 2, (32,), 8, 1, 10, 1),
+            "vision": PhaseSpec(encoder_phase("vision"), 2, (16,), 4, 4, 10, 1),
+            "language": PhaseSpec(decoder_phase(("vision",)), 2, (32,), 8, 1, 10, 1),
         },
         {"vision": RouteSpec(grid, encoder_pool=16, language_pool=64, pair_slots=8)},
     )
@@ -151,7 +152,7 @@ def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
-    small = PhaseSpec("language", 2, (8,), 8, 1, 10, 1)  # examples of up to 14 tokens
+    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, 10, 1)  # examples of up to 14 tokens
     broken = replace(filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small}))
     with pytest.raises(ValueError, match="language") as caught:
         read(steps(broken, 8, seed=0), 0, 2, workers)

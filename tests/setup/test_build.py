@@ -6,6 +6,7 @@ from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.table import modalities, row_formats
+from jaxmllm.phases import make_phases
 from jaxmllm.setup.prepare import planning_mesh
 from jaxmllm.setup.sizing import alignment, attention_block
 from tests.support import tiny_config
@@ -30,7 +31,7 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     tmp_path, phase, block, capacities, long_capacity, parts, expected
 ):
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
-    rows = PhaseSpec(phase, 4, tuple(capacities), 8, 1, 1, 1, long_capacity=long_capacity)
+    rows = PhaseSpec(make_phases(config.model)[phase], 4, tuple(capacities), 8, 1, 1, 1, long_capacity=long_capacity)
     split = {phase} if parts > 1 else ()
     assert attention_block(config, rows, row_formats(modalities(config.model, config.data, split)), parts) == expected
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
+from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 STEM_STRIDE = 4  # frames behind one token of the audio tower: two convolutions of stride 2 ...
 STEM_KERNEL = 3  # ... and of this width
@@ -44,13 +45,13 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> Ph
     Raises:
       ValueError: unknown phase or component, or vocab_size not resolved.
     """
-    components = component_names(model)
+    components = set(component_names(make_phases(model)))
     if unknown := trainable - components:
         raise ValueError(f"trainable components {sorted(unknown)} are not in this model: it has {sorted(components)}")
-    if phase == "language":
-        return _language(model.language, upstream=bool(trainable), trained="language" in trainable)
+    if phase == LANGUAGE:
+        return _language(model.language, upstream=bool(trainable), trained=LANGUAGE in trainable)
     if phase not in model.encoders:
-        raise ValueError(f"phase {phase!r} is not in this model: it has {[*model.encoders, 'language']}")
+        raise ValueError(f"phase {phase!r} is not in this model: it has {list(make_phases(model))}")
     trained = phase in trainable
     projector_trained = f"projector.{phase}" in trainable
     if phase == "vision":
@@ -58,11 +59,6 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> Ph
         return _vision(model.vision, model.language.width, trained, projector_trained)
     assert model.audio is not None
     return _audio(model.audio, model.language.width, trained, projector_trained)
-
-
-def component_names(model: ModelConfig) -> frozenset[str]:
-    """Every component of the model, by the names used for freezing, metrics and checkpoints."""
-    return frozenset({*model.encoders, *(f"projector.{name}" for name in model.encoders), "language"})
 
 
 def batch_flops(items: BatchItems, flops: Mapping[str, PhaseFlops]) -> dict[str, float]:

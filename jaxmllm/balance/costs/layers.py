@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from jaxmllm.balance.costs.flops import STEM_KERNEL, STEM_STRIDE
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
+from jaxmllm.phases import LANGUAGE, make_phases
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ def layer_flops(model: ModelConfig, phase: str, slots: int, squares: int) -> tup
     Raises:
       ValueError: the model has no such phase, or vocab_size is not resolved.
     """
-    if phase == "language":
+    if phase == LANGUAGE:
         return _language(model.language, slots, squares)
     if phase not in model.encoders:
-        raise ValueError(f"phase {phase!r} is not in this model: it has {[*model.encoders, 'language']}")
+        raise ValueError(f"phase {phase!r} is not in this model: it has {list(make_phases(model))}")
     if phase == "vision":
         assert model.vision is not None
         return _vision(model.vision, model.language.width, slots, squares)
@@ -54,9 +55,9 @@ def _language(config: LanguageConfig, slots: int, squares: int) -> tuple[LayerFl
     weights = config.width * (2 * heads_width + 2 * config.kv_heads * config.head_size + 3 * config.mlp_width)
     causal = 2 * heads_width * squares  # half of the pairs
     vocabulary = config.vocab_size * config.width
-    embedding = LayerFlops("language", 0, 0, 0 if config.tie_embeddings else vocabulary)
-    block = LayerFlops("language", 2 * weights * slots, causal, weights)
-    return (embedding, *[block] * config.layers, LayerFlops("language", 2 * vocabulary * slots, 0, vocabulary))
+    embedding = LayerFlops(LANGUAGE, 0, 0, 0 if config.tie_embeddings else vocabulary)
+    block = LayerFlops(LANGUAGE, 2 * weights * slots, causal, weights)
+    return (embedding, *[block] * config.layers, LayerFlops(LANGUAGE, 2 * vocabulary * slots, 0, vocabulary))
 
 
 def _vision(config: VisionConfig, language_width: int, slots: int, squares: int) -> tuple[LayerFlops, ...]:

@@ -29,6 +29,7 @@ from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSp
 from jaxmllm.balance.rows.assign import item_costs, rank_floor
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
+from jaxmllm.phases import LANGUAGE
 
 EXACT_RANKS = 128  # more are placed greedily: the exact assignment takes cubic time
 MARGIN = 128  # rank totals may come to one part in so many above their floor, costliest rows above the mean
@@ -56,9 +57,9 @@ def place_items_near(
     Returns:
       The plans with new rows of the items.
     """
-    media, sequences = media_of_examples(items), items.phases["language"]
-    language = _spread_media(plans["language"], sequences.length, phases["language"], media[sequences.example])
-    placed = place_rows(dict(plans) | {"language": language}, items, phases, grids, nodes)
+    media, sequences = media_of_examples(items), items.phases[LANGUAGE]
+    language = _spread_media(plans[LANGUAGE], sequences.length, phases[LANGUAGE], media[sequences.example])
+    placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     worth = max(1, int(media.sum()) // WORTH)
     home = _language_ranks(items, language)
     for phase, grid in grids.items():
@@ -68,7 +69,7 @@ def place_items_near(
             places = Places(
                 node=nodes[phase].astype(np.int64),
                 block=_blocks(grid.encoder),
-                wanted_node=nodes["language"][goal].astype(np.int64),
+                wanted_node=nodes[LANGUAGE][goal].astype(np.int64),
                 wanted_block=_blocks(grid.language)[goal],
                 tokens=items.phases[phase].tokens.astype(np.int64),
             )
@@ -130,7 +131,7 @@ def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec, *further: Longs) -
 def _language_ranks(items: BatchItems, language: PhasePlan) -> Longs:
     """Language rank of each example: [B]."""
     home = np.full(len(items.examples), -1, np.int64)
-    home[items.phases["language"].example] = language.rank
+    home[items.phases[LANGUAGE].example] = language.rank
     return home
 
 
@@ -155,12 +156,12 @@ def place_rows(
     Returns:
       The plans with new `rank` in encoder phases.
     """
-    placed, home = dict(plans), _language_ranks(items, plans["language"])
+    placed, home = dict(plans), _language_ranks(items, plans[LANGUAGE])
     for phase, grid in grids.items():
         plan, wanted, ranks = plans[phase], items.phases[phase], phases[phase].ranks
         if not plan.microbatches or ranks == 1:
             continue
-        goal, near = home[wanted.example], (nodes[phase], nodes["language"])
+        goal, near = home[wanted.example], (nodes[phase], nodes[LANGUAGE])
         rank, weight = plan.rank.astype(np.int64), wanted.tokens.astype(np.int64) ** 2
         each = item_costs(phases[phase], wanted.length)
         cost = sums_by(plan.microbatch * np.int64(ranks) + rank, each, plan.microbatches * ranks).reshape(-1, ranks)

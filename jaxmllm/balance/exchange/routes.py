@@ -36,6 +36,7 @@ from jaxmllm.balance.records import (
     shared_exchange,
 )
 from jaxmllm.balance.rows.pack import NEVER
+from jaxmllm.phases import LANGUAGE
 
 
 def plan_routes(
@@ -60,18 +61,18 @@ def plan_routes(
     for owner in dict.fromkeys(owner_of.values()):
         placed |= _encoder_pools([phase for phase in encoders if owner_of[phase] == owner], plans, spec)
 
-    language = plans["language"]
+    language = plans[LANGUAGE]
     sequence = sequence_of_example(items)
     media = {phase: _media(items.phases[phase], language, sequence) for phase in encoders}
-    ranks = spec.phases["language"].ranks
+    ranks = spec.phases[LANGUAGE].ranks
     size = min(route.language_pool for route in spec.routes.values())
     pool, start = _fill_pools(media_tokens(items, language, encoders, ranks), size, "language pool")
-    placed["language"] = replace(language, pool=pool)
+    placed[LANGUAGE] = replace(language, pool=pool)
 
     arrivals = _arrivals(media, {phase: items.phases[phase].tokens for phase in encoders}, start.reshape(-1), ranks)
     traffic: dict[str, list[_Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
-        part = _traffic(placed[phase], placed["language"], media[phase], arrivals[phase], items, spec, phase)
+        part = _traffic(placed[phase], placed[LANGUAGE], media[phase], arrivals[phase], items, spec, phase)
         traffic[owner_of[phase]].append(part)
     return placed, {
         phase: RoutePlan(arrivals[phase].astype(np.int32), _rounds(traffic[phase], spec.routes[phase]))
@@ -117,16 +118,15 @@ def lanes_needed(encoders: Mapping[str, PhasePlan], language: PhasePlan, items: 
 def media_of_examples(items: BatchItems) -> Longs:
     """Tokens that the media of each example of the batch become, all encoder phases together: [B]."""
     tokens = np.zeros(len(items.examples), np.int64)
-    for phase, media in items.phases.items():
-        if phase != "language":
-            np.add.at(tokens, media.example, media.tokens)
+    for media in items.phases.values():
+        np.add.at(tokens, media.example, media.tokens)
     return tokens
 
 
 def sequence_of_example(items: BatchItems) -> Longs:
     """Number of the language item of each example of the batch: [B]."""
     sequence = np.full(len(items.examples), -1, np.int64)
-    sequence[items.phases["language"].example] = np.arange(len(items.phases["language"].example))
+    sequence[items.phases[LANGUAGE].example] = np.arange(len(items.phases[LANGUAGE].example))
     return sequence
 
 

@@ -38,6 +38,7 @@ from jaxmllm.balance.rows.assign import EVEN, assign, assign_in_place, item_cost
 from jaxmllm.balance.rows.long import select
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, phase_statistics, place_items
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.phases import LANGUAGE, Phase
 
 MICROBATCH_TOLL = 0.002
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)  # of a load in rows of the first class
@@ -61,7 +62,7 @@ Capacities = tuple[int, ...]
 class SizingInputs:
     """What decides the rows of one phase beside the samples."""
 
-    name: str
+    phase: Phase
     ranks: int
     alignment: int  # capacities are multiples of it: whole attention blocks, whole language tokens
     slots_per_token: int  # 1 for language
@@ -69,6 +70,10 @@ class SizingInputs:
     flops: PhaseFlops
     config: PhaseConfig
     time: PhaseTime | None = None  # balances items instead of their FLOPs
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
 
 
 def choose_sizes(
@@ -83,7 +88,7 @@ def choose_sizes(
 
     Args:
       samples: global batches drawn as training will draw them; 16 do, 64 leave less to chance.
-      phases: encoder phases in model order, then "language".
+      phases: in the order of `make_phases`.
       grids: by encoder phase.
       balance: mode, pool_slots, pair_slots.
       nodes: by phase, node of each rank; none: not known.
@@ -95,13 +100,15 @@ def choose_sizes(
     specs: dict[str, PhaseSpec] = {}
     batches = [*samples, *_redrawn(samples)]
     homes: list[Longs | None] = [None] * len(batches)  # rank of each example, where media stay with it
-    for needs in sorted(phases, key=lambda needs: needs.name != "language"):
-        if needs.name == "language" and balance.mode in ("none", "tokens"):
-            homes = [example_ranks(batch, needs.ranks, balance.mode) for batch in batches]
+    others = {needs.name: needs for needs in phases}
+    language = others.pop(LANGUAGE)  # first of all: the others may follow where it places examples
+    if balance.mode in ("none", "tokens"):
+        homes = [example_ranks(batch, language.ranks, balance.mode) for batch in batches]
+    for needs in (language, *others.values()):
         specs[needs.name] = _choose_rows(_ordinary(needs), _loads(batches, needs, grids, homes))
         specs[needs.name] = replace(specs[needs.name], long_capacity=_long_capacity(needs))
-        if needs.name == "language" and balance.mode == "language":
-            plans = [assign(specs["language"], batch.phases["language"]) for batch in batches]
+        if needs is language and balance.mode == "language":
+            plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
             homes = [
                 example_ranks(batch, needs.ranks, "language", plan) for batch, plan in zip(batches, plans, strict=True)
             ]
@@ -373,7 +380,7 @@ def phase_spec(needs: SizingInputs, capacities: Capacities, max_segments: int | 
     """The phase with the given rows; without `max_segments` any number of items may share one."""
     cost = needs.time or needs.flops
     return PhaseSpec(
-        name=needs.name,
+        phase=needs.phase,
         ranks=needs.ranks,
         capacities=capacities,
         max_segments=capacities[0] if max_segments is None else max_segments,
@@ -398,12 +405,12 @@ def _choose_routes(
     if not grids:
         return {}
     plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in samples]
-    language = specs["language"]
+    language = specs[LANGUAGE]
     arriving = [
-        media_tokens(batch, plan["language"], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
+        media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    language_pool = _pool("language", arriving, max(language.capacities[0], language.long_capacity), balance)
+    language_pool = _pool(LANGUAGE, arriving, max(language.capacities[0], language.long_capacity), balance)
     whole = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
     owner_of = shared_exchange(whole)
     routes = {}
@@ -416,7 +423,7 @@ def _choose_routes(
         pair = balance.pair_slots
         if pair == "auto":
             lanes = [
-                lanes_needed({other: plan[other] for other in sharing}, plan["language"], batch, grid)
+                lanes_needed({other: plan[other] for other in sharing}, plan[LANGUAGE], batch, grid)
                 for batch, plan in zip(samples, plans, strict=True)
             ]
             pair = _pair_slots(lanes, max(longest[other] // specs[other].slots_per_token for other in sharing), grid)

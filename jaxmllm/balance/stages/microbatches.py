@@ -25,6 +25,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from jaxmllm.arrays import Bools, Ints, Longs, sums_by
 from jaxmllm.balance.rows.pack import NEVER, lay_out
+from jaxmllm.phases import LANGUAGE
 
 TOTAL_BITS = 24  # work is counted in units of which a batch has fewer than 2**24, so that squares are far from overflow
 SUBSET_BITS = 11  # ... and for the sums of deferred examples in units of which a microbatch has at most 2**11
@@ -83,7 +84,7 @@ def plan_microbatches(
       ValueError: no replica or microbatch, arrays of different lengths, negative numbers, or an example that does not
         fit a row of its own.
     """
-    phases = {**encoders, "language": language}
+    phases = {**encoders, LANGUAGE: language}
     _check(phases, replicas, microbatches)
     work = np.stack([load.work for load in phases.values()], axis=1)
     work = work >> max(0, int(work.sum(dtype=object)).bit_length() - TOTAL_BITS)
@@ -141,7 +142,7 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
 def _check(phases: Mapping[str, PhaseLoad], replicas: int, microbatches: int) -> None:
     if replicas < 1 or microbatches < 1:
         raise ValueError(f"a plan needs at least one replica and one microbatch, not {replicas} and {microbatches}")
-    examples = len(phases["language"].work)
+    examples = len(phases[LANGUAGE].work)
     for phase, load in phases.items():
         if not len(load.work) == len(load.slots) == examples:
             raise ValueError(
@@ -502,14 +503,15 @@ def _statistics(
     phases: Mapping[str, PhaseLoad], replica: Longs, encoder: Ints, language: Ints, replicas: int, microbatches: int
 ) -> dict[str, float]:
     statistics = {}
+    microbatch_of = dict.fromkeys(phases, encoder) | {LANGUAGE: language}
     for phase, load in phases.items():
-        run = language if phase == "language" else encoder
+        run = microbatch_of[phase]
         loads = sums_by(replica * microbatches + run, load.work, replicas * microbatches).astype(np.float64)
         if loads.any():
             statistics[f"{phase}/cv"] = float(loads.std() / loads.mean())
             statistics[f"{phase}/max_over_mean"] = float(loads.max() / loads.mean())
     late = language > encoder
-    between = sums_by((replica * microbatches + encoder)[late], phases["language"].slots[late], replicas * microbatches)
+    between = sums_by((replica * microbatches + encoder)[late], phases[LANGUAGE].slots[late], replicas * microbatches)
     return statistics | {
         "deferred_examples": float(late.sum()),
         "max_deferred_slots": float(between.max(initial=0)),
@@ -518,6 +520,6 @@ def _statistics(
 
 def loads_of(plan: MicrobatchPlan, work: Longs, phase: str, replicas: int) -> Longs:
     """Work of a phase by replica and microbatch: [replicas, M]."""
-    run: Sequence[int] | Ints = plan.language if phase == "language" else plan.encoder
+    run: Sequence[int] | Ints = plan.language if phase == LANGUAGE else plan.encoder
     place = plan.replica.astype(np.int64) * plan.microbatches + run
     return sums_by(place, work, replicas * plan.microbatches).reshape(replicas, plan.microbatches)

@@ -23,13 +23,13 @@ from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig
+from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph
 from sharding.pipeline.schedules.orders import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
 from sharding.pipeline.schedules.search import search
 from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
 from sharding.pipeline.validate import validate
 
-LANGUAGE = "language"
 STEPS = 1024  # attention of a row is counted in such parts of what one item that fills it takes
 WORK_BITS = 50  # of an example's work, at most
 
@@ -193,7 +193,7 @@ def _loads(
     for name, phase in spec.phases.items():
         length = items.phases[name].length[members[name]]
         work = (phase.linear >> shift) * length + (phase.quadratic >> shift) * length**2
-        capacity = phase.capacities[0] if name == LANGUAGE else None
+        capacity = phase.capacities[0] if phase.has_loss else None
         loads[name] = PhaseLoad(sums_by(owner[name], work, examples), sums_by(owner[name], length, examples), capacity)
     return loads
 
@@ -236,7 +236,7 @@ def _joined(parts: list[Placed], items: BatchItems, spec: PlanSpec) -> tuple[dic
         microbatch, rank, offset, segment, arrival = columns
         none = np.zeros(first, np.int32)
         plans[name] = PhasePlan(none + phase.capacities[0], none, none, microbatch, rank, offset, segment)
-        if name != LANGUAGE:
+        if not phase.has_loss:
             arrivals[name] = arrival
     return plans, arrivals
 

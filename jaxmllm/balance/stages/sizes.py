@@ -17,8 +17,9 @@ from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import SizingInputs, checked_capacities, phase_spec, with_head_room
-from jaxmllm.balance.stages.plan import LANGUAGE, ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
+from jaxmllm.balance.stages.plan import ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
+from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition
 from sharding.pipeline.graph import Chain, PipelineError, Pool, Ring, Slots
 from sharding.pipeline.schedules.orders import Schedule
@@ -52,7 +53,7 @@ def choose_pipeline(
 
     Args:
       samples: global batches drawn as training will draw them.
-      phases: encoder phases in model order, then "language".
+      phases: in the order of `make_phases`.
       model: shapes, with the size of the vocabulary.
       trainable: components.
       examples: of a batch.
@@ -78,7 +79,7 @@ def choose_pipeline(
     alone = [
         place(np.array([number]), batch, spec, 1, False) for batch in largest for number in range(len(batch.examples))
     ]
-    encoders = [name for name in spec.phases if name != LANGUAGE]
+    encoders = spec.phases[LANGUAGE].phase.reads
     usual, most = (np.array([[1] * len(encoders), *(each.fan for each in of)]).max(axis=0) for of in (placed, alone))
     fan = tuple(
         max(with_head_room(int(usual[encoder]), 1), int(most[encoder])) if config.fan == "auto" else config.fan
@@ -188,23 +189,23 @@ def _budget(
         live = rows[LANGUAGE] if config.schedule == "gpipe" else PER_STAGE * config.stages
     slots: Slots = {}
     for number, chain in enumerate(ring.chains):
-        encoder = chain.name != LANGUAGE
-        together = live * (fan[number] if encoder else 1)
+        read = number < len(fan)  # an encoder, whose rows some microbatch reads
+        together = live * (fan[number] if read else 1)
         backward = bool(costs[chain.name].linear[1:].any())
         if chain.depth > 1 or chain.head_only:
             slots[Pool.INPUT, number] = together * chain.chunks_per_rank
-        if encoder:
+        if read:
             slots[Pool.TOKENS, number] = together
         if backward:
-            slots |= _backward_slots(number, chain, together, config)
+            slots |= _backward_slots(number, chain, read, together, config)
     return slots
 
 
-def _backward_slots(number: int, chain: Chain, together: int, config: PipelineConfig) -> Slots:
+def _backward_slots(number: int, chain: Chain, read: bool, together: int, config: PipelineConfig) -> Slots:
     slots: Slots = {}
     if chain.depth > 1 and not chain.head_only:
         slots[Pool.GRADIENT, number] = together * chain.chunks_per_rank
-    if chain.name != LANGUAGE:
+    if read:
         slots[Pool.TOKEN_GRADIENT, number] = together
     if config.split_backward:
         slots[Pool.PENDING, number] = SPLIT

@@ -42,9 +42,9 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import MediaError, Modality, Shape
 from jaxmllm.data.messages import shown
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 
-LANGUAGE = "language"
 DECODE_THREADS = min(4, os.cpu_count() or 1)  # pillow, soundfile and numpy let go of the interpreter lock
 
 Array = NDArray[Any]
@@ -166,9 +166,7 @@ def fill(
     batch = _Batch(examples, items, functools.cache(corpus.example), modalities, cancelled)
     rows: dict[str, list[Row]] = {}
     failures: list[str] = []
-    for phase in spec.phases:
-        if phase == LANGUAGE:
-            continue
+    for phase in modalities:
         rows[phase], messages = _encoder_rows(batch, phase, plan.phases[phase], local.phases[phase], attention, threads)
         failures += messages
     rows[LANGUAGE] = _language_rows(

@@ -34,6 +34,7 @@ from jaxmllm.models.rows import (
     abstract_language_rows,
     abstract_pool,
 )
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
@@ -41,7 +42,6 @@ from jaxmllm.training.step_functions import KeptFeatures, Step, TrainState
 from sharding.exchange import Exchange
 from sharding.rules import Layout
 
-LANGUAGE = "language"
 COMPILE_THREADS = os.cpu_count()
 
 
@@ -375,7 +375,7 @@ class Programs:
     # ------------------------------------------------------------------ shapes
 
     def _components(self, params: Any, phase: str) -> Any:
-        return {name: params[name] for name in self.step.components_of(phase)}
+        return {name: params[name] for name in self.step.model.phases[phase].components}
 
     def _grads(self, grads: Any, phase: str) -> Any:
         return {name: grads[name] for name in self.step.trainable_of(phase)}
@@ -464,7 +464,7 @@ class Programs:
         layout = self.layouts[phase]
         if capacity > self.spec.phases[phase].capacities[0]:
             layout = layout.long
-        kind = LanguageRows if phase == LANGUAGE else EncoderRows
+        kind = LanguageRows if self.step.model.phases[phase].has_loss else EncoderRows
         put = lambda array, sharding: put_ranks(array, sharding, layout.ranks)  # noqa: E731
         local = kind.of(dict(row))
         return jax.tree.map(put, local, local.shardings(layout))

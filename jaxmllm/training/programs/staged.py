@@ -31,9 +31,10 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.phased import LANGUAGE, Evaluated, Job, Programs, local_ranks, put_ranks
+from jaxmllm.training.programs.phased import Evaluated, Job, Programs, local_ranks, put_ranks
 from jaxmllm.training.step_functions import Step, TrainState
 from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
 from sharding.pipeline.executor.gradient import Params
@@ -223,7 +224,7 @@ class PipelinePrograms(Programs):
         for phase, spec in self.spec.phases.items():
             layout, capacity = self.layouts[phase], spec.capacities[0]
             one: Any
-            if phase == LANGUAGE:
+            if spec.has_loss:
                 one = abstract_language_rows(layout, capacity, spec.max_segments, self.attention.blocks[phase])
             else:
                 one = abstract_encoder_rows(layout, capacity, formats[phase], self.attention.blocks[phase])
@@ -246,7 +247,7 @@ class PipelinePrograms(Programs):
     def _put_rows(self, batch: HostStep, run: PipelineRun) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, layout in self.layouts.items():
-            kind: Any = LanguageRows if phase == LANGUAGE else EncoderRows
+            kind: Any = LanguageRows if self.step.model.phases[phase].has_loss else EncoderRows
             first, count = run.microbatches[phase]
             made = [kind.of(dict(row)) for row in batch.rows[phase][first : first + count]]
             local = len(local_ranks(layout.rows, layout.ranks))
@@ -348,19 +349,19 @@ class Pieces:
     def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trained: frozenset[str]) -> Inputs:
         """Staged parameters and rows as the executor takes them; `scale` is what losses are multiplied by."""
         layers, outer = [], []
-        for phase in (*self.encoders, LANGUAGE):
+        for phase in self.model.phases:
             sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-            for name in self.step.components_of(phase):
+            for name in self.model.phases[phase].components:
                 sides[name not in trained][name] = {key: part for key, part in params[name].items() if key != LAYERS}
             stack = params[phase][LAYERS]
             layers.append(Params(stack, {}) if phase in trained else Params({}, stack))
             outer.append(Params(sides[0], (sides[1], scale)))
-        return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in (*self.encoders, LANGUAGE)))
+        return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in self.model.phases))
 
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
         """The executor's gradients by trained component."""
         found: dict[str, Any] = {}
-        for phase, stack, others in zip((*self.encoders, LANGUAGE), layers, outer, strict=True):
+        for phase, stack, others in zip(self.model.phases, layers, outer, strict=True):
             for name, part in others.items():
                 found[name] = part | ({LAYERS: stack} if name == phase else {})
         return found

@@ -15,6 +15,7 @@ from jaxmllm.balance.records import PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import RowState
 from jaxmllm.balance.step_plan import place_items, plan_step, validate
+from jaxmllm.phases import encoder_phase
 
 
 def places_of(tokens, wanted, ranks, node):
@@ -120,7 +121,7 @@ def test_rows_that_all_ranks_share_are_left_alone():
         offset=column([0, 0, 0, 0]),
         segment=column([1, 1, 1, 1]),
     )
-    spec = PhaseSpec("vision", 2, (5,), 4, 1, 1, 0)
+    spec = PhaseSpec(encoder_phase("vision"), 2, (5,), 4, 1, 1, 0)
     after = placement._trade_items(plan, length, spec, places_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import RowNeeds, assign, assign_in_place, item_costs, row_counts, row_needs
+from jaxmllm.phases import decoder_phase, encoder_phase
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
 CLASSES = st.sampled_from([(32,), (64,), (64, 16), (48, 32, 8), (96, 24, 8), (40, 36, 32)])
@@ -23,7 +24,7 @@ def items_of(lengths) -> PhaseItems:
 
 
 def spec_of(ranks: int, capacities: tuple[int, ...], max_segments: int = 1000, quadratic: int = 1) -> PhaseSpec:
-    return PhaseSpec("vision", ranks, capacities, max_segments, 1, 5, quadratic)
+    return PhaseSpec(encoder_phase("vision"), ranks, capacities, max_segments, 1, 5, quadratic)
 
 
 def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
@@ -220,7 +221,7 @@ def test_needs_never_exceed_a_plan(lengths, capacities, ranks, max_segments):
 def test_costs_are_exact_until_they_would_overflow():
     spec = spec_of(1, (64,), quadratic=3)
     assert item_costs(spec, np.array([2, 10])).tolist() == [5 * 2 + 3 * 4, 5 * 10 + 3 * 100]
-    large = PhaseSpec("language", 1, (1 << 20,), 1, 1, 3 * 10**12, 2 * 10**7)
+    large = PhaseSpec(decoder_phase(), 1, (1 << 20,), 1, 1, 3 * 10**12, 2 * 10**7)
     length = np.array([1 << 20, 1 << 19, 7] * 1000)
     cost = item_costs(large, length)
     exact = [3 * 10**12 * int(n) + 2 * 10**7 * int(n) ** 2 for n in length[:2]]

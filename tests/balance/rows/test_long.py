@@ -10,9 +10,10 @@ from jaxmllm.balance.rows.assign import assign, assign_in_place
 from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
 from jaxmllm.balance.step_plan import phase_statistics
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.phases import decoder_phase
 from jaxmllm.tools.workload import generate
 
-SPEC = PhaseSpec("language", 4, (64, 16), 8, 1, 1, 0, long_capacity=256)
+SPEC = PhaseSpec(decoder_phase(), 4, (64, 16), 8, 1, 1, 0, long_capacity=256)
 
 
 def items_of(lengths):
@@ -58,7 +59,7 @@ def test_an_item_longer_than_a_long_row_is_refused():
 
 
 def needs(config, longest=40_000):
-    return SizingInputs("language", 4, 128, 1, longest, PhaseFlops(1000, 1), config)
+    return SizingInputs(decoder_phase(), 4, 128, 1, longest, PhaseFlops(1000, 1), config)
 
 
 def test_ordinary_rows_are_chosen_from_ordinary_items():

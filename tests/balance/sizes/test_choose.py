@@ -17,19 +17,27 @@ from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.choose import MICROBATCH_TOLL, SizingInputs, choose_sizes
 from jaxmllm.balance.step_plan import plan_step, validate
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
+from jaxmllm.phases import decoder_phase, encoder_phase
 
 PER_TOKEN = {"vision": 4, "audio": 8, "language": 1}
 LONGEST = {"vision": 512, "audio": 512, "language": 1500}
 ALIGNMENT = 64
 MODES = get_args(Mode)
+PHASES = encoder_phase("vision"), encoder_phase("audio"), decoder_phase(("vision", "audio"))
 
 
 def needs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
     return [
         SizingInputs(
-            name, ranks, ALIGNMENT, per_token, LONGEST[name], PhaseFlops(1000, 3), configs.get(name, PhaseConfig())
+            phase,
+            ranks,
+            ALIGNMENT,
+            PER_TOKEN[phase.name],
+            LONGEST[phase.name],
+            PhaseFlops(1000, 3),
+            configs.get(phase.name, PhaseConfig()),
         )
-        for name, per_token in PER_TOKEN.items()
+        for phase in PHASES
     ]
 
 

@@ -13,6 +13,7 @@ from jaxmllm.balance.sizes.choose import SizingInputs
 from jaxmllm.balance.stages.plan import place, plan_pipeline
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
+from jaxmllm.phases import make_phases
 from sharding.pipeline.graph import Kind
 
 PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}
@@ -54,7 +55,7 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
 def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **config):
     needs = [
         SizingInputs(
-            name,
+            phase,
             replicas,
             alignment=16,
             slots_per_token=PER_TOKEN if name == "vision" else 1,
@@ -62,7 +63,7 @@ def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **con
             flops=phase_flops(MODEL, name, TRAINED),
             config=PhaseConfig(),
         )
-        for name in ("vision", "language")
+        for name, phase in make_phases(MODEL).items()
     ]
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
     return choose_pipeline(samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, TRAINED, examples, largest)

@@ -29,6 +29,7 @@ from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
+from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
@@ -154,8 +155,8 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
 
 def make_spec() -> PlanSpec:
     phases = {
-        phase: PhaseSpec(phase, RANKS[phase], (CAPACITIES[phase],), SEGMENTS, 1, 1, 0)
-        for phase in ("vision", "audio", "language")
+        phase.name: PhaseSpec(phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, 1, 0)
+        for phase in (*map(encoder_phase, MODALITIES), decoder_phase(tuple(MODALITIES)))
     }
     grid = ExchangeGrid(np.arange(4, dtype=np.int32)[:, None], np.arange(4, dtype=np.int32)[:, None])
     return PlanSpec(phases, {phase: RouteSpec(grid, 8, 64, 8) for phase in MODALITIES})

@@ -1,0 +1,55 @@
+"""The phases of a run: each has rows of its own kind, programs of its own, and is balanced on its own.
+
+    vision   --tokens-->
+                          language   (reads both; its rows have the loss)
+    audio    --tokens-->
+
+Planner, training and tools ask a `Phase` what it runs, whose tokens it reads and whether it has a loss. A new kind of
+phase is a record made here, never a comparison with a name elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from jaxmllm.config.schema import ModelConfig
+
+# The decoder: its component, its phase, its sections of the config. Examples lie where their decoder sequence lies.
+LANGUAGE: Final = "language"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase: which components it runs, whose tokens its rows take in, and whether its rows have a loss.
+
+    A phase without a loss (an encoder) writes tokens, which another phase reads; its gradient comes back from there.
+    """
+
+    name: str  # also that of its tower or decoder, of its rows in the config and of its metrics
+    components: tuple[str, ...]  # in the order of computation
+    reads: tuple[str, ...] = ()  # names of the phases whose tokens it takes in, computed before it
+    has_loss: bool = False
+
+
+def make_phases(model: ModelConfig) -> dict[str, Phase]:
+    """The phases of a model by name, in the order of computation: encoders in model order, then the one that reads
+    them and has the loss."""
+    encoders = {name: encoder_phase(name) for name in model.encoders}
+    return {**encoders, LANGUAGE: decoder_phase(model.encoders)}
+
+
+def encoder_phase(name: str) -> Phase:
+    """A tower and its projector, whose tokens the decoder reads."""
+    return Phase(name, components=(name, f"projector.{name}"))
+
+
+def decoder_phase(encoders: tuple[str, ...] = ()) -> Phase:
+    """The decoder, which reads the tokens of these encoders and has the loss."""
+    return Phase(LANGUAGE, components=(LANGUAGE,), reads=encoders, has_loss=True)
+
+
+def component_names(phases: Mapping[str, Phase]) -> tuple[str, ...]:
+    """Every component that the phases run, by the names used for freezing, metrics and checkpoints."""
+    return tuple(name for phase in phases.values() for name in phase.components)
