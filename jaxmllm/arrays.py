@@ -14,6 +14,8 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
+INT64_MAX = int(np.iinfo(np.int64).max)
+
 Amount = TypeVar("Amount", int, Longs)
 
 

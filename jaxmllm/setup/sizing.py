@@ -15,7 +15,8 @@ from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
-from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config, ConfigError, ModelConfig, PhaseConfig
 from jaxmllm.data.corpus import Corpus

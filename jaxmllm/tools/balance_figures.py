@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
-from jaxmllm.balance.step_plan import phase_statistics
+from jaxmllm.balance.statistics import phase_statistics
 
 STATISTICS: Mapping[str, str] = {  # column of the table -> name of the statistic
     "gap to floor": "gap_to_floor",

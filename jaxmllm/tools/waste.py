@@ -2,11 +2,12 @@
 
     jaxmllm waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
-Four ways to make rows of the same batches:
+Five ways to make rows of the same batches:
 
     balanced            the run's plan: every phase placed freely over all ranks (balance.mode: phases)
     packed              examples stay on the rank where sampling put them, packed there (balance.mode: none)
     padded              nothing is packed: each rank pads its items to its own longest
+    padded, balanced    the same, with the items of every phase placed so that the costliest rank costs least
     padded alike        the same, with the shape that all ranks need when shapes are fixed, as under XLA
 
 `real tokens` is the share of row slots that hold data; `max/mean` the cost of the costliest rank over the mean, and
@@ -30,6 +31,7 @@ import numpy as np
 from jaxmllm.arrays import Longs
 from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.rows import ranks
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
 from jaxmllm.config.command_line import add_config, parse
@@ -43,7 +45,7 @@ from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
-PADDED = {"padded": False, "padded alike": True}
+PADDED = ("padded", "padded, balanced", "padded alike")
 FIGURES = ("real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms")
 COLUMNS = ["phase", "method", "real tokens", "max/mean", "floor", "synchronised", "over ideal", "rows", "plan ms"]
 GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mixed by run.seed"
@@ -97,7 +99,7 @@ def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
     return max(1.0, float(cost.max() * phase.ranks / cost.sum()))
 
 
-def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool) -> PhaseWaste:
+def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = False) -> PhaseWaste:
     """Waste of padding each rank's items to its longest, or to [most items, longest item] of all ranks.
 
     Args:
@@ -140,9 +142,11 @@ def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, An
         home = example_ranks(items, phases[LANGUAGE].ranks, "none")
         for name, phase in phases.items():
             if len(items.phases[name].length):
-                rank = item_ranks(items, name, home, grids)
-                for method, one_shape in PADDED.items():
-                    wastes[name, method].append(padded(items.phases[name], phase, rank, one_shape))
+                sampled = item_ranks(items, name, home, grids)
+                balanced = ranks.padded(item_costs(phase, items.phases[name].length), phase.ranks)
+                wastes[name, "padded"].append(padded(items.phases[name], phase, sampled))
+                wastes[name, "padded, balanced"].append(padded(items.phases[name], phase, balanced))
+                wastes[name, "padded alike"].append(padded(items.phases[name], phase, sampled, one_shape=True))
 
     records = [_phase_record(name, method, group, steps) for (name, method), group in wastes.items()]
     records.sort(key=lambda record: list(phases).index(record["phase"]))
@@ -200,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    ranks = {phase: ground.model.layout(phase).ranks for phase in ground.model.phases}
-    shown = ", ".join(f"{count} {phase}" for phase, count in ranks.items())
+    phase_ranks = {phase: ground.model.layout(phase).ranks for phase in ground.model.phases}
+    shown = ", ".join(f"{count} {phase}" for phase, count in phase_ranks.items())
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {shown}"
     print_table(title, COLUMNS, [list(record.values()) for record in records])
     write_json(
@@ -213,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides=options.overrides,
         steps=options.steps,
         batch_size=config.data.batch_size,
-        ranks=ranks,
+        ranks=phase_ranks,
         results=records,
     )
     return 0

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import STEM_STRIDE, phase_flops
 from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
-from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 

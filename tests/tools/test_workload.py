@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxmllm.balance.step_plan import plan_step, validate
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.validate_plan import validate
 from jaxmllm.tools.workload import (
     DEFAULT_MIX,
     MODEL,

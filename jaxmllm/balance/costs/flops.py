@@ -10,11 +10,10 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems
+from jaxmllm.balance.records import PhaseFlops, PhaseItems
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
@@ -59,11 +58,6 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> Ph
         return _vision(model.vision, model.language.width, trained, projector_trained)
     assert model.audio is not None
     return _audio(model.audio, model.language.width, trained, projector_trained)
-
-
-def batch_flops(items: BatchItems, flops: Mapping[str, PhaseFlops]) -> dict[str, float]:
-    """FLOPs of a global batch by phase; see `real_flops`."""
-    return {phase: real_flops(items.phases[phase], each) for phase, each in flops.items()}
 
 
 def real_flops(items: PhaseItems, flops: PhaseFlops) -> float:

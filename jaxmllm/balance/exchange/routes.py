@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import INT64_MAX as NEVER
 from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.exchange.relay import deal, ways, whole_items, whole_runs
 from jaxmllm.balance.records import (
@@ -35,7 +36,6 @@ from jaxmllm.balance.records import (
     RouteTables,
     shared_exchange,
 )
-from jaxmllm.balance.rows.pack import NEVER
 from jaxmllm.phases import LANGUAGE
 
 

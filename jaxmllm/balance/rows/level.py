@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmllm.arrays import Longs, sums_by
+from jaxmllm.arrays import INT64_MAX, Longs, sums_by
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.rows.pack import NEVER
 
 SLOTS, SEGMENTS, COST = range(3)  # amounts of a `RowState`
 
@@ -87,7 +86,7 @@ def balance_rows(filling: RowState, classes: list[Longs], ranks: int) -> None:
     """
     order, half = filling.in_order(COST), ranks // 2
     load = -filling.remaining[COST]
-    waits, patience = NEVER, PATIENCE
+    waits, patience = INT64_MAX, PATIENCE
     for sweep in range(SWEEPS):
         ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
         slowest = int(load[ordered[:, 0]].sum())

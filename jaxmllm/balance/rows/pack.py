@@ -18,8 +18,6 @@ import numpy as np
 from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.compiled import compiled
 
-NEVER = int(np.iinfo(np.int64).max)
-
 
 def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.

@@ -23,8 +23,9 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from jaxmllm.arrays import INT64_MAX as NEVER
 from jaxmllm.arrays import Bools, Ints, Longs, sums_by
-from jaxmllm.balance.rows.pack import NEVER, lay_out
+from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.phases import LANGUAGE
 
 TOTAL_BITS = 24  # work is counted in units of which a batch has fewer than 2**24, so that squares are far from overflow

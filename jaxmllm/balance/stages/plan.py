@@ -21,7 +21,7 @@ from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.records import BatchItems, PhasePlan, PipelineRun, PlanSpec, RoutePlan, StepPlan
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
-from jaxmllm.balance.step_plan import phase_statistics
+from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph

@@ -16,7 +16,8 @@ import numpy as np
 from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
-from jaxmllm.balance.sizes.choose import SizingInputs, checked_capacities, phase_spec, with_head_room
+from jaxmllm.balance.sizes.capacities import checked_capacities
+from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.stages.plan import ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
 from jaxmllm.phases import LANGUAGE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxmllm.balance.costs.flops import batch_flops, phase_flops
-from jaxmllm.balance.records import BatchItems, PhaseFlops, PhaseItems
+from jaxmllm.balance.costs.flops import phase_flops, real_flops
+from jaxmllm.balance.records import PhaseFlops, PhaseItems
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
 
 LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96)
@@ -81,11 +81,10 @@ def test_audio_attends_over_a_quarter_of_the_frames(n):
     assert cost(phase_flops(MODEL, "audio", ALL), n) == 2 * mels + 3 * (halves + blocks + attention + projector)
 
 
-def test_batch_counts_real_lengths():
+def test_items_count_by_their_real_lengths():
     none = np.zeros(2, np.int32)
     items = PhaseItems(np.array([64, 128]), np.array([60, 100]), none, none, none)
-    batch = BatchItems(np.arange(2), 0, {"audio": items})
-    assert batch_flops(batch, {"audio": PhaseFlops(7, 3)}) == {"audio": 7 * 160 + 3 * (3600 + 10000)}
+    assert real_flops(items, PhaseFlops(7, 3)) == 7 * 160 + 3 * (3600 + 10000)
 
 
 def test_errors_name_what_is_wrong():

@@ -14,7 +14,8 @@ from jaxmllm.balance.exchange.trade import Places, bring_home
 from jaxmllm.balance.records import PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import RowState
-from jaxmllm.balance.step_plan import place_items, plan_step, validate
+from jaxmllm.balance.step_plan import place_items, plan_step
+from jaxmllm.balance.validate_plan import validate
 from jaxmllm.phases import encoder_phase
 
 

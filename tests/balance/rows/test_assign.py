@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import RowNeeds, assign, assign_in_place, item_costs, row_counts, row_needs
+from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.phases import decoder_phase, encoder_phase
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
@@ -177,45 +177,6 @@ def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
             (assign_in_place(spec_of(1, capacities, 5), items_of(own), np.zeros(len(own), np.int64)).microbatches)
             for own in ([n for n, r in zip(lengths, rank, strict=True) if r == number] for number in range(ranks))
         )
-
-
-@settings(max_examples=100, deadline=None)
-@given(CLASSES, st.data())
-def test_row_counts_are_complete_and_ordered(capacities, data):
-    classes = len(capacities)
-    numbers = st.lists(st.integers(0, 3), min_size=classes, max_size=classes)
-    slots = np.cumsum(data.draw(numbers)) * 20
-    rows = np.cumsum(data.draw(numbers))
-    found = [tuple(c.tolist()) for c in itertools.islice(row_counts(capacities, RowNeeds(slots, rows)), 40)]
-    if not rows.any():
-        assert found == [(0,) * classes]
-        return
-    totals = [(int(np.dot(counts, capacities)), sum(counts)) for counts in found]
-    assert totals == sorted(totals) and len(set(found)) == len(found)
-    within = [
-        counts
-        for counts in itertools.product(
-            range(totals[-1][0] // capacities[0] + 1),
-            *(range(max(2, (large - 1) // small) + 1) for large, small in itertools.pairwise(capacities)),
-        )
-        if np.dot(counts, capacities) < totals[-1][0]
-        and (np.cumsum(np.multiply(counts, capacities)) >= slots).all()
-        and (np.cumsum(counts) >= rows).all()
-    ]
-    assert set(within) <= set(found)
-
-
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS, CLASSES, st.sampled_from([1, 2, 3]), st.sampled_from([2, 1000]))
-def test_needs_never_exceed_a_plan(lengths, capacities, ranks, max_segments):
-    """The lower bounds hold for the rows of an actual plan."""
-    spec = spec_of(ranks, capacities, max_segments)
-    items = items_of(lengths)
-    plan = assign(spec, items)
-    counts = np.array([(plan.capacity == capacity).sum() for capacity in capacities])
-    needs = row_needs(spec, items.length, np.zeros(len(lengths), np.int64), 1)
-    assert (np.cumsum(counts * capacities) >= needs.slots).all()
-    assert (np.cumsum(counts) >= needs.rows).all()
 
 
 def test_costs_are_exact_until_they_would_overflow():

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.records import PhaseFlops, PhaseItems, PhaseSpec
 from jaxmllm.balance.rows.assign import assign, assign_in_place
-from jaxmllm.balance.sizes.choose import SizingInputs, choose_sizes
-from jaxmllm.balance.step_plan import phase_statistics
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase
 from jaxmllm.tools.workload import generate

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from jaxmllm.balance.costs.flops import PhaseTime
 from jaxmllm.balance.records import Mode, PhaseFlops
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.balance.sizes.choose import MICROBATCH_TOLL, SizingInputs, choose_sizes
-from jaxmllm.balance.step_plan import plan_step, validate
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.validate_plan import validate
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase, encoder_phase
 
@@ -108,7 +110,7 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
         for batch in samples:
             items = batch.phases["vision"]
             rows = assign(dataclasses.replace(spec, capacities=(capacity,)), items).microbatches
-            total += rows * (capacity + MICROBATCH_TOLL * -(-items.length.sum() // 2))
+            total += rows * (capacity + CAPACITY_SEARCH.microbatch_overhead * -(-items.length.sum() // 2))
         return total
 
     best = min(score(capacity) for capacity in range(512, 2049, ALIGNMENT))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseItems
-from jaxmllm.balance.sizes.choose import SizingInputs
+from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.plan import place, plan_pipeline
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig

@@ -1,0 +1,114 @@
+"""Sizes of the exchange: pools and pair slots such that nearly every step needs one pool and one round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxmllm.arrays import Ints
+from jaxmllm.balance.exchange.routes import lanes_needed, media_tokens
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec, RouteSpec, shared_exchange
+from jaxmllm.balance.sizes.inputs import with_head_room
+from jaxmllm.balance.step_plan import place_items
+from jaxmllm.config.schema import BalanceConfig, ConfigError
+from jaxmllm.phases import LANGUAGE
+
+# Pair slots are such that a usual round takes 16 hops: more of fewer slots waste less, fewer cost less time.
+USUAL_HOPS = 16
+MOST_HOPS = 40  # of a round; what needs more takes a second round
+POOL_ALIGNMENT = 8  # tokens
+
+
+def choose_routes(
+    samples: Sequence[BatchItems],
+    specs: Mapping[str, PhaseSpec],
+    longest: Mapping[str, int],
+    grids: Mapping[str, ExchangeGrid],
+    balance: BalanceConfig,
+    nodes: Mapping[str, Ints] | None,
+) -> dict[str, RouteSpec]:
+    """The exchange of every encoder phase.
+
+    Args:
+      specs: of all phases, with the rows chosen.
+      longest: by phase, slots of the largest item of the whole data.
+      grids: by encoder phase.
+      nodes: by phase, node of each rank; none: not known.
+
+    Raises:
+      ConfigError: `balance.pool_slots` does not hold one row.
+    """
+    if not grids:
+        return {}
+    plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in samples]
+    language = specs[LANGUAGE]
+    arriving = [
+        media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
+        for batch, plan in zip(samples, plans, strict=True)
+    ]
+    language_pool = _pool(LANGUAGE, arriving, max(language.capacities[0], language.long_capacity), balance)
+    unsized = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
+    owner_of = shared_exchange(unsized)
+    routes = {}
+    for phase, route in unsized.items():
+        sharing = [encoder for encoder in grids if owner_of[encoder] == owner_of[phase]]
+        encoder_pool = _encoder_pool(sharing, plans, specs, balance)
+        pair_slots = balance.pair_slots
+        if pair_slots == "auto":
+            pair_slots = _pair_slots(sharing, samples, plans, specs, longest, route.grid)
+        routes[phase] = replace(route, encoder_pool=encoder_pool, pair_slots=pair_slots)
+    return routes
+
+
+def _encoder_pool(
+    phases: Sequence[str],
+    plans: Sequence[Mapping[str, PhasePlan]],
+    specs: Mapping[str, PhaseSpec],
+    balance: BalanceConfig,
+) -> int:
+    """Tokens of the pool that some phases share."""
+    row_tokens = {phase: specs[phase].capacities[0] // specs[phase].slots_per_token for phase in phases}
+    largest = max(phases, key=lambda phase: row_tokens[phase])
+    leaving = [sum(_tokens_of_rows(plan[phase], specs[phase]) for phase in phases) for plan in plans]
+    return _pool(largest, leaving, row_tokens[largest], balance)
+
+
+def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
+    return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
+
+
+def _pair_slots(
+    phases: Sequence[str],
+    samples: Sequence[BatchItems],
+    plans: Sequence[Mapping[str, PhasePlan]],
+    specs: Mapping[str, PhaseSpec],
+    longest: Mapping[str, int],
+    grid: ExchangeGrid,
+) -> int:
+    """Slots with which `USUAL_HOPS` move what the phases moved in the samples. Where nothing moved, they move the
+    longest item."""
+    lanes = [
+        lanes_needed({phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid)
+        for batch, plan in zip(samples, plans, strict=True)
+    ]
+    if any(lanes):
+        usual = float(np.mean(lanes))
+    else:
+        longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)
+        usual = 2 * longest_tokens / grid.shape[0]
+    return max(1, math.ceil(usual / USUAL_HOPS))
+
+
+def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:
+    """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
+    if balance.pool_slots == "auto":
+        return max(with_head_room(int(max(used, default=0)), POOL_ALIGNMENT), row_tokens)
+    if balance.pool_slots < row_tokens:
+        raise ConfigError(
+            f"balance.pool_slots = {balance.pool_slots} is too small: a row of phase {phase!r} can hold {row_tokens} "
+            f"media tokens; raise it to {row_tokens} or lower phases.{phase}.capacities"
+        )
+    return balance.pool_slots

@@ -1,0 +1,143 @@
+"""Sampled batches as loads: what the rows of a phase will have to hold.
+
+sampled batches --redraw--> many more of the same examples --loads_of--> per phase and batch: items, slots
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
+from jaxmllm.balance.rows.long import select
+from jaxmllm.balance.rows.row_counts import wanted_slots
+from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs, phase_spec
+from jaxmllm.balance.step_plan import item_ranks
+
+ITEM_COLUMNS = [column.name for column in fields(PhaseItems)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The items of one phase in one batch, and what its rows have to hold."""
+
+    items: PhaseItems
+    item_rank: Longs | None  # [N], where items stay with their example; none: they move freely
+    ranks: int
+    slots: int  # of the fullest rank, if rows could be cut anywhere
+    wanted_slots: int  # slots that the rows of a rank should have
+    microbatch_overhead: float  # of each microbatch, in slots of average cost
+
+    def slots_of_items_over(self, length: int) -> tuple[int, int]:
+        """Slots and number of the items longer than `length`: on the rank that has most or, where items move freely,
+        on the mean rank."""
+        longer = self.items.length > length
+        lengths = self.items.length[longer]
+        if self.item_rank is None:
+            return ceil_divide(int(lengths.sum()), self.ranks), ceil_divide(len(lengths), self.ranks)
+        rank = self.item_rank[longer]
+        return int(sums_by(rank, lengths, self.ranks).max()), int(np.bincount(rank, minlength=1).max())
+
+    def plan(self, spec: PhaseSpec) -> PhasePlan:
+        """The items really packed."""
+        if self.item_rank is None:
+            return assign(spec, self.items)
+        return assign_in_place(spec, self.items, self.item_rank)
+
+
+def loads_of(
+    batches: Sequence[BatchItems],
+    inputs: SizingInputs,
+    grids: Mapping[str, ExchangeGrid],
+    example_ranks: Sequence[Longs | None],
+) -> list[Load]:
+    """Loads of the batches that have items of a phase, without the items that get long rows.
+
+    Args:
+      grids: by encoder phase.
+      example_ranks: by batch, the rank of each example where its items stay with it; none: they move freely.
+    """
+    return [
+        _load(batch, inputs, grids, example_rank)
+        for batch, example_rank in zip(batches, example_ranks, strict=True)
+        if (batch.phases[inputs.name].length <= inputs.of_ordinary_items().longest).any()
+    ]
+
+
+def _load(
+    batch: BatchItems, inputs: SizingInputs, grids: Mapping[str, ExchangeGrid], example_rank: Longs | None
+) -> Load:
+    ordinary = batch.phases[inputs.name].length <= inputs.of_ordinary_items().longest
+    items = select(batch.phases[inputs.name], ordinary)
+    if example_rank is None:
+        item_rank = None
+        slots = ceil_divide(int(items.length.sum()), inputs.ranks)
+        cost = item_costs(phase_spec(inputs, (inputs.alignment,)), items.length)
+        wanted = ceil_divide(wanted_slots(items.length, cost, inputs.ranks), inputs.ranks)
+    else:
+        item_rank = item_ranks(batch, inputs.name, example_rank, grids)[ordinary]
+        slots = int(sums_by(item_rank, items.length, inputs.ranks).max())
+        wanted = slots
+    return Load(
+        items=items,
+        item_rank=item_rank,
+        ranks=inputs.ranks,
+        slots=slots,
+        wanted_slots=max(wanted, math.ceil(slots / CAPACITY_SEARCH.expected_fill)),
+        microbatch_overhead=_microbatch_overhead(inputs, items, slots),
+    )
+
+
+def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) -> float:
+    """What a microbatch takes besides its slots, expressed in slots of average cost: each is a dispatch of its own and
+    gathers sharded parameters anew."""
+    if inputs.time is None or not inputs.time.row:
+        return CAPACITY_SEARCH.microbatch_overhead * slots
+    length = items.length.astype(float)
+    cost = inputs.time.linear * length.sum() + inputs.time.quadratic * (length * length).sum()
+    return float(inputs.time.row * length.sum() / cost)
+
+
+def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
+    """Batches of examples drawn again from all samples, which with these make the batches that judge capacities.
+
+    A few batches tell the lengths of items well, but not how far the load of a batch strays from the mean.
+    """
+    size = max((len(batch.examples) for batch in samples), default=0)
+    missing = min(CAPACITY_SEARCH.judged_batches, CAPACITY_SEARCH.judged_examples // max(size, 1)) - len(samples)
+    if missing <= 0 or not size:
+        return []
+    random = np.random.default_rng(0)  # every host must draw the same
+    pooled, examples = _pooled(samples)
+    drawn = random.integers(examples, size=(missing, size))
+    return [
+        BatchItems(chosen, 0, {phase: _items_of(items, chosen, examples) for phase, items in pooled.items()})
+        for chosen in drawn
+    ]
+
+
+def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
+    """The items of all batches as those of one, by phase; and the number of its examples."""
+    example_starts = np.cumsum([0, *(len(batch.examples) for batch in samples)])
+    pooled = {}
+    for phase in samples[0].phases:
+        by_batch = [batch.phases[phase] for batch in samples]
+        columns = {name: np.concatenate([getattr(items, name) for items in by_batch]) for name in ITEM_COLUMNS}
+        examples = [items.example + start for items, start in zip(by_batch, example_starts[:-1], strict=True)]
+        pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
+    return pooled, int(example_starts[-1])
+
+
+def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
+    """The items of chosen examples, which are numbered anew."""
+    items_per_example = np.bincount(items.example, minlength=examples)
+    start = np.cumsum(items_per_example) - items_per_example
+    example = np.repeat(np.arange(len(chosen)), items_per_example[chosen])
+    item = start[chosen][example] + running_sums(example, np.ones_like(example))
+    columns = {name: getattr(items, name)[item] for name in ITEM_COLUMNS}
+    return PhaseItems(**columns | {"example": example.astype(np.int32)})

@@ -1,0 +1,164 @@
+"""Checking a plan by running it: every item has its slots, and the exchange brings every token where it belongs.
+
+Tests and benchmarks validate plans; a run trusts them. Each check is written from what the records promise
+(records.py), not from how the planner works.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs, running_sums
+from jaxmllm.balance.exchange.relay import ways
+from jaxmllm.balance.exchange.routes import route_tables, run_hops, sequence_of_example
+from jaxmllm.balance.records import (
+    BatchItems,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    RouteRound,
+    RouteSpec,
+    StepPlan,
+    shared_exchange,
+)
+from jaxmllm.phases import LANGUAGE
+
+
+def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
+    """Check that a plan does what it promises: every item in one row, nothing overlaps or overflows, and running the
+    rounds brings every token to its arrival slot and its gradient back.
+
+    Raises:
+      ValueError: what is wrong, and in which phase.
+    """
+    for phase, phase_spec in spec.phases.items():
+        _validate_phase(plan.phases[phase], items.phases[phase], phase_spec)
+    arrivals: dict[tuple[int, int], list[Longs]] = {}  # slots that tokens arrive at, by language pool and rank
+    by_owner: dict[str, list[tuple[Longs, Longs]]] = {}
+    for phase, owner in shared_exchange(spec.routes).items():
+        departure, arrival = _token_slots(phase, plan, items, spec)
+        _validate_pools(phase, plan.phases[phase], spec, departure, arrival)
+        by_owner.setdefault(owner, []).append((departure, arrival))
+        for pool, rank in np.unique(arrival[:, :2], axis=0).tolist():
+            slots = arrival[(arrival[:, 0] == pool) & (arrival[:, 1] == rank), 2]
+            arrivals.setdefault((pool, rank), []).append(slots)
+    for (pool, rank), slots_of_phases in arrivals.items():
+        slots = np.concatenate(slots_of_phases)
+        problem = f"two tokens arrive at one slot of pool {pool} on rank {rank}"
+        _require(len(np.unique(slots)) == len(slots), LANGUAGE, problem)
+    for owner, of_phases in by_owner.items():
+        departure, arrival = (np.concatenate(columns) for columns in zip(*of_phases, strict=True))
+        _validate_rounds(owner, plan, spec.routes[owner], departure, arrival)
+
+
+def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None:
+    count = len(items.length)
+    for column in ("microbatch", "rank", "offset", "segment"):
+        _require(getattr(plan, column).shape == (count,), spec.name, f"{column} does not have one entry per item")
+    classes = (spec.long_capacity, *spec.capacities) if spec.long_capacity else spec.capacities
+    _require(np.isin(plan.capacity, classes).all(), spec.name, "a row is of no class")
+    _require((np.diff(plan.capacity) <= 0).all(), spec.name, "microbatches are not ordered by class")
+    if not count:
+        _require(plan.microbatches == 0, spec.name, "rows without items")
+        return
+    _require(_within(plan.microbatch, plan.microbatches), spec.name, "a microbatch number is out of range")
+    _require(_within(plan.rank, spec.ranks), spec.name, "a rank number is out of range")
+    row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
+    along_rows = np.lexsort((plan.offset, row))
+    end = plan.offset + items.length
+    _require((plan.offset >= 0).all(), spec.name, "an item begins before its row")
+    _require((end <= plan.capacity[plan.microbatch]).all(), spec.name, "an item reaches beyond its row")
+    same_row = row[along_rows][1:] == row[along_rows][:-1]
+    apart = plan.offset[along_rows][1:] >= end[along_rows][:-1]
+    _require(apart[same_row].all(), spec.name, "two items overlap")
+    counted = running_sums(row[along_rows], np.ones(count, np.int64)) + 1
+    _require(np.array_equal(plan.segment[along_rows], counted), spec.name, "segments are not 1, 2, .. along the row")
+    _require(int(plan.segment.max()) <= spec.max_segments, spec.name, "a row has too many segments")
+
+
+def _token_slots(phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec) -> tuple[Longs, Longs]:
+    """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach: [n, 3] each."""
+    encoder = plan.phases[phase]
+    language = plan.phases[LANGUAGE]
+    media = items.phases[phase]
+    item = np.repeat(np.arange(len(media.tokens)), media.tokens)
+    step = running_sums(item, np.ones_like(item))  # tokens before it in its item
+    start = encoder.pool_offset[encoder.microbatch] + encoder.offset // spec.phases[phase].slots_per_token
+    departure = np.stack([encoder.pool[encoder.microbatch][item], encoder.rank[item], start[item] + step], axis=1)
+    sequence = sequence_of_example(items)[media.example]
+    pool = language.pool[language.microbatch[sequence]]
+    rank = language.rank[sequence]
+    arrival = np.stack([pool[item], rank[item], plan.routes[phase].arrival[item] + step], axis=1)
+    return departure, arrival
+
+
+def _validate_pools(phase: str, plan: PhasePlan, spec: PlanSpec, departure: Longs, arrival: Longs) -> None:
+    route = spec.routes[shared_exchange(spec.routes)[phase]]
+    row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
+    _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
+    _require(_within(arrival[:, 2], route.language_pool), phase, "a token arrives beyond its language pool")
+
+
+def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Longs, arrival: Longs) -> None:
+    """Run the tables of all ranks on numbered tokens: `departure` and `arrival` are [n, 3] of (pool, rank, slot)."""
+    grid = route.grid
+    encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)  # of each exchange rank
+    language_rank = np.broadcast_to(grid.language[:, None, :], grid.shape).reshape(-1)
+    encoder_pools = _numbered_pools(departure, grid.encoder.size, route.encoder_pool)
+    language_pools = _numbered_pools(arrival, grid.language.size, route.language_pool)
+    arrived = {pool: np.zeros_like(tokens) for pool, tokens in language_pools.items()}
+    returned = {pool: np.zeros_like(tokens) for pool, tokens in encoder_pools.items()}
+    for round_ in plan.routes[owner].rounds:
+        _validate_round(owner, round_, route)
+        tables = route_tables(round_, route, range(len(encoder_rank)))
+        tokens = encoder_pools[round_.source][encoder_rank]
+        received = run_hops(tokens, tables.send_forward, tables.gather_forward, route, 0)
+        np.add.at(arrived[round_.target], language_rank, received)
+        gradients = language_pools[round_.target][language_rank]
+        received = run_hops(gradients, tables.send_backward, tables.gather_backward, route, 1)
+        np.add.at(returned[round_.source], encoder_rank, received)
+    complete = all(np.array_equal(arrived[pool], tokens) for pool, tokens in language_pools.items())
+    _require(complete, owner, "the rounds do not bring every token to its arrival")
+    complete = all(np.array_equal(returned[pool], tokens) for pool, tokens in encoder_pools.items())
+    _require(complete, owner, "the rounds do not bring every gradient back")
+
+
+def _numbered_pools(slots: Longs, ranks: int, pool_slots: int) -> dict[int, Longs]:
+    """By pool, what every slot of every rank holds: token n at slots[n], as n + 1. 0 is nothing. [R, W]"""
+    pools = {pool: np.zeros((ranks, pool_slots), np.int64) for pool in np.unique(slots[:, 0]).tolist()}
+    for token, (pool, rank, slot) in enumerate(slots.tolist(), start=1):
+        pools[pool][rank, slot] = token
+    return pools
+
+
+def _validate_round(owner: str, round_: RouteRound, route: RouteSpec) -> None:
+    _require((round_.start + round_.tokens <= route.encoder_pool).all(), owner, PAST_POOL)
+    _require((round_.arrival + round_.tokens <= route.language_pool).all(), owner, PAST_POOL)
+    _require(round_.hops <= route.hops, owner, "a round has too many hops")
+    if route.backend != "padded":
+        return
+    exchange_ranks = int(np.prod(route.grid.shape))
+    peers = len(route.grid.encoder)
+    everywhere = np.zeros(exchange_ranks, np.int64)
+    way = ways(round_, peers, exchange_ranks // peers, route.pair_slots, everywhere)
+    leaves = way.sender != way.receiver
+    relayed = way.relay != way.receiver
+    within = (
+        (way.lane[leaves] < round_.hops * route.pair_slots).all()
+        and (way.lane[leaves & relayed] < round_.first_leg * route.pair_slots).all()
+        and (way.onward[relayed] < round_.hops * route.pair_slots).all()
+    )
+    _require(within, owner, "a token is dealt so late that the round has no hop for it")
+
+
+PAST_POOL = "a run of tokens reaches beyond its pool"
+
+
+def _within(numbers: Ints | Longs, end: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < end)).all())
+
+
+def _require(holds: bool | np.bool_, phase: str, problem: str) -> None:
+    if not holds:
+        raise ValueError(f"the plan of phase {phase!r} is wrong: {problem}")

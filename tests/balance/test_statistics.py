@@ -1,0 +1,57 @@
+"""What a plan says that it wastes, against plain loops."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxmllm.balance.step_plan import plan_step
+
+
+def test_statistics_against_plain_loops(make):
+    batch = make.batch(11, 20)
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
+    plan = plan_step(batch, spec)
+    for name, phase in spec.phases.items():
+        rows, items = plan.phases[name], batch.phases[name]
+        load = np.zeros((rows.microbatches, phase.ranks))
+        for item, length in enumerate(items.length):
+            load[rows.microbatch[item], rows.rank[item]] += phase.linear * length + phase.quadratic * length**2
+        slots = sum(int(capacity) for capacity in rows.capacity) * phase.ranks
+        assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(items.real.sum() / slots)
+        assert plan.statistics[f"{name}/slots"] == slots
+        assert plan.statistics[f"{name}/tokens"] == sum(int(real) for real in items.real)
+        flops = sum(phase.linear * int(real) + phase.quadratic * int(real) ** 2 for real in items.real)
+        assert plan.statistics[f"{name}/flops"] == pytest.approx(flops)
+        assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
+        cost = phase.linear * items.length + phase.quadratic * items.length**2
+        floor = max(load.sum(0).mean(), cost.max())
+        assert plan.statistics[f"{name}/gap_to_floor"] == pytest.approx(load.sum(0).max() / floor)
+        assert plan.statistics[f"{name}/idle_share"] == pytest.approx(1 - load.mean(1).sum() / load.max(1).sum())
+        assert plan.statistics[f"{name}/synchronised"] == pytest.approx(load.max(1).sum() / load.mean(1).sum())
+
+
+def test_flops_of_a_large_model_are_not_scaled(make):
+    """Costs are scaled to fit integers; what MFU is computed from must not be."""
+    batch = make.batch(2, 16)
+    spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
+    large = dataclasses.replace(spec.phases["language"], linear=5 * 10**14, quadratic=10**11)
+    statistics = plan_step(batch, dataclasses.replace(spec, phases=spec.phases | {"language": large})).statistics
+    real = [int(n) for n in batch.phases["language"].real]
+    assert statistics["language/flops"] == pytest.approx(sum(5 * 10**14 * n + 10**11 * n * n for n in real))
+
+
+def test_gap_and_idle_share_of_a_giant(make):
+    """One item dwarfs the rest: the floor is that item, and three of four ranks idle beside it."""
+    batch = make.batch(3, 12, media=0)
+    length = batch.phases["language"].length.copy()
+    length[4] = 100_000
+    language = dataclasses.replace(batch.phases["language"], length=length, real=length)
+    batch = dataclasses.replace(batch, phases=batch.phases | {"language": language})
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)})
+    statistics = plan_step(batch, spec).statistics
+    assert statistics["language/gap_to_floor"] == pytest.approx(1)
+    assert statistics["language/idle_share"] > 0.7
+    assert "vision/gap_to_floor" not in statistics
