@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.common import median_seconds
 from benchmarks.context import packed
-from jaxmllm.attention import attention as device
 from jaxmllm.attention.attention import attention
-from jaxmllm.attention.tiles import TokenIds, segment_ids, tile_lists, visible_tiles
+from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, visible
+from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE = 8, 4, 64
@@ -43,21 +43,16 @@ GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/conte
 
 def visible_pairs(ids: TokenIds) -> np.ndarray:
     """[C, C] bool, the mask of a row."""
-    document, group, position = ids.document, ids.group, ids.position
-    together = (group[:, None] == group) & (group > 0)
-    return (document[:, None] == document) & (document > 0) & (together | (position[:, None] >= position))
+    pairs: np.ndarray = visible(TokenIds(*(column[:, None] for column in ids)), ids)
+    return pairs
 
 
-def make_mask(ids: TokenIds, block: int) -> tuple[device.Mask, int, int]:
+def make_mask(ids: TokenIds, block: int) -> tuple[Mask, int, int]:
     """The mask of one row, and how many tiles it has: visible, and wholly visible."""
     tiles = visible_tiles(ids, block)
     lists = tile_lists(tiles, len(ids.document) // block, len(ids.document) // block)
-    columns = device.TokenIds(*(jnp.asarray(column[None]) for column in (ids.document, ids.group, ids.position)))
-    sides = (
-        device.TileLists(jnp.asarray(side.spans[None]), jnp.asarray(side.blocks[None]))
-        for side in (lists.queries, lists.keys)
-    )
-    return device.Mask(columns, columns, *sides), len(tiles), int(tiles.full.sum())
+    mask = Mask(ids, ids, lists.queries, lists.keys)
+    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), len(tiles), int(tiles.full.sum())
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
@@ -134,7 +129,7 @@ def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, 
     lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
     for length in lengths:
         segments = (np.arange(slots) // length + 1).astype(np.int32)
-        mask, visible, _ = make_mask(segment_ids(segments, causal=True), block)
+        mask, visible, _ = make_mask(causal_ids(segments), block)
         functions[length] = partial(run, q, k, v, mask)
         tiles.append(visible)
     seconds = list(median_seconds(functions, repeats).values())

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
-from jaxmllm.attention.tiles import segment_ids, tile_map
+from jaxmllm.attention.attention import attention
+from jaxmllm.attention.mask import Mask, causal_ids
+from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 HEADS, KEY_HEADS, SIZE, BLOCK = 32, 8, 128, 128
@@ -40,11 +41,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def equal_documents(slots: int, documents: int, block: int) -> tuple[Mask, int]:
     """The mask of one row of causal documents, and its number of visible tiles."""
-    ids = segment_ids(np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents), causal=True)
-    tiles = tile_map(ids, block)
-    row = TokenIds(*(jnp.asarray(column[None]) for column in (ids.document, ids.group, ids.position)))
-    lists = [TileLists(jnp.asarray(x.spans[None]), jnp.asarray(x.blocks[None])) for x in (tiles.queries, tiles.keys)]
-    return Mask(row, row, *lists), int(tiles.queries.spans[:, 1:].sum())
+    ids = causal_ids(np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents))
+    tiles = visible_tiles(ids, block)
+    lists = tile_lists(tiles, slots // block, slots // block)
+    mask = Mask(ids, ids, lists.queries, lists.keys)
+    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), len(tiles)
 
 
 def attends(mask: Mask, documents: int) -> dict[str, Attend]:

@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
+from jaxmllm.attention.mask import TokenIds
 from jaxmllm.attention.parts import (
     TILE,
     assign_blocks,
@@ -46,11 +47,9 @@ from jaxmllm.attention.parts import (
     block_work,
     contiguous,
     longest_first,
-    order_tokens,
     span_work,
     zigzag,
 )
-from jaxmllm.attention.tiles import TokenIds
 from jaxmllm.balance.costs.layers import layer_flops
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -139,8 +138,9 @@ def _alternating(lengths: np.ndarray, tokens: int) -> Ints:
     return np.where(piece % 2, 0, piece // 2).astype(np.int32)
 
 
-def isolated_work(document: Ints, group: Ints, position: Ints, block: int) -> Longs:
+def isolated_work(ids: TokenIds, block: int) -> Longs:
     """As `block_work`, where a token of an image sees its image alone."""
+    document, group = ids.document, ids.group
     image_start, image_stop = _runs(document, group)
     start = np.where(group > 0, image_start, _runs(document)[0])
     stop = np.where(group > 0, image_stop, np.arange(1, len(document) + 1, dtype=np.int32))
@@ -156,7 +156,7 @@ def _runs(*columns: Ints) -> tuple[Ints, Ints]:
 
 # ---------------------------------------------------------------------------- methods
 
-Count = Callable[[Ints, Ints, Ints, int], Longs]  # as `block_work`: what counts the work of each block
+Count = Callable[[TokenIds, int], Longs]  # as `block_work`: what counts the work of each block
 METHODS: Final[dict[str, Callable[[Callable[[], Longs], int, int], Ints]]] = {  # of work (a thunk), blocks, ranks
     "contiguous": lambda work, blocks, ranks: contiguous(blocks, ranks),
     "zigzag": lambda work, blocks, ranks: zigzag(blocks, ranks),
@@ -177,10 +177,10 @@ class Balance:
 def balance(method: str, ids: TokenIds, ranks: int, count: Count) -> Balance:
     """Plan one row, on the clock, and weigh what the ranks got."""
     block = block_size(len(ids.document), ranks)
-    work = partial(count, ids.document, ids.group, ids.position, block)
+    work = partial(count, ids, block)
     begin = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
-    order_tokens(owner, block)
+    np.argsort(owner, kind="stable")  # the order of the blocks on the ranks
     seconds = time.process_time() - begin
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)

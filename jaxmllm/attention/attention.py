@@ -1,13 +1,13 @@
 """Attention over packed rows: exact, in memory linear in the row, and skipping what no query sees.
 
-Who sees whom follows from three ids of each token, and which blocks of queries and keys must meet from lists that the
-host made of them (attention/tiles.py). The lists are data: one compilation serves every mask. The softmax is
+Who sees whom follows from ids of each token (attention/mask.py), and which blocks of queries and keys must meet from
+lists that the host made of them (attention/tiles.py). Both are data: one compilation serves every mask. The softmax is
 accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.08691), so that only the output and one
-logsumexp a query are kept.
+logsumexp per query are kept.
 
     attention   checks, chooses a kernel, and owns the gradient rule
-    kernels     forward: out, logsumexp        backward: dq, dk, dv        attention_jax.py   every platform
-                                                                           attention_gpu.py   NVIDIA GPUs, Pallas
+    kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
+                                                                           kernel_gpu.py   NVIDIA GPUs, Pallas
 
 Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block.
 """
@@ -16,43 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxmllm.attention import kernel_gpu as attention_gpu
-from jaxmllm.attention import kernel_jax as attention_jax
+from jaxmllm.attention import kernel_gpu, kernel_jax
+from jaxmllm.attention.mask import Mask
 from jaxmllm.config.schema import Kernel
-
-
-class TokenIds(NamedTuple):
-    """Query q sees key k of the same document if k does not come after q, or if both are of the same group."""
-
-    document: Int[Array, "B C"]  # 0: padding, which sees nothing and is not seen
-    group: Int[Array, "B C"]  # > 0: image or clip; 0: seen only from later on
-    position: Int[Array, "B C"]  # order inside the document
-
-
-class TileLists(NamedTuple):
-    """`balance.tiles.TileLists` of each row; the numbers of blocks count within the row."""
-
-    spans: Int[Array, "B C/b 3"]
-    blocks: Int[Array, "B L"]
-
-
-class Mask(NamedTuple):
-    """What queries see of keys. The lists must hold every tile with a visible pair, and no others as full."""
-
-    queries: TokenIds
-    keys: TokenIds
-    query_tiles: TileLists  # for each block of queries the blocks of keys
-    key_tiles: TileLists  # for each block of keys the blocks of queries
-
-    @property
-    def block(self) -> int:
-        """b, the slots of a block."""
-        return self.queries.document.shape[1] // self.query_tiles.spans.shape[1]
 
 
 def attention(
@@ -96,7 +67,7 @@ def _attention(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask:
 
 
 def _forward(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, tuple[Any, ...]]:
-    forward = _choose(kernel, scale, q, mask, attention_jax.forward, attention_gpu.forward)
+    forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
     out, logsumexp = forward(q, k, v, mask)
     return out, (q, k, v, mask, out, logsumexp)
 
@@ -105,7 +76,7 @@ def _backward(
     kernel: Kernel, scale: float, residuals: tuple[Any, ...], d_out: Array
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
-    backward = _choose(kernel, scale, q, mask, attention_jax.backward, attention_gpu.backward)
+    backward = _choose(kernel, scale, q, mask, kernel_jax.backward, kernel_gpu.backward)
     return *backward(q, k, v, mask, out, logsumexp, d_out), None
 
 
@@ -123,7 +94,7 @@ def _choose(
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:
-    return attention_gpu.unfit(q.dtype, q.shape[-1], mask.block)
+    return kernel_gpu.unfit(q.dtype, q.shape[-1], mask.block)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:

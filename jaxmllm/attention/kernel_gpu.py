@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxmllm.attention.mask import Mask, TileLists, TokenIds, visible
+
 triton: Any
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # deprecated since JAX 0.11
     triton = None
-
-if TYPE_CHECKING:
-    from jaxmllm.attention.attention import Mask, TileLists, TokenIds
 
 SMALLEST = 16  # slots or columns of a factor of a matrix product
 LARGEST_HEAD = 512  # bytes
@@ -83,7 +82,7 @@ def unfit(dtype: Any, head: int, block: int) -> str | None:
 
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask, *, interpret: bool = False) -> tuple[Array, Array]:
-    """As `attention_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
+    """As `kernel_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
     rows, slots, heads, _ = q.shape
     cut = _cut(q, mask, step=64)
     own, keys, sums = _query_specs(cut, heads // k.shape[2], k.shape[1])
@@ -112,7 +111,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """As `attention_jax.backward`; `interpret` runs the kernels on any platform, slowly."""
+    """As `kernel_jax.backward`; `interpret` runs the kernels on any platform, slowly."""
     (rows, slots, heads, _), (_, key_slots, key_heads, _) = q.shape, k.shape
     group = heads // key_heads
     cut = _cut(q, mask, step=32)
@@ -167,8 +166,7 @@ def _mask_specs(cut: Cut, own: TokenIds, others: TokenIds, tiles: TileLists) -> 
     row = pl.BlockSpec((None, others.document.shape[1]), lambda i, h, r: (r, 0))
     span = pl.BlockSpec((None, None, 3), lambda i, h, r: (r, lax.div(i, tiles_of_block), 0))
     blocks = pl.BlockSpec((None, tiles.blocks.shape[1]), lambda i, h, r: (r, 0))
-    of_tiles: Any = type(tiles)
-    return [jax.tree.map(lambda _: tile, own), jax.tree.map(lambda _: row, others), of_tiles(span, blocks)]
+    return [jax.tree.map(lambda _: tile, own), jax.tree.map(lambda _: row, others), TileLists(span, blocks)]
 
 
 # ---------------------------------------------------------------------------- kernels
@@ -193,7 +191,7 @@ def _forward_kernel(
         maximum, total, out = sums
         logits = scale * LOG2_E * _dot_transposed(q, _load(cut, k_ref, slots))
         if masked:
-            logits = jnp.where(_visible(ids, _row(key_ids, slots)), logits, -jnp.inf)
+            logits = jnp.where(visible(ids, _row(key_ids, slots)), logits, -jnp.inf)
         new = jnp.maximum(maximum, logits.max(axis=1))
         shrink, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new[:, None])
         out = [x * shrink[:, None] for x in out]
@@ -231,7 +229,7 @@ def _queries_kernel(
         k = _load(cut, k_ref, slots)
         weights = jnp.exp2(scale * LOG2_E * _dot_transposed(q, k) - logsumexp)
         if masked:
-            weights = jnp.where(_visible(ids, _row(key_ids, slots)), weights, 0.0)
+            weights = jnp.where(visible(ids, _row(key_ids, slots)), weights, 0.0)
         d_weights = _dot_transposed(d_out, _load(cut, v_ref, slots))
         return _add_dot(dq, weights * (d_weights - delta), k)
 
@@ -265,7 +263,7 @@ def _keys_kernel(
             # Tiles are transposed, [keys, queries]: both sums then take them as they are.
             weights = jnp.exp2(scale * LOG2_E * _dot_transposed(k, q) - logsumexp_ref[head, slots][None])
             if masked:
-                weights = jnp.where(_visible(_row(query_ids, slots), ids), weights, 0.0)
+                weights = jnp.where(visible(_row(query_ids, slots), ids), weights, 0.0)
             d_weights = _dot_transposed(v, d_out)
             d_logits = weights * (d_weights - delta_ref[head, slots][None])
             return _add_dot(dk, d_logits, q), _add_dot(dv, weights, d_out)
@@ -295,19 +293,12 @@ def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
     return lax.fori_loop(partial * steps, (partial + full) * steps, lambda t, sums: meet(False, slots(t), sums), sums)
 
 
-def _visible(queries: TokenIds, keys: TokenIds) -> Array:
-    """Which pairs see each other; ids lie along different axes."""
-    together = (queries.group == keys.group) & (keys.group > 0)
-    same = (queries.document == keys.document) & (keys.document > 0)
-    return same & (together | (queries.position >= keys.position))
-
-
 def _column(ids: TokenIds, slots: Any) -> TokenIds:
-    return type(ids)(*(ref[slots][:, None] for ref in ids))
+    return TokenIds(*(ref[slots][:, None] for ref in ids))
 
 
 def _row(ids: TokenIds, slots: Any) -> TokenIds:
-    return type(ids)(*(ref[slots][None] for ref in ids))
+    return TokenIds(*(ref[slots][None] for ref in ids))
 
 
 def _load(cut: Cut, ref: Ref, *where: Any) -> Columns:

@@ -13,14 +13,13 @@ N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-if TYPE_CHECKING:
-    from jaxmllm.attention.attention import Mask, TileLists, TokenIds
+from jaxmllm.attention.mask import Mask, TileLists, TokenIds, visible
 
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
@@ -108,10 +107,8 @@ def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> 
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [3, b]."""
 
     def bias() -> Array:
-        (document, group, position), (k_document, k_group, k_position) = query_ids[..., None], key_ids
-        together = (group == k_group) & (k_group > 0)
-        visible = (document == k_document) & (k_document > 0) & (together | (position >= k_position))
-        return jnp.where(visible, jnp.zeros((), logits.dtype), -jnp.inf)
+        seen = visible(TokenIds(*query_ids[..., None]), TokenIds(*key_ids))
+        return jnp.where(seen, jnp.zeros((), logits.dtype), -jnp.inf)
 
     # The condition saves full tiles the mask, and makes XLA write it down once: it would otherwise compute it again for
     # every head and every use of the logits, which took four times as long where most tiles are partial.
@@ -145,7 +142,7 @@ def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
     first = lists.spans[..., 0]
     first = jnp.where(first >= 0, first + lists.blocks.shape[1] * row[:, None], first - others * row[:, None])
     spans = lists.spans.at[..., 0].set(first).reshape(-1, 3)
-    return type(lists)(spans, (lists.blocks + others * row[:, None]).reshape(-1))
+    return TileLists(spans, (lists.blocks + others * row[:, None]).reshape(-1))
 
 
 def _dot(equation: str, x: Array, y: Array) -> Array:

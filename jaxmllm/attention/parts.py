@@ -1,6 +1,6 @@
 """Token order for context parallelism: a long row is spread over ranks so that all of them do equal work.
 
-    mask ids [T] --block_work--> work [N] --assign_blocks--> owner [N] --order_tokens--> TokenOrder
+    ids of the tokens [T] --block_work--> work [N] --assign_blocks--> owner [N]
 
 Keys and values are gathered by every rank, so any rank may hold any query block. What a block costs in attention is
 uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly N / R blocks,
@@ -14,14 +14,14 @@ Letters: T tokens of a row, N blocks of it, R ranks, n = N / R blocks of a rank.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxmllm.arrays import Ints, Longs
-from jaxmllm.attention.tiles import TokenIds, visible_tiles
+from jaxmllm.attention.mask import TokenIds, seen_spans, visible
+from jaxmllm.attention.tiles import visible_tiles
 
 TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
 BLOCK, SMALLER_BLOCK = 128, 64  # tokens
@@ -29,38 +29,6 @@ FEWEST_BLOCKS = 8  # of a rank; fewer and larger ones cannot be shared out evenl
 EVEN = 4096  # the heaviest rank need not be nearer to the least possible than one part in so many
 SWAPS = 8  # for each rank, at most
 PAIRS = 1 << 11  # of blocks of the lightest ranks that are looked at; with more blocks a rank, single ones suffice
-
-
-@dataclass(frozen=True)
-class TokenOrder:
-    """Which token of a row stands at which place. Rank r holds places r * T / R .. (r + 1) * T / R."""
-
-    block: int  # tokens that stay together
-    places: Ints  # [N] where each block went, in blocks
-    order: Ints  # [T] token at each place; the blocks of a rank ascend
-    inverse: Ints  # [T] place of each token
-
-
-def token_order(
-    document: Ints,
-    group: Ints,
-    position: Ints,
-    ranks: int,
-    block: int = BLOCK,
-    fewest_blocks: int = FEWEST_BLOCKS,
-) -> TokenOrder:
-    """Spread one row over the ranks of the context axis: a pure function, so hosts agree without communication.
-
-    Args:
-      document, group, position: [T] mask ids; see `block_work`.
-      ranks: R, size of the context axis.
-      block, fewest_blocks: see `block_size`.
-
-    Raises:
-      ValueError: T is no whole number of blocks on every rank.
-    """
-    size = block_size(len(document), ranks, block, fewest_blocks)
-    return order_tokens(assign_blocks(block_work(document, group, position, size), ranks), size)
 
 
 def block_size(tokens: int, ranks: int, block: int = BLOCK, fewest_blocks: int = FEWEST_BLOCKS) -> int:
@@ -79,65 +47,40 @@ def block_size(tokens: int, ranks: int, block: int = BLOCK, fewest_blocks: int =
     return size
 
 
-def order_tokens(owner: Ints, block: int) -> TokenOrder:
-    """The order in which the blocks of every rank stand together.
-
-    Args:
-      owner: [N] rank of each block, equally many of each.
-      block: tokens of a block.
-    """
-    blocks = np.argsort(owner, kind="stable").astype(np.int32)
-    places = np.empty_like(blocks)
-    places[blocks] = np.arange(len(blocks), dtype=np.int32)
-    return TokenOrder(block, places, _tokens(blocks, block), _tokens(places, block))
-
-
-def _tokens(blocks: Ints, block: int) -> Ints:
-    return (blocks[:, None] * block + np.arange(block)).ravel().astype(np.int32)
-
-
 # ---------------------------------------------------------------------------- work
 
 
-def block_work(document: Ints, group: Ints, position: Ints, block: int) -> Longs:
-    """Attention work of every query block, in half tiles: [N].
+def block_work(ids: TokenIds, block: int) -> Longs:
+    """Attention work of every query block of a row, in half tiles: [N].
 
     A tile (query block, key block) counts 2 if any pair in it is visible, however few, for attention computes whole
     tiles; but a block's tile with itself counts 1 if none of its tokens sees a later one, as in causal text.
 
-        visible(q, k) = same document and (position[k] <= position[q], or same group)
-
-    Args:
-      document: [T] document of each token; 0 is padding, which sees nothing and is not seen.
-      group: [T] image or clip, seen in both directions inside its document; 0 is text.
-      position: [T] order inside the document.
-      block: tokens of a block.
-
-    Rows in which documents and groups are runs, without padding inside, and positions ascend take O(T). Others are
-    counted exactly, too, but slowly (`visible_tiles`).
+    Rows as the planner packs them (`seen_spans`) take O(T). Others are counted exactly, too, but slowly.
 
     Raises:
       ValueError: `block` does not divide T.
     """
-    spans = None if len(document) % block else _spans(document, group, position)
+    spans = None if len(ids.document) % block else seen_spans(ids)
     if spans is not None:
         return span_work(*spans, block)
-    tiles = visible_tiles(TokenIds(document, group, position), block)
-    document, group, position = (column.reshape(-1, block) for column in (document, group, position))
-    ahead = np.zeros(len(document), np.bool_)
-    for step in range(1, block):
-        seen = (group[:, step:] == group[:, :-step]) & (group[:, step:] > 0)
-        seen |= position[:, step:] <= position[:, :-step]
-        ahead |= (seen & (document[:, step:] == document[:, :-step]) & (document[:, step:] > 0)).any(axis=1)
-    held = document.max(axis=1) > 0
-    return TILE * np.bincount(tiles.query, minlength=len(document)) - (held & ~ahead)
+    tiles = visible_tiles(ids, block)
+    blocks = TokenIds(*(column.reshape(-1, block) for column in ids))
+    looks_ahead = np.zeros(len(blocks.document), np.bool_)
+    for distance in range(1, block):
+        earlier = TokenIds(*(column[:, :-distance] for column in blocks))
+        later = TokenIds(*(column[:, distance:] for column in blocks))
+        looks_ahead |= visible(earlier, later).any(axis=1)
+    held = blocks.document.max(axis=1) > 0
+    return TILE * np.bincount(tiles.query, minlength=len(held)) - (held & ~looks_ahead)
 
 
 def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     """As `block_work`, where token t sees the tokens [start[t], stop[t]): [N].
 
     Args:
-      start, stop: [T]; no padding lies inside a span, and a token is in its own, or is padding and stop[t] <= start[t].
+      start, stop: [T]; a token is in its own span, which begins and ends with a token that is seen, or is padding and
+        has stop[t] <= start[t].
       block: tokens of a block; divides T.
     """
     # Every token is in its own span, so those of neighbours touch: what a block sees is one span, but for padding.
@@ -147,32 +90,10 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     low = np.where(real, start.reshape(-1, block), len(start)).min(axis=1)
     high = np.where(real, stop.reshape(-1, block), 0).max(axis=1)
     tiles = held_before[-(-high // block)] - held_before[low // block]
-    past_itself = np.arange(1, len(stop) + 1, dtype=np.int32).reshape(-1, block)
-    ahead = (stop.reshape(-1, block) > past_itself)[:, :-1].any(axis=1)
-    return np.where(held, TILE * tiles - ~ahead, 0)
-
-
-def _spans(document: Ints, group: Ints, position: Ints) -> tuple[Ints, Ints] | None:
-    """What each token sees, as [start, stop): [T] each. None where that is not one span."""
-    turn = document[1:] != document[:-1]
-    rises = position[1:] > position[:-1]
-    rises |= (position[1:] == position[:-1]) & (group[1:] == group[:-1]) & (group[1:] > 0)
-    if not (turn | rises | (document[1:] == 0)).all():
-        return None
-    tokens = np.arange(len(document) + 1, dtype=np.int32)
-    starts = np.append(tokens[:1], tokens[1:-1][turn])
-    runs = np.append(tokens[:1], tokens[1:-1][turn | (group[1:] != group[:-1])])
-    documents, media = document[starts], runs[(document[runs] > 0) & (group[runs] > 0)]
-    if _repeats(documents[documents > 0]) or _repeats(document[media].astype(np.int64) << 32 | group[media]):
-        return None
-    start = np.repeat(starts, np.diff(starts, append=tokens[-1:]))
-    ends = np.append(runs[1:], tokens[-1:])
-    stop = np.where(group > 0, np.repeat(ends, ends - runs), tokens[1:])
-    return start, np.where(document > 0, stop, start)
-
-
-def _repeats(ids: Ints | Longs) -> bool:
-    return len(np.unique(ids)) < len(ids)
+    token = np.arange(len(stop), dtype=np.int32).reshape(-1, block)
+    last = np.where(real, token, -1).max(axis=1)
+    looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last[:, None])).any(axis=1)
+    return np.where(held, TILE * tiles - ~looks_ahead, 0)
 
 
 # ---------------------------------------------------------------------------- assignment

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig
 from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,
     bias,
     encoder_block,
-    item_ids,
     parameter,
     rotary_angles,
     run_stack,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.attention.attention import TokenIds
+from jaxmllm.attention.mask import TokenIds
 from jaxmllm.config.schema import ComponentConfig, LanguageConfig
 from jaxmllm.models.layers import (
     Block,

@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
+from jaxmllm.attention.attention import attention
+from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Kernel, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
@@ -44,11 +45,6 @@ class RowContext:
         choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
         ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
         return replace(self, ids=ids, tiles=tiles, windows=None)
-
-
-def item_ids(segments: Int[Array, "R C"]) -> TokenIds:
-    """Ids of an encoder's rows: every slot sees its whole item."""
-    return TokenIds(segments, segments, jnp.zeros_like(segments))
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int) -> nnx.Param[Array]:

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,
     bias,
     encoder_block,
-    item_ids,
     parameter,
     rotary_angles_2d,
     run_stack,

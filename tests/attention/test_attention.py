@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmllm.attention import tiles
-from jaxmllm.attention.attention import Mask, TileLists, TokenIds, attention
-from jaxmllm.attention.tiles import dealt_tiles, segment_ids, tile_map, visible_tiles
+from jaxmllm.attention.attention import attention
+from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, item_ids
+from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
+from tests.attention import masks
+from tests.attention.masks import stacked, visible_pairs
 
 BLOCK = 8
 SLOTS = 40
@@ -22,13 +24,6 @@ EMPTY = [0] * SLOTS
 
 
 tiled = jax.jit(attention, static_argnames=("scale", "kernel"))
-
-
-def visible_pairs(mask):
-    """[B, C, T] bool: the definition."""
-    q, k = ([column[:, :, None] for column in mask.queries], [column[:, None] for column in mask.keys])
-    together = (q[1] == k[1]) & (k[1] > 0)
-    return (q[0] == k[0]) & (k[0] > 0) & (together | (q[2] >= k[2]))
 
 
 @jax.jit
@@ -52,21 +47,13 @@ def tiled_vjp(q, k, v, mask, d_out):
     return out, *pullback(d_out)
 
 
-def stacked(rows):
-    """Records of arrays, one a row -> `TokenIds` or `TileLists` of all."""
-    kind = TokenIds if isinstance(rows[0], tiles.TokenIds) else TileLists
-    return kind(*(np.stack([getattr(row, name) for row in rows]) for name in kind._fields))
-
-
 def mask_of(ids, block=BLOCK, bound=None):
-    """The mask of rows with these `balance.tiles.TokenIds`."""
-    maps = [tile_map(row, block, bound) for row in ids]
-    return Mask(stacked(ids), stacked(ids), stacked([m.queries for m in maps]), stacked([m.keys for m in maps]))
+    return masks.mask_of(ids, block, bound)
 
 
 def packed(rows, causal, block=BLOCK):
     """The mask of rows of segments."""
-    return mask_of([segment_ids(np.array(row, np.int32), causal) for row in rows], block)
+    return mask_of([(causal_ids if causal else item_ids)(np.array(row, np.int32)) for row in rows], block)
 
 
 def random_inputs(rows, slots=SLOTS, heads=4, key_heads=2, size=8, seed=0, keys=None):
@@ -87,7 +74,7 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     """All results against the dense reference, relative to its largest entry."""
     q, k, v, d_out = (x.astype(dtype) for x in inputs)
     results = tiled_vjp(q, k, v, mask, d_out)
-    visible = visible_pairs(mask)
+    visible = visible_pairs(mask.queries, mask.keys)
     expected = reference(q, k, v, visible, d_out)
     blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
@@ -137,7 +124,8 @@ def test_large_logits_do_not_overflow():
     assert all(np.isfinite(x).all() for x in results)
     nearest = np.einsum("qhk,phk->hqp", q[0], np.repeat(k[0], 2, axis=1))
     real = np.array(RAGGED) > 0
-    pick = np.where(visible_pairs(mask)[0], nearest, -np.inf).argmax(axis=-1)  # the softmax is one-hot
+    seen = visible_pairs(mask.queries, mask.keys)[0]
+    pick = np.where(seen, nearest, -np.inf).argmax(axis=-1)  # the softmax is one-hot
     want = np.stack([v[0, pick[h], h // 2] for h in range(4)], axis=1)
     np.testing.assert_allclose(results[0][0][real], want[real], rtol=1e-5)
 
@@ -159,14 +147,14 @@ def packed_rows(draw):
             ids[1, at:end] = part * draw(st.integers(0, 1)) if not window else part
             document = max(document, ids[0].max())
             at = min(end + draw(st.sampled_from([0, 0, 0, 5])), SLOTS)
-    return tiles.TokenIds(ids[0], ids[1] * (ids[0] > 0), np.arange(SLOTS, dtype=np.int32))
+    return TokenIds(ids[0], ids[1] * (ids[0] > 0), np.arange(SLOTS, dtype=np.int32))
 
 
 @st.composite
 def scattered_rows(draw):
     """No order at all: interleaved documents, groups in pieces, positions anywhere."""
     numbers = lambda most: st.lists(st.integers(0, most), min_size=SLOTS, max_size=SLOTS)  # noqa: E731
-    return tiles.TokenIds(*(np.array(draw(numbers(most)), np.int32) for most in (3, 3, 20)))
+    return TokenIds(*(np.array(draw(numbers(most)), np.int32) for most in (3, 3, 20)))
 
 
 any_rows = st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=3, max_size=3)
@@ -190,13 +178,13 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
     """Blocks dealt to parts: each has its queries and all keys, in the new order."""
     order = np.argsort(places)
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-    moved = tiles.TokenIds(ids.document[slots], ids.group[slots], ids.position[slots])
+    moved = TokenIds(*(column[slots] for column in ids))
     inputs, own = random_inputs(1), SLOTS // parts
     whole = tiled_vjp(*(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32))
     sums = [np.zeros_like(whole[2]), np.zeros_like(whole[3])]
     for part, lists in enumerate(dealt_tiles(visible_tiles(ids, BLOCK), np.array(places, np.int32), parts)):
         here = slice(part * own, (part + 1) * own)
-        queries = tiles.TokenIds(moved.document[here], moved.group[here], moved.position[here])
+        queries = TokenIds(*(column[here] for column in moved))
         mask = Mask(stacked([queries]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
         q, d_out = (x[:, slots[here]] for x in (inputs[0], inputs[3]))
         check(mask, (q, inputs[1][:, slots], inputs[2][:, slots], d_out))
@@ -243,7 +231,7 @@ def test_one_compilation_serves_every_mask():
     for _ in range(20):
         segments = np.sort(rng.integers(0, 6, SLOTS)).astype(np.int32)
         groups = (rng.integers(0, 3, SLOTS) * (segments > 0)).astype(np.int32)
-        compiled(q, k, v, mask_of([segment_ids(segments, True, groups)]), d_out)
+        compiled(q, k, v, mask_of([causal_ids(segments, groups)]), d_out)
     assert compiled._cache_size() == 1
 
 

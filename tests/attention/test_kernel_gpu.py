@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmllm.attention import kernel_gpu as attention_gpu
-from jaxmllm.attention import tiles
-from jaxmllm.attention.attention import Mask, attention
-from jaxmllm.attention.tiles import dealt_tiles, segment_ids, visible_tiles
+from jaxmllm.attention.attention import attention
+from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, item_ids
+from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import abstract_language_rows
 from sharding.mesh import make_mesh
+from tests.attention.masks import stacked, visible_pairs
 from tests.attention.test_attention import (
     SLOTS,
     mask_of,
@@ -25,8 +26,6 @@ from tests.attention.test_attention import (
     random_inputs,
     reference,
     scattered_rows,
-    stacked,
-    visible_pairs,
 )
 
 try:
@@ -56,7 +55,7 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     """All results against the dense formula in float64, relative to its largest entry."""
     q, k, v, d_out = (jnp.asarray(x, dtype) for x in inputs)
     results = vjp(q, k, v, mask, d_out)
-    visible = visible_pairs(mask)
+    visible = visible_pairs(mask.queries, mask.keys)
     blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, reference(q, k, v, visible, d_out), strict=True):
         assert got.dtype == dtype, name
@@ -67,7 +66,7 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
 
 def padded(ids):
     """Rows of `SLOTS` with padding behind, up to a whole block."""
-    return tiles.TokenIds(*(np.pad(x, (0, PADDED - SLOTS)) for x in (ids.document, ids.group, ids.position)))
+    return TokenIds(*(np.pad(column, (0, PADDED - SLOTS)) for column in ids))
 
 
 def image_rows(slots):
@@ -77,7 +76,7 @@ def image_rows(slots):
     image = np.where((np.arange(slots) >= third + 7) & (np.arange(slots) < 2 * third), 1, 0).astype(np.int32)
     windows = (1 + np.arange(slots, dtype=np.int32) // 24) * (np.arange(slots) < slots - 3)
     empty = np.zeros(slots, np.int32)
-    return [segment_ids(text, True, image), segment_ids(windows, False), segment_ids(empty, True)]
+    return [causal_ids(text, image), item_ids(windows), causal_ids(empty)]
 
 
 # ---------------------------------------------------------------------------- against the dense formula
@@ -120,8 +119,8 @@ def test_a_part_of_a_row_attends_to_all_of_it():
     ids = image_rows(96)[0]
     places = np.array([4, 0, 3, 5, 1, 2], np.int32)
     slots = (np.argsort(places)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-    moved = tiles.TokenIds(ids.document[slots], ids.group[slots], ids.position[slots])
-    part = tiles.TokenIds(moved.document[32:64], moved.group[32:64], moved.position[32:64])
+    moved = TokenIds(*(column[slots] for column in ids))
+    part = TokenIds(*(column[32:64] for column in moved))
     lists = dealt_tiles(visible_tiles(ids, BLOCK), places, 3)[1]
     mask = Mask(stacked([part]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
     check(mask, random_inputs(1, 32, heads=2, key_heads=1, size=16, keys=96))
@@ -129,12 +128,12 @@ def test_a_part_of_a_row_attends_to_all_of_it():
 
 def test_large_logits_and_equal_values():
     """A softmax of one-hot rows neither overflows nor loses a key; a mean over many equal values stays that value."""
-    mask = mask_of([segment_ids(np.ones(PADDED, np.int32), True)] * 2, BLOCK)
+    mask = mask_of([causal_ids(np.ones(PADDED, np.int32))] * 2, BLOCK)
     q, k, v, _ = random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (1e3 * q, 1e3 * k, v))
     out, dq, dk, dv = vjp(q, k, v, mask, jnp.ones_like(q))
     logits = np.einsum("qhk,pk->hqp", np.asarray(q[0], np.float64), np.asarray(k[0, :, 0], np.float64))
-    nearest = np.where(visible_pairs(mask)[0], logits, -np.inf).argmax(axis=-1)
+    nearest = np.where(visible_pairs(mask.queries, mask.keys)[0], logits, -np.inf).argmax(axis=-1)
     np.testing.assert_allclose(out[0], np.asarray(v)[0, nearest.T, 0], rtol=1e-6)
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
     ones = jnp.ones_like(v)

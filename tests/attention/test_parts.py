@@ -10,15 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxmllm.attention import parts as context
+from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
 from jaxmllm.attention.parts import (
     assign_blocks,
     block_size,
     block_work,
     contiguous,
     longest_first,
-    order_tokens,
     span_work,
-    token_order,
     zigzag,
 )
 
@@ -85,31 +84,31 @@ def any_ids(draw):
 @given(packed_ids())
 def test_work_of_packed_rows_is_that_of_the_dense_mask(drawn):
     ids, block = drawn
-    np.testing.assert_array_equal(block_work(*ids, block), dense_work(*ids, block))
+    np.testing.assert_array_equal(block_work(TokenIds(*ids), block), dense_work(*ids, block))
 
 
 @given(any_ids())
 def test_work_of_any_row_is_that_of_the_dense_mask(drawn):
     ids, block = drawn
-    np.testing.assert_array_equal(block_work(*ids, block), dense_work(*ids, block))
+    np.testing.assert_array_equal(block_work(TokenIds(*ids), block), dense_work(*ids, block))
 
 
 def test_an_encoder_row_is_seen_in_both_directions():
-    """As `segment_ids` gives it: every item is a group, and positions are all alike."""
+    """Every item is a group, and positions are all alike."""
     segments = np.repeat([1, 2, 0], [10, 14, 8]).astype(np.int32)
-    work = block_work(segments, segments, np.zeros_like(segments), 8)
+    work = block_work(item_ids(segments), 8)
     assert work.tolist() == [4, 6, 4, 0]  # blocks 0 and 2 meet two blocks, block 1 three
 
 
 def test_work_of_a_causal_document():
     tokens = np.arange(32, dtype=np.int32)
-    assert block_work(np.ones_like(tokens), np.zeros_like(tokens), tokens, 8).tolist() == [1, 3, 5, 7]
+    assert block_work(causal_ids(np.ones_like(tokens)), 8).tolist() == [1, 3, 5, 7]
     assert span_work(np.zeros_like(tokens), tokens + 1, 8).tolist() == [1, 3, 5, 7]
 
 
 def test_a_row_of_padding_is_no_work():
     nothing = np.zeros(32, np.int32)
-    assert block_work(nothing, nothing, nothing, 8).tolist() == [0] * 4
+    assert block_work(item_ids(nothing), 8).tolist() == [0] * 4
 
 
 works = st.one_of(
@@ -174,30 +173,14 @@ def test_the_simple_ways():
     assert longest_first(np.array([9, 1, 1, 1]), 2, limit=2).tolist() == [0, 1, 1, 0]
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 64]), st.integers(0, 2**32 - 1))
-def test_orders_are_permutations_that_keep_blocks_together(each, ranks, block, seed):
-    owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(ranks, dtype=np.int32), each))
-    order = order_tokens(owner, block)
-    tokens = np.arange(len(owner) * block)
-    assert order.order.dtype == order.inverse.dtype == order.places.dtype == np.int32
-    np.testing.assert_array_equal(np.sort(order.order), tokens)
-    np.testing.assert_array_equal(order.order[order.inverse], tokens)
-    for rank, held in enumerate(order.order.reshape(ranks, each * block)):
-        own = np.flatnonzero(owner == rank)
-        np.testing.assert_array_equal(held, (own[:, None] * block + np.arange(block)).ravel())
-        np.testing.assert_array_equal(order.places[own], rank * each + np.arange(each))
-
-
-def test_the_order_of_a_row_balances_its_work():
+def test_the_parts_of_a_packed_row_do_equal_work():
     tokens = np.arange(4096, dtype=np.int32)
-    ids = (1 + tokens // 2500, np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32), tokens)
-    order = token_order(*ids, 4, fewest_blocks=8)
-    assert order.block == 128
+    ids = TokenIds(1 + tokens // 2500, np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32), tokens)
     work = dense_work(*ids, 128)
-    load = np.bincount(order.places // 8, work, 4)
+    owner = assign_blocks(block_work(ids, 128), 4)
+    load = np.bincount(owner, work, 4)
     assert load.max() <= 1.005 * load.mean()
-    again = token_order(*ids, 4, fewest_blocks=8)
-    np.testing.assert_array_equal(order.order, again.order)
+    np.testing.assert_array_equal(owner, assign_blocks(work, 4))
 
 
 @pytest.mark.parametrize(
@@ -242,4 +225,4 @@ def test_work_that_cannot_be_shared_is_refused(work, ranks, message):
 def test_work_of_a_row_that_is_no_whole_number_of_blocks_is_refused():
     ones = np.ones(10, np.int32)
     with pytest.raises(ValueError, match=r"10 tokens .* blocks of 4"):
-        block_work(ones, ones, ones, 4)
+        block_work(TokenIds(ones, ones, ones), 4)

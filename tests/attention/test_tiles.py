@@ -3,22 +3,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.attention.tiles import TokenIds, list_bound, segment_ids, tile_map, visible_tiles
+from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
+from jaxmllm.attention.tiles import list_bound, visible_tiles
+from tests.attention.masks import tile_map, visible_pairs
 
 BLOCK = 4
 SLOTS = 24
 
 
-def visible_pairs(ids):
-    """[C, C] bool: the definition, pair by pair."""
-    same = (ids.document[:, None] == ids.document) & (ids.document > 0)
-    together = (ids.group[:, None] == ids.group) & (ids.group > 0)
-    return same & (together | (ids.position[:, None] >= ids.position))
-
-
 def dense_tiles(ids, block):
     """{(query block, key block): whether it is full} of the tiles with a visible pair."""
-    pairs = visible_pairs(ids)
+    pairs = visible_pairs(ids, ids)
     count = len(pairs) // block
     cut = pairs.reshape(count, block, count, block).transpose(0, 2, 1, 3)
     return {(i, j): bool(cut[i, j].all()) for i in range(count) for j in range(count) if cut[i, j].any()}
@@ -78,7 +73,7 @@ def test_both_ways_of_finding_tiles_agree(ids, rotate):
     """A row whose order is spoiled takes the other way; spoiling whole blocks only renames the tiles."""
     order = np.arange(SLOTS).reshape(-1, BLOCK)[::-1].reshape(-1)
     count = SLOTS // BLOCK
-    mirrored = visible_tiles(TokenIds(ids.document[order], ids.group[order], ids.position[order]), BLOCK)
+    mirrored = visible_tiles(TokenIds(*(column[order] for column in ids)), BLOCK)
     renamed = {
         (count - 1 - i, count - 1 - j): full
         for i, j, full in zip(mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True)
@@ -104,7 +99,7 @@ def test_lists_that_are_too_short_fall_back_to_ranges(ids, bound):
 
 
 def test_segments_of_an_encoder_row_see_themselves_in_both_directions():
-    ids = segment_ids(np.array([1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0, 0], np.int32), causal=False)
+    ids = item_ids(np.array([1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0, 0], np.int32))
     tiles = tile_map(ids, 4)
     assert [tiles.queries.blocks[a : a + b + c].tolist() for a, b, c in tiles.queries.spans] == [
         [0, 1, 2],
@@ -117,7 +112,7 @@ def test_segments_of_an_encoder_row_see_themselves_in_both_directions():
 
 def test_an_image_in_a_causal_row_is_seen_whole_by_itself():
     groups = np.array([0] * 4 + [7] * 8 + [0] * 4, np.int32)
-    tiles = tile_map(segment_ids(np.ones(16, np.int32), causal=True, groups=groups), 4)
+    tiles = tile_map(causal_ids(np.ones(16, np.int32), groups), 4)
     assert listed(tiles.queries) == {
         (0, 0): False,
         (1, 0): True,
@@ -140,4 +135,4 @@ def test_the_bound_holds_every_tile_until_the_largest_list():
 
 def test_block_must_divide_the_row():
     with pytest.raises(ValueError, match=r"10 tokens.*blocks of 4.*phases\.<phase>\.capacities"):
-        tile_map(segment_ids(np.ones(10, np.int32), causal=True), 4)
+        tile_map(causal_ids(np.ones(10, np.int32)), 4)

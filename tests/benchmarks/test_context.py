@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.context import METHODS, ROWS, balance, isolated_work, main
+from jaxmllm.attention.mask import TokenIds
 from jaxmllm.attention.parts import block_work
-from jaxmllm.attention.tiles import TokenIds
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["rule", "isolated"])
@@ -71,7 +71,7 @@ def test_isolated_images_see_themselves_alone(generator):
     met = seen.reshape(tiles + tiles).any(axis=(1, 3))
     ahead = np.triu(seen, 1).reshape(tiles + tiles).any(axis=(1, 3))
     expected = 2 * met.sum(axis=1) - (met & ~ahead).diagonal()
-    np.testing.assert_array_equal(isolated_work(ids.document, ids.group, ids.position, block), expected)
+    np.testing.assert_array_equal(isolated_work(ids, block), expected)
 
 
 def test_layer_cost_is_that_of_its_matrices():

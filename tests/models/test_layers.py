@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmllm.attention.attention import TokenIds
+from jaxmllm.attention.mask import TokenIds
 from jaxmllm.data.rows.masks import finish_language_row
 from jaxmllm.models.layers import (
     MLP,

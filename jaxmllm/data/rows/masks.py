@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
+from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
 from jaxmllm.attention.parts import assign_blocks, block_work
-from jaxmllm.attention.tiles import TokenIds, dealt_tiles, list_bound, segment_ids, visible_tiles
+from jaxmllm.attention.tiles import dealt_tiles, list_bound, visible_tiles
 
 Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
 
@@ -48,14 +49,14 @@ def finish_encoder_row(
       window: side of the windows that the tower attends in, in positions.
     """
     segments = row["segments"][:, ::stride]
-    ids = [segment_ids(of_rank, causal=False) for of_rank in segments]
+    ids = [item_ids(of_rank) for of_rank in segments]
     blocks = deal_blocks(ids, segments.shape[1], block, parts)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     moved = ["features", "segments", "positions"]
     if window is not None:
         moved.append("windows")
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
-        ids = [segment_ids(of_rank, causal=False) for of_rank in row["windows"][:, ::stride]]
+        ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
         row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // slots_per_token)
@@ -67,7 +68,7 @@ def finish_encoder_row(
 def finish_language_row(row: Row, block: int, parts: int) -> None:
     """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts."""
     both = zip(row["segments"], row["groups"], strict=True)
-    ids = [segment_ids(segments, causal=True, groups=groups) for segments, groups in both]
+    ids = [causal_ids(segments, groups) for segments, groups in both]
     blocks = deal_blocks(ids, row["segments"].shape[1], block, parts)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     row["order"] = _expand(blocks, block)
@@ -101,7 +102,7 @@ def deal_blocks(ids: list[TokenIds], tokens: int, block: int, parts: int) -> Int
     order = np.tile(np.arange(tokens // block, dtype=np.int32), (len(ids), 1))
     if parts > 1:
         for rank, of_rank in enumerate(ids):
-            work = block_work(of_rank.document, of_rank.group, of_rank.position, block)
+            work = block_work(of_rank, block)
             order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
     return order
 

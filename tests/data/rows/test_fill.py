@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.arrays import round_up
-from jaxmllm.attention.tiles import segment_ids, tile_map
+from jaxmllm.attention.mask import causal_ids, item_ids
 from jaxmllm.balance.exchange.routes import route_tables
 from jaxmllm.balance.records import (
     BatchItems,
@@ -31,6 +31,7 @@ from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
 from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
+from tests.attention.masks import tile_map
 
 RANKS = {"vision": 4, "audio": 3, "language": 2}
 CAPACITIES = {"vision": 32, "audio": 48, "language": 64}
@@ -231,7 +232,7 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
-            ids = segment_ids(segments[:: modality.format.stride], causal=False)
+            ids = item_ids(segments[:: modality.format.stride])
             check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks[phase]))
         assert (row["places"] == np.arange(row["valid"].shape[1])).all()
 
@@ -274,7 +275,7 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
-            ids = segment_ids(segments, causal=True, groups=row["groups"][r])
+            ids = causal_ids(segments, row["groups"][r])
             check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks["language"]))
         assert (row["order"] == np.arange(row["tokens"].shape[1])).all()
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmllm.attention.tiles import segment_ids, visible_tiles
+from jaxmllm.attention.mask import causal_ids
+from jaxmllm.attention.tiles import visible_tiles
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 
 BLOCK, SLOTS = 4, 48
@@ -58,7 +59,7 @@ def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
             assert (np.diff(part[::BLOCK]) > 0).all()  # which ascend in each part
         for name in ("tokens", "targets", "segments", "positions", "media", "groups"):
             np.testing.assert_array_equal(row[name][rank], before[name][rank][order], err_msg=name)
-        mask = segment_ids(before["segments"][rank], causal=True, groups=before["groups"][rank])
+        mask = causal_ids(before["segments"][rank], before["groups"][rank])
         tiles = visible_tiles(mask, BLOCK)
         assert dense(row, rank, parts) == set(zip(tiles.query, tiles.key, tiles.full, strict=True))
 

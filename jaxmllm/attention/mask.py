@@ -1,0 +1,125 @@
+"""Who sees whom in a packed row: masks as data, and the one rule that reads them.
+
+    visible(q, k)    the rule, for tokens in arrays of any kind: numpy on the host, jax in the kernels
+    seen_spans       the same as one interval per token, for rows in the order in which the planner packs them
+
+A new rule of masking enters here, as another column of `TokenIds` that `visible` and `seen_spans` read. Tiles,
+parts and kernels derive from the two, and know no rule of their own.
+
+Letters: B rows, C slots of a row, T key slots, b slots of a block, L length of the lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmllm.arrays import Bools, Ints, Longs
+
+
+class TokenIds(NamedTuple):
+    """What decides who sees whom: int32, [C] for one row on the host, [B, C] on the device."""
+
+    document: Any  # 0: padding, which sees nothing and is not seen
+    group: Any  # > 0: image or clip, unique in its document; 0: seen only from later on
+    position: Any  # order inside the document
+
+
+class TileLists(NamedTuple):
+    """For each block of one side the blocks of the other that it meets; with a leading axis B on the device.
+
+    Block i meets `blocks[first : first + partial]`, of which only some pairs are visible, and then the next `full`,
+    of which all are, with (first, partial, full) = spans[i]. Both parts ascend. If first is negative, the list was
+    too short for the row, and block i meets `partial` consecutive blocks from -1 - first on, some perhaps empty.
+    """
+
+    spans: Any  # int32 [C / b, 3]
+    blocks: Any  # int32 [L], numbers of blocks within the row
+
+
+class Mask(NamedTuple):
+    """What queries see of keys. The lists must hold every tile with a visible pair, and no others as full."""
+
+    queries: TokenIds
+    keys: TokenIds
+    query_tiles: TileLists  # for each block of queries the blocks of keys
+    key_tiles: TileLists  # for each block of keys the blocks of queries
+
+    @property
+    def block(self) -> int:
+        """b, the slots of a block."""
+        size: int = self.queries.document.shape[1] // self.query_tiles.spans.shape[1]
+        return size
+
+
+def visible(query: TokenIds, key: TokenIds) -> Any:
+    """Whether query tokens see key tokens: a query sees a key of the same document if the key does not come after it,
+    or if both are of the same group. The ids are arrays that broadcast to the shape of the result."""
+    same_document = (query.document == key.document) & (key.document > 0)
+    same_group = (query.group == key.group) & (key.group > 0)
+    return same_document & (same_group | (key.position <= query.position))
+
+
+def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
+    """What each token of a row sees, as slots [start, stop): [C] each. None if that is not one interval for each.
+
+    It is one where documents and groups are runs, and positions ascend in each document; padding may lie anywhere. A
+    span begins and ends with a token that is seen, and that of padding is [0, 0).
+    """
+    slots = np.flatnonzero(ids.document > 0)
+    count = len(slots)
+    spans = np.zeros((2, len(ids.document)), np.int32)
+    if not count:
+        return spans[0], spans[1]
+    # With no padding but at the end nothing need be gathered, which takes about half of the time.
+    ends_padded = slots[-1] + 1 == count
+    document, group, position = (column[:count] if ends_padded else np.take(column, slots) for column in ids)
+    new_document = document[1:] != document[:-1]
+    new_group = new_document | (group[1:] != group[:-1])
+    rises = position[1:] > position[:-1]
+    rises |= (position[1:] == position[:-1]) & ~new_group & (group[1:] > 0)
+    if not (new_document | rises).all():
+        return None
+    document_starts, group_starts = _starts(new_document), _starts(new_group)
+    media = group_starts[group[group_starts] > 0]
+    if _repeats(document[document_starts]) or _repeats(document[media].astype(np.int64) << 32 | group[media]):
+        return None
+    tokens = np.arange(1, count + 1, dtype=np.int32)
+    first = np.repeat(document_starts, np.diff(document_starts, append=count))
+    group_ends = np.append(group_starts[1:], count).astype(np.int32)
+    end = np.where(group > 0, np.repeat(group_ends, np.diff(group_starts, append=count)), tokens)
+    if ends_padded:
+        spans[0, :count], spans[1, :count] = first, end
+    else:
+        spans[0, slots], spans[1, slots] = np.take(slots, first), np.take(slots, end - 1) + 1
+    return spans[0], spans[1]
+
+
+def _starts(changes: Bools) -> Ints:
+    """First token of each run, from whether a token differs from the one before it, for all tokens but the first."""
+    return np.flatnonzero(np.append(True, changes)).astype(np.int32)
+
+
+def _repeats(ids: Ints | Longs) -> bool:
+    return len(np.unique(ids)) < len(ids)
+
+
+def item_ids(segments: Any) -> TokenIds:
+    """Ids of an encoder's rows, in which every slot sees its whole item.
+
+    Args:
+      segments: [C] or [B, C] number of the item in the row, 0 for padding.
+    """
+    return TokenIds(segments, segments, 0 * segments)
+
+
+def causal_ids(segments: Ints, groups: Ints | None = None) -> TokenIds:
+    """Ids of a row in which a token sees only what is not after it: [C] each.
+
+    Args:
+      segments: [C] number of the item in the row, 0 for padding.
+      groups: [C] images and clips that are seen in both directions.
+    """
+    groups = np.zeros_like(segments) if groups is None else groups
+    return TokenIds(segments, groups, np.arange(len(segments), dtype=np.int32))
