@@ -244,7 +244,7 @@ def tiny_config(data: Path, steps: int) -> dict[str, Any]:
             "sources": [{"name": "sample", "path": str(data / "train.jsonl")}],
             "batch_size": 16,
             "images": {"max_pixels": 20000},
-            "sounds": {"max_seconds": 5},
+            "audio": {"max_seconds": 5},
         },
         "mesh": {"data": -1},
         "optimizer": {"learning_rate": 1e-3},

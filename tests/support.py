@@ -55,7 +55,7 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
             "evaluation": [{"name": "sample", "path": str(data / "test.jsonl")}],
             "batch_size": 16,
             "images": {"max_pixels": 20000},
-            "sounds": {"max_seconds": 5},
+            "audio": {"max_seconds": 5},
         },
         "mesh": {"data": -1},
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},

@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from jaxmllm.config import strict_yaml
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.renamed import renamed_keys
+from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 
 SHOWN = 200  # characters of a value in a message
 BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
@@ -42,7 +43,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
-    """Validate a nested dict into a `Config`."""
+    """Validate a nested dict into a `Config`. Raises `ConfigError`, of the kind `RenamedKeyError` for old keys."""
+    if renamed := renamed_keys(tree):
+        raise RenamedKeyError(f"{where}: " + "; ".join(renamed))
     try:
         # JSON mode: strict about scalars, yet lists may become tuples.
         return Config.model_validate_json(json.dumps(tree))

@@ -29,6 +29,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message says which key, why, and what to do."""
 
 
+class RenamedKeyError(ConfigError):
+    """A configuration with keys that have another name now; the message says which."""
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict about types, no unknown keys, finite numbers."""
 
@@ -206,19 +210,20 @@ class SourceConfig(Section):
         return value
 
 
-class ImagesConfig(Section):
+class ImageDataConfig(Section):
     """Bounds on the area of an image after resizing, in pixels."""
 
     min_pixels: PositiveInt = 28 * 28
     max_pixels: PositiveInt = 1024 * 1024
 
 
-class SoundConfig(Section):
-    """Log-mel settings; frames are `hop` samples apart. Longer clips than `max_seconds` are refused, not cut."""
+class AudioDataConfig(Section):
+    """Log-mel settings: frames of `window_length` samples, `hop_length` samples apart. Clips longer than `max_seconds`
+    are rejected, not cut."""
 
     sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; the same bounds as for files
-    window: PositiveInt = 400
-    hop: PositiveInt = 160
+    window_length: PositiveInt = 400
+    hop_length: PositiveInt = 160
     max_seconds: PositiveFloat = 60.0
 
 
@@ -228,8 +233,8 @@ class DataConfig(Section):
     root: str | None = None  # folder that the paths of sources are relative to; none: the current one
     batch_size: int = Field(gt=0, le=1 << 20)  # examples a step, over all hosts
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
-    images: ImagesConfig = ImagesConfig()
-    sounds: SoundConfig = SoundConfig()
+    images: ImageDataConfig = ImageDataConfig()
+    audio: AudioDataConfig = AudioDataConfig()
     index_cache: str | None = None  # folder of length indexes; none: beside each JSONL file
     workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
     prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker
@@ -323,9 +328,9 @@ class PipelineConfig(Section):
     rollouts: PositiveInt = 64  # greedy schedules that a search tries
     split_backward: bool = False  # input and weight gradients as operations of their own
     deferral: bool = True  # examples may run their language part one microbatch after their media
-    microbatches: PositiveInt | Auto = "auto"  # of the language model in a step; auto: 4 * stages
-    live: PositiveInt | Auto = "auto"  # of those, how many may be under way on a rank at a time; auto: 4 * stages
-    fan: PositiveInt | Auto = "auto"  # encoder rows that one microbatch reads, of each encoder
+    microbatches: PositiveInt | Auto = "auto"  # of the language model per step; auto: 4 * stages
+    microbatches_in_flight: PositiveInt | Auto = "auto"  # of those, on a rank at a time; auto: 4 * stages
+    encoder_rows_per_microbatch: PositiveInt | Auto = "auto"  # rows that one microbatch reads from each encoder
     kept_residuals: int = Field(0, ge=0)  # forwards of each component whose residuals a rank keeps for the backward
 
 

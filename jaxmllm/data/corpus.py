@@ -29,7 +29,7 @@ from jaxmllm.row_format import RowFormat
 
 SHOWN = 5  # refusals quoted in an error
 
-_RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.sounds.max_seconds or split the clip"}
+_RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.audio.max_seconds or split the clip"}
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
         refused.setdefault(
             example,
             f"the conversation is {index.language_length[example]} tokens long, but the largest language row holds "
-            f"{limit}: shorten it, lower data.images.max_pixels or data.sounds.max_seconds (fewer media tokens), or "
+            f"{limit}: shorten it, lower data.images.max_pixels or data.audio.max_seconds (fewer media tokens), or "
             f"raise phases.{LANGUAGE}.capacities",
         )
     return [(example, "longer_than_row", message) for example, message in sorted(refused.items())]

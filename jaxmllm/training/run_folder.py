@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from jaxmllm.config.read import dump_config, load_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically
@@ -45,6 +45,11 @@ def read_config(run_directory: str | Path) -> Config | None:
     path = Path(run_directory) / CONFIG_FILE
     try:
         return load_config(path) if path.exists() else None
+    except RenamedKeyError as error:
+        raise CheckpointError(
+            f"the run in {run_directory} began when keys had other names: {error}; rename them in that file, keeping "
+            "their values, to continue the run"
+        ) from error
     except (ConfigError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(

@@ -187,7 +187,7 @@ def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:
         (
             {"audio": 55},
             ["f1", "s0", "s1"],
-            "c.wav takes 56 slots .* data.sounds.max_seconds .*phases.audio.capacities",
+            "c.wav takes 56 slots .* data.audio.max_seconds .*phases.audio.capacities",
         ),
         ({"language": 10}, ["s1"], "tokens long, .* holds 10: .*phases.language.capacities"),
         ({"vision": 24, "audio": 56, "language": 100}, ["f0", "f1", "f2", "s0", "s1"], None),

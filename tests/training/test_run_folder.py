@@ -63,6 +63,19 @@ def test_a_damaged_config_is_one_line(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) -> None:
+    write_config(tmp_path, make_config(str(tmp_path)))
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text().replace("  audio:\n    sample_rate", "  sounds:\n    sample_rate"))
+    with pytest.raises(
+        CheckpointError, match=r"'data.sounds' is now called 'data.audio'; rename them in that"
+    ) as caught:
+        check_folder(make_config(str(tmp_path)), True)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    path.write_text(path.read_text().replace("sounds:", "audio:"))
+    check_folder(make_config(str(tmp_path)), True)
+
+
 def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"):

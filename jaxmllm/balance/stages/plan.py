@@ -264,7 +264,8 @@ def _parts(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipelin
         if len(examples) == 1:
             number = int(items.examples[examples[0]])
             raise ConfigError(
-                f"example {number} does not fit the pipeline by itself: {error}; its slots are those of pipeline.live"
+                f"example {number} does not fit the pipeline by itself: {error}; its slots are those of "
+                "pipeline.microbatches_in_flight"
             ) from error
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
@@ -285,7 +286,7 @@ def _part(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipeline
         if placed.fan[encoder] > pipeline.tables.fan[encoder]:
             raise PipelineError(
                 f"a microbatch reads {placed.fan[encoder]} rows of {name}, room is for {pipeline.tables.fan[encoder]}: "
-                f"raise pipeline.fan or phases.{name}.capacities"
+                f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities"
             )
     for name, rows in placed.phases.items():
         if rows.count > pipeline.rows[name]:

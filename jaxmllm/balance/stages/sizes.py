@@ -82,10 +82,10 @@ def choose_pipeline(
     ]
     encoders = spec.phases[LANGUAGE].phase.reads
     usual, most = (np.array([[1] * len(encoders), *(each.fan for each in of)]).max(axis=0) for of in (placed, alone))
-    fan = tuple(
-        max(with_head_room(int(usual[encoder]), 1), int(most[encoder])) if config.fan == "auto" else config.fan
-        for encoder in range(len(encoders))
-    )
+    if config.encoder_rows_per_microbatch == "auto":
+        fan = tuple(max(with_head_room(int(rows), 1), int(need)) for rows, need in zip(usual, most, strict=True))
+    else:
+        fan = (config.encoder_rows_per_microbatch,) * len(encoders)
     rows = {
         name: with_head_room(max((each.phases[name].count for each in placed), default=1), 1) for name in spec.phases
     }
@@ -184,8 +184,8 @@ def _ring(layers: ChainLayers, placed: Sequence[Placed], config: PipelineConfig)
 def _budget(
     ring: Ring, costs: Mapping[str, ChainCosts], fan: Sequence[int], config: PipelineConfig, rows: Mapping[str, int]
 ) -> Slots:
-    """The most slots of every pool: those of `pipeline.live` microbatches with all that they read."""
-    live = config.live
+    """The most slots of every pool: those of the microbatches in flight with all that they read."""
+    live = config.microbatches_in_flight
     if live == "auto":
         live = rows[LANGUAGE] if config.schedule == "gpipe" else PER_STAGE * config.stages
     slots: Slots = {}
@@ -226,8 +226,8 @@ def _fitted(wide: PipelineSpec, placed: Sequence[Placed]) -> PipelineSpec:
     if placed and not schedules:
         raise ConfigError(
             f"pipeline.schedule = {wide.config.schedule!r} cannot be kept with pipeline.layout = "
-            f"{wide.config.layout!r} and pipeline.live = {wide.config.live}: {problem}; use schedule greedy or "
-            f"interleaved, or more live microbatches"
+            f"{wide.config.layout!r} and pipeline.microbatches_in_flight = {wide.config.microbatches_in_flight}: "
+            f"{problem}; use schedule greedy or interleaved, or more microbatches in flight"
         ) from problem
     budget, needed = wide.tables.slots, slots_needed(schedules)
     if not wide.backward:

@@ -165,7 +165,7 @@ class Sounds:
         if header.frames > self.max_seconds * header.rate:
             raise MediaError(
                 "audio_too_long",
-                f"{path} lasts {header.frames / header.rate:.1f} s, more than data.sounds.max_seconds = "
+                f"{path} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
         return ceil_divide(self._samples(header), self.hop), 1

@@ -27,13 +27,13 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
             )
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(
-                sample_rate=data.sounds.sample_rate,
-                window=data.sounds.window,
-                hop=data.sounds.hop,
+                sample_rate=data.audio.sample_rate,
+                window=data.audio.window_length,
+                hop=data.audio.hop_length,
                 mel_bins=model.audio.mel_bins,
                 chunk_frames=model.audio.chunk_frames,
                 merge=model.audio.merge,
-                max_seconds=data.sounds.max_seconds,
+                max_seconds=data.audio.max_seconds,
                 whole_chunks=phase in split,
             )
     return made

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import soxr
 
-from jaxmllm.config.schema import SoundConfig
+from jaxmllm.config.schema import AudioDataConfig
 from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.media.mpeg import DECODER_DELAY
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
@@ -134,7 +134,7 @@ def test_empty_audio(tmp_path: Path) -> None:
 
 def test_too_long(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros(8000 * 5 + 1), 8000)
-    with pytest.raises(MediaError, match=r"data\.sounds\.max_seconds = 5") as caught:
+    with pytest.raises(MediaError, match=r"data\.audio\.max_seconds = 5") as caught:
         SOUNDS.measure(tmp_path / "a.wav")
     assert caught.value.reason == "audio_too_long"
 
@@ -193,10 +193,10 @@ def test_sample_rates(tmp_path: Path) -> None:
 
 def test_the_configured_rate_has_the_bounds_of_files() -> None:
     for rate in (MIN_RATE, MAX_RATE):
-        assert SoundConfig(sample_rate=rate).sample_rate == rate
+        assert AudioDataConfig(sample_rate=rate).sample_rate == rate
     for rate in (MIN_RATE - 1, MAX_RATE + 1):
         with pytest.raises(ValueError, match="sample_rate"):
-            SoundConfig(sample_rate=rate)
+            AudioDataConfig(sample_rate=rate)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 44_100, 96_000])

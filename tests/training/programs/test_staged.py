@@ -259,7 +259,9 @@ def test_settings_that_cannot_be(data, changes, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("changes, key", [({"fan": (0, 0)}, "pipeline.fan"), ({"slots": {}}, "pipeline.live")])
+@pytest.mark.parametrize(
+    "changes, key", [({"fan": (0, 0)}, "encoder_rows_per_microbatch"), ({"slots": {}}, "microbatches_in_flight")]
+)
 def test_an_example_that_no_run_holds(data, changes, key):
     made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
     cramped = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, **changes))

@@ -1,0 +1,25 @@
+"""Keys that once had another name: they are refused, and the refusal names the new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RENAMED = {  # full old key -> full new key
+    "data.sounds": "data.audio",
+    "data.sounds.window": "data.audio.window_length",
+    "data.sounds.hop": "data.audio.hop_length",
+    "pipeline.live": "pipeline.microbatches_in_flight",
+    "pipeline.fan": "pipeline.encoder_rows_per_microbatch",
+}
+
+
+def renamed_keys(tree: dict[str, Any]) -> list[str]:
+    """What to write in the place of each old key of a config's tree."""
+    return [f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _holds(tree, old)]
+
+
+def _holds(tree: Any, key: str) -> bool:
+    name, _, rest = key.partition(".")
+    if not isinstance(tree, dict) or name not in tree:
+        return False
+    return not rest or _holds(tree[name], rest)
