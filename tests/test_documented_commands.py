@@ -1,0 +1,160 @@
+"""What README, docs, configs and launch files tell users to type: every command parses, every option and key is known.
+
+text --commands--> words --parse--> options of the command's own parser --overrides--> load_config
+     --code spans--> `--option`, `section.key` --------------------------------------> known to a parser, the schema
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from jaxmllm.__main__ import VERBS
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.read import load_config, parse_config
+from jaxmllm.config.schema import Config
+
+ROOT = Path(__file__).parents[1]
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launch/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [*PROSE, *sorted((ROOT / "configs").glob("*.yaml"))]
+EXAMPLE = ROOT / "configs/quickstart.yaml"
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:jaxmllm \S|\S*python -m (?:jaxmllm \S|jaxmllm\.|benchmarks\.|launch\.))")
+MODULES = {"jaxmllm", "jaxmllm.train", "launch.local"}  # that `python -m` may name; and all of benchmarks/
+KEY = re.compile(rf"^({'|'.join(Config.model_fields)})(\.[a-z_0-9.<>*]+)(=\S*)?$")
+OTHER_PROGRAMS = {"--nodes"}  # options of programs that are not ours
+FILE = re.compile(r"\.(py|jsonl?|npz|png|html|yaml|lock)$")  # `data.json` is a file, not a key
+
+
+class Parsed(Exception):
+    """Raised by a parser in place of returning, so that a command stops where its arguments are read."""
+
+    def __init__(self, parser: argparse.ArgumentParser, options: argparse.Namespace):
+        self.parser = parser
+        self.options = options
+
+
+@pytest.fixture
+def stop_at_parser(monkeypatch):
+    for name in ("parse_args", "parse_intermixed_args"):
+        method = getattr(argparse.ArgumentParser, name)
+
+        def parse(parser, arguments=None, method=method):
+            raise Parsed(parser, method(parser, arguments))
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse)
+
+
+def commands(file: Path) -> list[str]:
+    """Commands of fenced blocks, of code spans and of comments, one line each."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".yaml":
+        lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    else:
+        blocks = [block.replace("\\\n", " ") for _, _, block in BLOCK.findall(text)]
+        lines = [line.strip() for block in blocks for line in block.splitlines()]
+        lines += SPAN.findall(BLOCK.sub("", text).replace("\\|", "|"))
+    return [line for line in lines if COMMAND.match(line)]
+
+
+def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> Parsed:
+    """Hand a command's words to its own parser; several processes run a command after `--`, which is parsed as well."""
+    words = [word for word in shlex.split(command, comments=True) if not re.match(r"^[A-Z_]+=", word)]
+    if words[0].endswith("python"):
+        module, arguments = words[2], words[3:]
+        assert module in MODULES or module.startswith("benchmarks."), f"{module} is no command"
+    else:
+        module, arguments = "jaxmllm", words[1:]
+    if module == "jaxmllm":
+        verb, *arguments = arguments
+        if verb == "--help":
+            raise SystemExit(0)
+        module = VERBS[verb].module
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Parsed) as parsed:
+        main = importlib.import_module(module).main
+        main(arguments) if main.__code__.co_argcount else main()
+    return parsed.value
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_documented_commands_parse(file, stop_at_parser, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(file):
+        try:
+            parsed = parse(command, monkeypatch)
+            if inner := getattr(parsed.options, "command", None):
+                parsed = parse(shlex.join(inner[inner[0] == "--" :]), monkeypatch)
+        except SystemExit as ended:
+            assert not ended.code, f"{file.name}: {command}"  # 0: --help
+            continue
+        config = getattr(parsed.options, "config", None)
+        overrides = [*getattr(parsed.options, "set", []), *getattr(parsed.options, "overrides", [])]
+        if config is not None:
+            path = Path(config) if Path(config).exists() else EXAMPLE  # configs/my.yaml stands for the user's own
+            load_config(path, overrides)
+
+
+def test_commands_are_found():
+    """Had the search a fault, there would be nothing to be wrong."""
+    found = {file.relative_to(ROOT).as_posix(): len(commands(file)) for file in FILES}
+    assert found["README.md"] >= 5 and found["docs/balancing.md"] >= 5 and found["configs/quickstart.yaml"]
+    assert sum(found.values()) > 25
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_documented_keys_are_known(file):
+    for span in SPAN.findall(BLOCK.sub("", file.read_text(encoding="utf-8"))):
+        for word in span.split():
+            if (match := KEY.match(word)) and not FILE.search(word):
+                key = match[1] + match[2]
+                assert is_key(Config, key.split(".")), f"{file.name} names `{key}`, which the config does not have"
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_documented_sections_are_valid(file):
+    for _, language, block in BLOCK.findall(file.read_text(encoding="utf-8")):
+        if language == "yaml":
+            parse_config({**strict_yaml.read_file(EXAMPLE), **strict_yaml.read_text(block)})
+
+
+def test_documented_options_are_known(stop_at_parser, monkeypatch):
+    known = set(OTHER_PROGRAMS) | {"--help"}
+    modules = {verb.module for verb in VERBS.values()} | {"launch.local"}
+    modules |= {f"benchmarks.{file.stem}" for file in (ROOT / "benchmarks").glob("[!_]*.py") if file.stem != "common"}
+    taken = re.compile(r'add_argument\(\s*"(--[a-z-]+)')
+    for module in [*modules, "jaxmllm.config.command_line", "jaxmllm.tools.output"]:
+        known |= set(taken.findall(Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")))
+    for file in PROSE:
+        for span in SPAN.findall(BLOCK.sub("", file.read_text(encoding="utf-8"))):
+            for option in re.findall(r"(?:^| )(--[a-z][a-z-]*)", span):
+                assert option in known, f"{file.name} names {option}, which no command has"
+
+
+def is_key(section: type[BaseModel], names: list[str]) -> bool:
+    """Whether a section has such a key; `<phase>` and `*` stand for any name."""
+    name, *rest = names
+    fields = {field.alias or key: field.annotation for key, field in section.model_fields.items()}
+    chosen = list(fields) if name == "*" or name.startswith("<") else [name]
+    if not rest:
+        return any(key in fields for key in chosen)
+    return any(is_key(child, rest) for key in chosen if key in fields for child in sections(fields[key]))
+
+
+def sections(annotation: typing.Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        for argument in typing.get_args(annotation):
+            yield from sections(argument)
