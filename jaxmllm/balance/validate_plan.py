@@ -1,6 +1,6 @@
 """Checking a plan by running it: every item has its slots, and the exchange brings every token where it belongs.
 
-Tests and benchmarks validate plans; a run trusts them. Each check is written from what the records promise
+Tests validate plans, runs trust them. Each check is written from what the records promise
 (records.py), not from how the planner works.
 """
 

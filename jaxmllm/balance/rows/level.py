@@ -1,14 +1,18 @@
-"""Levelling the rows of a filling: pairs of a heavy and a light row exchange the items that bring them nearest.
+"""Balancing filled rows: pairs of a heavy and a light row swap the items that bring them nearest.
 
     heavy [ a . b . ]  --a, b-->  light [ . . c . ]    of all choices of up to two items of each row, the one whose
           [ . c . . ]  <---c---         [ . a b . ]    difference is nearest to half the gap and that both can take
 
-Many pairs meet in a sweep, the heaviest row with the lightest and so on, and other pairs in the next.
+A sweep pairs the heaviest row with the lightest and so on; the next one pairs rows differently. That closes what
+longest-first leaves open, works where rows are full, and moves items out of rows over capacity.
+
+Letters: N items, K amounts, R ranks, M microbatches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,28 +20,46 @@ import numpy as np
 from jaxmllm.arrays import INT64_MAX, Longs, sums_by
 from jaxmllm.balance.compiled import compiled
 
-SLOTS, SEGMENTS, COST = range(3)  # amounts of a `RowState`
+# The amounts of a `RowState` that every caller has.
+SLOTS, SEGMENTS, COST = range(3)
 
-SWEEPS = 14  # at most
-DIRECT = 2  # of them between all rows; after that only rows above the mean trade
-OFFERED = 10  # items of a row among which those that it trades are chosen
-TURN = 7  # places by which partners change from sweep to sweep: those of the last may be full
-EVEN = 100  # the slowest rows need not be nearer to the mean than one part in so many
-GAIN = 1024  # sweeps that gain less than one part in so many ...
-PATIENCE = 6  # ... may be this many in a row
-SEARCHED = 24  # further sweeps of a search for the last overflowing rows
-EVENING = 4  # sweeps that even out a further weight, at least one a microbatch ...
-ROUGHLY = 8  # ... between ranks that differ by more than one part in so many of the mean
+# A row offers this many items, among which those that it swaps are chosen. Compiled code needs constants of the module.
+OFFERED = 10
 
-# All choices of up to two of a row's items, which count from 1; 0 is no item. Those of n items are the first.
-ONE = np.array([0] + [one for other in range(1, OFFERED + 1) for one in range(other)])
-OTHER = np.array([0] + [other for other in range(1, OFFERED + 1) for one in range(other)])
+# All choices of up to two of a row's offered items, which count from 1; 0 is no item. Those of n items come first.
+CHOICE_A = np.array([0] + [a for b in range(1, OFFERED + 1) for a in range(b)])
+CHOICE_B = np.array([0] + [b for b in range(1, OFFERED + 1) for a in range(b)])
+
+
+@dataclass(frozen=True)
+class SwapSearch:
+    """Constants of the sweeps in which pairs of rows swap items."""
+
+    sweeps: int = 14  # at most
+    # From sweep to sweep partners change by 7 positions: rows near the last partner may be as full as that.
+    partner_step: int = 7
+    # To balance rows: stop when the slowest are less than 1/100 above the mean, and pair rows that differ by more.
+    stop_within: int = 100
+    # After two sweeps of all pairs only rows that are over 1/200 above the mean swap: the others make nobody wait.
+    sweeps_of_all_pairs: int = 2
+    # Stop after 6 sweeps in a row that gain less than 1/1024 each.
+    least_gain: int = 1024
+    patience: int = 6
+    # To fix overflow: 24 further sweeps for the last rows, where the search may take long.
+    further_sweeps: int = 24
+    # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8 of the mean.
+    rank_sweeps: int = 4
+    rank_difference: int = 8
+
+
+SWAP_SEARCH = SwapSearch()
 
 
 class RowState(NamedTuple):
-    """Which row every item lies in, and what rows can still take. Of K amounts the first are slots, segments, cost.
+    """Which row every item lies in, and what rows can still take. Of the K amounts that items take of rows, the first
+    are slots, segments and cost.
 
-    Item N is nothing: it takes nothing, and lies nowhere.
+    Item index N is a sentinel for "no item": it takes nothing, and lies nowhere.
     """
 
     row_of: Longs  # [N]
@@ -45,158 +67,196 @@ class RowState(NamedTuple):
     remaining: Longs  # [K, rows]; below 0 where a row has too much
 
     @classmethod
-    def from_limits(cls, row_of: Longs, amounts: Sequence[Longs], most: Sequence[Longs | int], rows: int) -> RowState:
-        """From what each item takes, and the most that rows may hold: K of [N], K of [rows]."""
-        left = [limit - sums_by(row_of, amount, rows) for amount, limit in zip(amounts, most, strict=True)]
-        return cls(row_of.copy(), np.stack([np.append(amount, 0) for amount in amounts]), np.stack(left))
+    def from_limits(cls, row_of: Longs, amounts: Sequence[Longs], limits: Sequence[Longs | int], rows: int) -> RowState:
+        """The state of items that lie in `row_of`.
+
+        Args:
+          row_of: [N]
+          amounts: K of [N], what each item takes.
+          limits: K of [rows] or one number, what rows may hold.
+          rows: number of rows.
+        """
+        remaining = [limit - sums_by(row_of, amount, rows) for amount, limit in zip(amounts, limits, strict=True)]
+        return cls(row_of.copy(), np.stack([np.append(amount, 0) for amount in amounts]), np.stack(remaining))
 
     def in_order(self, kind: int) -> Longs:
         """[N] items by the amount they take."""
         return np.argsort(self.amounts[kind, :-1], kind="stable")
 
 
-def fix_overflow(filling: RowState, search: bool = False) -> bool:
-    """Exchange items until no row overflows; returns whether that succeeded.
+def fix_overflow(state: RowState, search: bool = False) -> bool:
+    """Swap items until every row fits; returns whether that succeeded.
 
     Args:
-      filling: changed in place.
-      search: go on where a sweep gains nothing, which takes long.
+      state: changed in place.
+      search: continue where a sweep gains nothing, which takes long.
     """
-    room = filling.remaining[SLOTS]
-    if room.sum() < 0:  # exchanging items does not change it
+    room = state.remaining[SLOTS]  # a view: swaps change it
+    if room.sum() < 0:  # swapping items does not change the sum
         return False
-    order = filling.in_order(SLOTS)
-    for sweep in range(SWEEPS + (SEARCHED if search else 0)):
+    order = state.in_order(SLOTS)
+    for sweep in range(SWAP_SEARCH.sweeps + (SWAP_SEARCH.further_sweeps if search else 0)):
         rows = np.argsort(room, kind="stable")
-        over = min(int(np.searchsorted(room[rows], 0)), len(rows) // 2)
-        if not over:
+        overflowing = min(int(np.searchsorted(room[rows], 0)), len(rows) // 2)
+        if not overflowing:
             break
-        light = np.roll(rows[::-1], -sweep)[:over]
-        if not _trade(filling, order, rows[:over], light, sweep, SLOTS, limits=COST) and not search:
+        heavy = rows[:overflowing]
+        light = np.roll(rows[::-1], -sweep)[:overflowing]
+        swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
+        if not swaps and not search:
             break
     return not (room < 0).any()
 
 
-def balance_rows(filling: RowState, classes: list[Longs], ranks: int) -> None:
-    """Make the rows that run together cost alike, without overflow.
+def balance_rows(state: RowState, classes: list[Longs], ranks: int) -> None:
+    """Make rows that run together cost nearly the same, without overflow.
 
     Args:
-      filling: without overflow; changed in place.
-      classes: rows of one capacity; of those of a class, `ranks` of like cost run together.
+      state: without overflow; its costs are not limited (0). Changed in place.
+      classes: rows of one capacity; of those of a class, `ranks` of similar cost run together.
     """
-    order, half = filling.in_order(COST), ranks // 2
-    load = -filling.remaining[COST]
-    waits, patience = INT64_MAX, PATIENCE
-    for sweep in range(SWEEPS):
-        ordered = np.concatenate([rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes])
-        slowest = int(load[ordered[:, 0]].sum())
-        mean = load[ordered].sum(axis=1, keepdims=True) // ranks
-        patience = PATIENCE if (waits - slowest) * GAIN > slowest else patience - 1
-        if slowest <= int((mean + mean // EVEN).sum()) or not patience:
+    order = state.in_order(COST)
+    half = ranks // 2
+    load = -state.remaining[COST]
+    last_slowest = INT64_MAX
+    patience = SWAP_SEARCH.patience
+    for sweep in range(SWAP_SEARCH.sweeps):
+        by_load = [rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes]
+        microbatches = np.concatenate(by_load)  # [M, R] rows, heaviest first
+        slowest = int(load[microbatches[:, 0]].sum())
+        mean = load[microbatches].sum(axis=1, keepdims=True) // ranks
+        gains = (last_slowest - slowest) * SWAP_SEARCH.least_gain > slowest
+        patience = SWAP_SEARCH.patience if gains else patience - 1
+        if slowest <= int((mean + mean // SWAP_SEARCH.stop_within).sum()) or not patience:
             return
-        waits = slowest
-        heavy, light = ordered[:, :half], np.roll(ordered[:, ranks - half :][:, ::-1], TURN * sweep, axis=1)
-        uneven = load[heavy] - load[light] > mean // EVEN
-        if sweep >= DIRECT:
-            uneven &= load[heavy] > mean + mean // (2 * EVEN)
+        last_slowest = slowest
+        heavy = microbatches[:, :half]
+        light = np.roll(microbatches[:, ranks - half :][:, ::-1], SWAP_SEARCH.partner_step * sweep, axis=1)
+        uneven = load[heavy] - load[light] > mean // SWAP_SEARCH.stop_within
+        if sweep >= SWAP_SEARCH.sweeps_of_all_pairs:
+            uneven &= load[heavy] > mean + mean // (2 * SWAP_SEARCH.stop_within)
         if not uneven.any():
             return
-        _trade(filling, order, heavy[uneven], light[uneven], sweep, COST, limits=COST)
-        load = -filling.remaining[COST]
+        _swap_items(state, order, heavy[uneven], light[uneven], sweep, COST, limited=COST)
+        load = -state.remaining[COST]
 
 
-def balance_ranks(filling: RowState, ranks: int) -> None:
-    """Make the ranks' totals of the last amount more alike: rows that run together trade items of like cost.
+def balance_ranks(state: RowState, ranks: int) -> None:
+    """Bring the ranks' totals of the last amount nearer to each other: rows that run together swap items of similar
+    cost.
 
     Args:
-      filling: of rows microbatch * R + rank, without overflow, and with what each row may still cost; changed in place.
+      state: of rows microbatch * R + rank, without overflow, and with what each row may still cost. Changed in place.
     """
-    weight, order = len(filling.amounts) - 1, filling.in_order(COST)
-    half, microbatches = ranks // 2, filling.remaining.shape[1] // ranks
-    load = -filling.remaining[weight].reshape(microbatches, ranks).sum(axis=0)
-    for sweep in range(max(EVENING, microbatches)):
+    weight = len(state.amounts) - 1
+    order = state.in_order(COST)
+    half = ranks // 2
+    microbatches = state.remaining.shape[1] // ranks
+    load = -state.remaining[weight].reshape(microbatches, ranks).sum(axis=0)
+    for sweep in range(max(SWAP_SEARCH.rank_sweeps, microbatches)):
         by_load = np.argsort(-load, kind="stable")
-        heavy, light = by_load[:half], np.roll(by_load[ranks - half :][::-1], TURN * sweep)
-        uneven = (load[heavy] - load[light]) * ROUGHLY * ranks > load.sum()
+        heavy = by_load[:half]
+        light = np.roll(by_load[ranks - half :][::-1], SWAP_SEARCH.partner_step * sweep)
+        uneven = (load[heavy] - load[light]) * SWAP_SEARCH.rank_difference * ranks > load.sum()
         if not uneven.any():
             return
-        filling.remaining[weight] = np.tile(-load, microbatches)  # of the rank, at each of its rows
-        first = sweep % microbatches * ranks
-        _trade(filling, order, first + heavy[uneven], first + light[uneven], sweep, weight, limits=weight)
-        load = -filling.remaining[weight, first : first + ranks]
+        # The totals of the ranks, at each of their rows: a swap in one microbatch counts what the others hold.
+        state.remaining[weight] = np.tile(-load, microbatches)
+        start = sweep % microbatches * ranks
+        _swap_items(state, order, start + heavy[uneven], start + light[uneven], sweep, weight, limited=weight)
+        load = -state.remaining[weight, start : start + ranks]
 
 
-def _trade(filling: RowState, order: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int) -> int:
-    """One exchange for every pair of rows that gains by it; returns how many do.
+def _swap_items(
+    state: RowState, order: Longs, heavy: Longs, light: Longs, sweep: int, weight: int, limited: int
+) -> int:
+    """One swap for every pair of rows that gains by it; returns how many do.
 
     Args:
-      order: [N] items; those that a row offers are spread evenly over it, and others every `turn`.
+      order: [N] items; those that a row offers are spread evenly over it, and others in every sweep.
       heavy, light: [pairs] different rows.
-      weight: the amount that is to be alike; heavy rows have less left of it.
-      limits: of the amounts before this one, but for `weight`, no row may take more than it has left.
+      weight: the amount to balance; heavy rows have less of it remaining.
+      limited: of the amounts before this one, except `weight`, no row may take more than it has remaining.
     """
-    start = np.zeros(filling.remaining.shape[1] + 1, np.int64)
-    start[1:] = np.cumsum(np.bincount(filling.row_of, minlength=len(start) - 1))
-    return _trade_pairs(filling, order, start, heavy, light, turn, weight, limits)
+    items_of_rows = np.bincount(state.row_of, minlength=state.remaining.shape[1])
+    start = np.zeros(len(items_of_rows) + 1, np.int64)
+    start[1:] = np.cumsum(items_of_rows)
+    return _swap_pairs(state, order, start, heavy, light, sweep, weight, limited)
 
 
 @compiled
-def _trade_pairs(
-    filling: RowState, order: Longs, start: Longs, heavy: Longs, light: Longs, turn: int, weight: int, limits: int
+def _swap_pairs(
+    state: RowState, order: Longs, start: Longs, heavy: Longs, light: Longs, sweep: int, weight: int, limited: int
 ) -> int:
-    """`_trade`; the items of row r are those from start[r] on in a list by row."""
-    row_of, amounts, left = filling
-    by_row, free = np.empty(len(order), np.int64), start.copy()
+    """`_swap_items`; the items of row r are those from start[r] on in a list by row."""
+    row_of, amounts, remaining = state
+    by_row = np.empty(len(order), np.int64)
+    end = start.copy()
     for item in order:
-        by_row[free[row_of[item]]] = item
-        free[row_of[item]] += 1
+        by_row[end[row_of[item]]] = item
+        end[row_of[item]] += 1
     offered = np.full((2, OFFERED + 1), len(row_of))
-    weights, choices = np.empty((2, len(ONE)), np.int64), np.empty(2, np.int64)
-    gained = 0
+    weights = np.empty((2, len(CHOICE_A)), np.int64)
+    choices = np.empty(2, np.int64)
+    swaps = 0
     for pair in range(len(heavy)):
         rows = heavy[pair], light[pair]
         for side in range(2):
-            count = _offer(offered[side], by_row[start[rows[side]] : start[rows[side] + 1]], turn)
-            choices[side] = 1 + count * (count + 1) // 2
+            items = _offer(offered[side], by_row[start[rows[side]] : start[rows[side] + 1]], sweep)
+            choices[side] = 1 + items * (items + 1) // 2
             for choice in range(choices[side]):
-                one, other = offered[side, ONE[choice]], offered[side, OTHER[choice]]
-                weights[side, choice] = amounts[weight, one] + amounts[weight, other]
-        gap = left[weight, rows[1]] - left[weight, rows[0]]
-        least, best = gap, (0, 0)
-        for given in range(choices[0]):
-            for taken in range(choices[1]):
-                passed = weights[0, given] - weights[1, taken]
-                miss = abs(2 * passed - gap)
-                if miss < least and _fits(filling, offered, rows, given, taken, weight, limits):
-                    least, best = miss, (given, taken)
-        gained += least < gap
+                a = offered[side, CHOICE_A[choice]]
+                b = offered[side, CHOICE_B[choice]]
+                weights[side, choice] = amounts[weight, a] + amounts[weight, b]
+        gap = remaining[weight, rows[1]] - remaining[weight, rows[0]]
+        best_miss = gap
+        best = (0, 0)
+        for from_heavy in range(choices[0]):
+            for from_light in range(choices[1]):
+                miss = abs(2 * (weights[0, from_heavy] - weights[1, from_light]) - gap)
+                if miss < best_miss and _fits(state, offered, rows, from_heavy, from_light, weight, limited):
+                    best_miss = miss
+                    best = (from_heavy, from_light)
+        swaps += best_miss < gap
         for side in range(2):
-            for item in (offered[side, ONE[best[side]]], offered[side, OTHER[best[side]]]):
+            for item in (offered[side, CHOICE_A[best[side]]], offered[side, CHOICE_B[best[side]]]):
                 if item < len(row_of):
                     row_of[item] = rows[1 - side]
-                    left[:, rows[side]] += amounts[:, item]
-                    left[:, rows[1 - side]] -= amounts[:, item]
-    return gained
+                    remaining[:, rows[side]] += amounts[:, item]
+                    remaining[:, rows[1 - side]] -= amounts[:, item]
+    return swaps
 
 
 @compiled
-def _offer(offered: Longs, items: Longs, turn: int) -> int:
-    """Put items of a row into `offered` from 1 on: all, or some evenly spread; returns how many."""
-    many, count = len(items), min(len(items), OFFERED)
-    for number in range(count):
-        offered[number + 1] = items[number if many <= OFFERED else (number * many + turn % many) // OFFERED]
-    return count
+def _offer(offered: Longs, items: Longs, sweep: int) -> int:
+    """Put items of a row into `offered` from 1 on: all, or some that are evenly spread; returns how many."""
+    size = len(items)
+    if size <= OFFERED:
+        offered[1 : size + 1] = items
+        return size
+    for index in range(OFFERED):
+        offered[index + 1] = items[(index * size + sweep % size) // OFFERED]
+    return OFFERED
 
 
 @compiled
 def _fits(
-    filling: RowState, offered: Longs, rows: tuple[int, int], given: int, taken: int, weight: int, limits: int
+    state: RowState,
+    offered: Longs,
+    rows: tuple[int, int],
+    from_heavy: int,
+    from_light: int,
+    weight: int,
+    limited: int,
 ) -> bool:
     """Whether both rows can take what they would get; a row that has too much already may get less."""
-    amounts, left = filling.amounts, filling.remaining
-    for kind in range(limits):
-        more = amounts[kind, offered[0, ONE[given]]] + amounts[kind, offered[0, OTHER[given]]]
-        more -= amounts[kind, offered[1, ONE[taken]]] + amounts[kind, offered[1, OTHER[taken]]]
-        if kind != weight and (more > max(left[kind, rows[1]], 0) or -more > max(left[kind, rows[0]], 0)):
+    amounts = state.amounts
+    remaining = state.remaining
+    for kind in range(limited):
+        if kind == weight:
+            continue
+        passed = amounts[kind, offered[0, CHOICE_A[from_heavy]]] + amounts[kind, offered[0, CHOICE_B[from_heavy]]]
+        passed -= amounts[kind, offered[1, CHOICE_A[from_light]]] + amounts[kind, offered[1, CHOICE_B[from_light]]]
+        if passed > max(remaining[kind, rows[1]], 0) or -passed > max(remaining[kind, rows[0]], 0):
             return False
     return True

@@ -1,11 +1,13 @@
 """Putting items into rows of fixed capacity.
 
 A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows and either find
-a place for every item or give up; how many rows to offer is decided in assign.py.
+room for every item or give up; how many rows to offer is decided in row_counts.py and assign.py.
 
-    fill_by_cost    costliest item onto the row that has most left: rows of like cost, some too full (see level.py)
+    fill_by_cost    costliest item onto the row that has most left: rows of similar cost, some too full (see level.py)
     best_fit        longest item into the row it fills best: the tightest, for when the above gives up
     first_fit       items in the order given, into the first row with room: nothing is rearranged
+
+Letters: N items.
 """
 
 from __future__ import annotations
@@ -22,59 +24,65 @@ from jaxmllm.balance.compiled import compiled
 def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
 
-    What a row has left is the lesser of its free slots and its free budget; the budget of a row is its capacity, and
-    an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity get alike in
-    cost while slots last, and small rows are left to small items. An item that does not fit there goes to the row with
-    most free slots.
+    What a row has left is the lesser of its free slots and its free budget. The budget of a row is its capacity, and
+    an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity come to cost
+    nearly the same while slots last, and small rows are left to small items. An item that does not fit there goes to
+    the row with most free slots.
 
     Args:
       length: [N] slots.
       cost: [N], sum below 2**53.
       capacity: [rows] slots; some row holds the longest item.
-      max_segments: most items in a row.
+      max_segments: most items of a row.
 
     Returns:
       [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
     """
     order = np.lexsort((-length, -cost))
-    total, slots = int(cost.sum()), int(length.sum())
-    shift = max(0, total.bit_length() + slots.bit_length() - 62)  # a product must fit int64
-    share = (cost >> shift) * slots // max(total >> shift, 1)
+    total_cost = int(cost.sum())
+    total_slots = int(length.sum())
+    shift = max(0, total_cost.bit_length() + total_slots.bit_length() - 62)  # a product must fit int64
+    budget_share = (cost >> shift) * total_slots // max(total_cost >> shift, 1)
     row_of = np.empty(len(order), np.int64)
-    return row_of if _fill_by_cost(row_of, order, length, share, capacity, max_segments) else None
+    return row_of if _fill_by_cost(row_of, order, length, budget_share, capacity, max_segments) else None
 
 
 @compiled
-def _fill_by_cost(row_of: Longs, order: Longs, length: Longs, share: Longs, capacity: Longs, max_segments: int) -> bool:
-    room, budget, spare = capacity.copy(), capacity.copy(), np.full(len(capacity), max_segments)
+def _fill_by_cost(
+    row_of: Longs, order: Longs, length: Longs, budget_share: Longs, capacity: Longs, max_segments: int
+) -> bool:
+    room = capacity.copy()
+    budget = capacity.copy()
+    free_segments = np.full(len(capacity), max_segments)
+    # Entries are not updated: one that does not tell what its row has left is out of date, and dropped at the top.
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
     for item in order:
         row = -1
         while by_left and row < 0:
-            left, top = by_left[0]
-            if spare[top] and -left == min(room[top], budget[top]):
+            negative_left, top = by_left[0]
+            if free_segments[top] and -negative_left == min(room[top], budget[top]):
                 row = top
-            else:  # full, or what it once had left
+            else:
                 heappop(by_left)
         if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
-            row = _roomiest(room, spare, capacity, length[item])
+            row = _roomiest(room, free_segments, capacity, length[item])
         if row < 0:
             return False
         row_of[item] = row
         room[row] -= length[item]
-        budget[row] -= share[item]
-        spare[row] -= 1
+        budget[row] -= budget_share[item]
+        free_segments[row] -= 1
         heappush(by_left, (-min(room[row], budget[row]), row))
     return True
 
 
 @compiled
-def _roomiest(room: Longs, spare: Longs, capacity: Longs, length: int) -> int:
+def _roomiest(room: Longs, free_segments: Longs, capacity: Longs, length: int) -> int:
     """The row with most room among those that may take another item and could hold this one if empty; -1 if none."""
     best = -1
     for row in range(len(room)):
-        if spare[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
+        if free_segments[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
             best = row
     return best
 
@@ -88,45 +96,49 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
       [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.
     """
     rows = len(capacity)
-    segments = [max_segments] * rows
+    free_segments = [max_segments] * rows
     by_room = sorted((capacity * rows + np.arange(rows)).tolist())  # room and row in one integer
     lengths = length.tolist()
     row_of = np.empty(len(length), np.int64)
     for item in np.argsort(-length, kind="stable").tolist():
-        place = bisect_left(by_room, lengths[item] * rows)
-        if place == len(by_room):
+        index = bisect_left(by_room, lengths[item] * rows)
+        if index == len(by_room):
             return None
-        key = by_room.pop(place)
+        key = by_room.pop(index)
         row = key % rows
         row_of[item] = row
-        segments[row] -= 1
-        if segments[row]:
+        free_segments[row] -= 1
+        if free_segments[row]:
             insort(by_room, key - lengths[item] * rows)
     return row_of
 
 
 def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, in the order given, into the first row that has room. Arguments and result as above."""
+    """Each item, in the order given, into the first row that has room.
+
+    Arguments and result as for `best_fit`.
+    """
     row_of = np.empty(len(length), np.int64)
-    return row_of if _first_fit(row_of, length, capacity.copy(), np.full(len(capacity), max_segments)) else None
+    free_segments = np.full(len(capacity), max_segments)
+    return row_of if _first_fit(row_of, length, capacity.copy(), free_segments) else None
 
 
 @compiled
-def _first_fit(row_of: Longs, length: Longs, room: Longs, spare: Longs) -> bool:
+def _first_fit(row_of: Longs, length: Longs, room: Longs, free_segments: Longs) -> bool:
     for item in range(len(length)):
         row = 0
-        while row < len(room) and (room[row] < length[item] or not spare[row]):
+        while row < len(room) and (room[row] < length[item] or not free_segments[row]):
             row += 1
         if row == len(room):
             return False
         row_of[item] = row
         room[row] -= length[item]
-        spare[row] -= 1
+        free_segments[row] -= 1
     return True
 
 
 def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
-    """Offset and segment of each item when the items of a row stand one behind another by item number.
+    """Offset and segment of each item when the items of a row lie end to end, by item number.
 
     Args:
       row_of: [N] any number that tells rows apart.
@@ -136,7 +148,8 @@ def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
       (offset [N] in slots from the start of the row, segment [N] counted from 1).
     """
     order = np.argsort(row_of, kind="stable")
-    offset, segment = np.empty(len(order), np.int32), np.empty(len(order), np.int32)
+    offset = np.empty(len(order), np.int32)
     offset[order] = running_sums(row_of[order], length[order])
+    segment = np.empty(len(order), np.int32)
     segment[order] = running_sums(row_of[order], np.ones_like(row_of)) + 1
     return offset, segment

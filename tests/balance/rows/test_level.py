@@ -12,41 +12,41 @@ from jaxmllm.balance.rows.level import COST, SEGMENTS, SLOTS, RowState, balance_
 ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, max_size=60)
 
 
-def filling_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.ndarray]:
+def state_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.ndarray]:
     """Twelve rows, each with `slack` slots more than it uses, or fewer."""
     row_of, length = np.array(items, np.int64).T
     capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
-    return filling_with(row_of, length, capacity, max_segments, 3 * length + length**2), capacity
+    return state_with(row_of, length, capacity, max_segments, 3 * length + length**2), capacity
 
 
-def filling_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
+def state_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
     row_of, length = np.array(row_of, np.int64), np.array(length, np.int64)
     cost = length if cost is None else cost
     amounts, most = (length, np.ones_like(length), cost), (np.array(capacity), max_segments, most_cost)
     return RowState.from_limits(row_of, amounts, most, len(capacity))
 
 
-def check(filling: RowState, capacity: np.ndarray, max_segments: int = 60) -> None:
+def check(state: RowState, capacity: np.ndarray, max_segments: int = 60) -> None:
     most = np.stack([capacity, np.full(12, max_segments), np.zeros(12, np.int64)])
-    for limit, amount, left in zip(most, filling.amounts, filling.remaining, strict=True):
-        assert left.tolist() == (limit - sums_by(filling.row_of, amount[:-1], 12)).tolist()
-    assert (filling.remaining[SEGMENTS] >= 0).all()
+    for limit, amount, left in zip(most, state.amounts, state.remaining, strict=True):
+        assert left.tolist() == (limit - sums_by(state.row_of, amount[:-1], 12)).tolist()
+    assert (state.remaining[SEGMENTS] >= 0).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ranks):
-    filling, capacity = filling_of(items, slack, most := 60)
+    state, capacity = state_of(items, slack, most := 60)
     classes = [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
 
     def waits() -> int:
-        load = sums_by(filling.row_of, filling.amounts[COST, :-1], 12)
+        load = sums_by(state.row_of, state.amounts[COST, :-1], 12)
         return sum(int(np.sort(load[rows])[::-1].reshape(-1, ranks)[:, 0].sum()) for rows in classes)
 
     before = waits()
-    balance_rows(filling, classes, ranks)
-    check(filling, capacity, most)
-    assert (filling.remaining[SLOTS] >= 0).all()
+    balance_rows(state, classes, ranks)
+    check(state, capacity, most)
+    assert (state.remaining[SLOTS] >= 0).all()
     assert waits() <= before
 
 
@@ -55,24 +55,24 @@ def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ra
 def test_relieving_tells_the_truth(items, slack, max_segments, search):
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
-    filling, capacity = filling_of(items, slack, max_segments)
-    before = -filling.remaining[SLOTS].min()
-    assert fix_overflow(filling, search) == bool((filling.remaining[SLOTS] >= 0).all())
-    check(filling, capacity, max_segments)
-    assert -filling.remaining[SLOTS].min() <= max(before, 0)
+    state, capacity = state_of(items, slack, max_segments)
+    before = -state.remaining[SLOTS].min()
+    assert fix_overflow(state, search) == bool((state.remaining[SLOTS] >= 0).all())
+    check(state, capacity, max_segments)
+    assert -state.remaining[SLOTS].min() <= max(before, 0)
 
 
 def test_an_overflow_that_one_swap_cures():
-    filling = filling_with([0, 0, 1, 1], [6, 5, 4, 3], [10, 10], 2)
-    assert fix_overflow(filling)
-    assert filling.remaining[SLOTS].min() >= 0 and filling.remaining[SEGMENTS].tolist() == [0, 0]
+    state = state_with([0, 0, 1, 1], [6, 5, 4, 3], [10, 10], 2)
+    assert fix_overflow(state)
+    assert state.remaining[SLOTS].min() >= 0 and state.remaining[SEGMENTS].tolist() == [0, 0]
 
 
 def test_an_overflow_that_only_two_against_two_cure():
     """The only way is both against both: rows of 5 + 3 and 1 + 8."""
-    filling = filling_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
-    assert fix_overflow(filling)
-    assert filling.remaining[SLOTS].tolist() == [0, 0]
+    state = state_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
+    assert fix_overflow(state)
+    assert state.remaining[SLOTS].tolist() == [0, 0]
 
 
 def test_a_search_goes_on_where_a_sweep_finds_nothing():
@@ -80,8 +80,8 @@ def test_a_search_goes_on_where_a_sweep_finds_nothing():
     items = [(0, 6), (0, 6), (1, 9), (2, 5), (2, 4), (3, 7)]
     row_of, length = zip(*items, strict=True)
     arguments = row_of, length, [11, 9, 10, 9], 2
-    assert not fix_overflow(filling_with(*arguments))
-    assert fix_overflow(filling_with(*arguments), search=True)
+    assert not fix_overflow(state_with(*arguments))
+    assert fix_overflow(state_with(*arguments), search=True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -91,15 +91,15 @@ def test_evening_out_keeps_slots_and_costs(items, slack, spare_cost, ranks, rand
     cost, weight = length**2, np.array([random.randrange(50) for _ in items], np.int64)
     capacity, allowed = sums_by(row_of, length, 12) + slack, sums_by(row_of, cost, 12) + spare_cost
     amounts = length, np.ones_like(length), cost, weight
-    filling = RowState.from_limits(row_of, amounts, (capacity, 60, allowed, 0), 12)
+    state = RowState.from_limits(row_of, amounts, (capacity, 60, allowed, 0), 12)
 
     def unevenness() -> int:
-        return int((sums_by(filling.row_of % ranks, weight, ranks) ** 2).sum())
+        return int((sums_by(state.row_of % ranks, weight, ranks) ** 2).sum())
 
     before = unevenness()
-    balance_ranks(filling, ranks)
-    for limit, amount, left in zip((capacity, 60, allowed), amounts, filling.remaining, strict=False):
-        assert left.tolist() == (limit - sums_by(filling.row_of, amount, 12)).tolist()
+    balance_ranks(state, ranks)
+    for limit, amount, left in zip((capacity, 60, allowed), amounts, state.remaining, strict=False):
+        assert left.tolist() == (limit - sums_by(state.row_of, amount, 12)).tolist()
         assert (left >= 0).all()
     assert unevenness() <= before
 
@@ -107,7 +107,7 @@ def test_evening_out_keeps_slots_and_costs(items, slack, spare_cost, ranks, rand
 def test_full_rows_trade_cost_without_slots():
     """No single swap fits, but 8 against 5 and, for the slots, 5 against 2 does: both rows become 8 5 5 2."""
     length = np.array([8, 8, 2, 2, 5, 5, 5, 5])
-    filling = filling_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
-    balance_rows(filling, [np.arange(2)], 2)
-    assert filling.remaining[SLOTS].tolist() == [0, 0]
-    assert sums_by(filling.row_of, length**2, 2).tolist() == [118, 118]
+    state = state_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
+    balance_rows(state, [np.arange(2)], 2)
+    assert state.remaining[SLOTS].tolist() == [0, 0]
+    assert sums_by(state.row_of, length**2, 2).tolist() == [118, 118]
