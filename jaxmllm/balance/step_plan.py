@@ -71,7 +71,7 @@ def place_items(
     """Rows, microbatches and ranks of every phase; pools are not set yet.
 
     Args:
-      phases: encoder phases and "language".
+      phases: all phases by name.
       grids: by encoder phase.
       mode: "phases" balances each phase; otherwise media stay with their example, and the examples are placed as
         `example_ranks` says.

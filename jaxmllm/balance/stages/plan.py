@@ -290,7 +290,7 @@ def _part(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipeline
             )
     for name, rows in placed.phases.items():
         if rows.count > pipeline.rows[name]:
-            key = "pipeline.microbatches" if name == LANGUAGE else f"phases.{name}.capacities"
+            key = "pipeline.microbatches" if spec.phases[name].has_loss else f"phases.{name}.capacities"
             raise PipelineError(f"{rows.count} rows of {name}, a run has {pipeline.rows[name]}: raise {key}")
     graph = graph_of(placed, pipeline)
     began = time.perf_counter()
