@@ -8,13 +8,17 @@ Five ways to make rows of the same batches:
     packed              examples stay on the rank where sampling put them, packed there (balance.mode: none)
     padded              nothing is packed: each rank pads its items to its own longest
     padded, balanced    the same, with the items of every phase placed so that the costliest rank costs least
-    padded alike        the same, with the shape that all ranks need when shapes are fixed, as under XLA
+    padded, one shape   as padded, with the shape that all ranks need when shapes are fixed, as under XLA
 
-`real tokens` is the share of row slots that hold data; `max/mean` the cost of the costliest rank over the mean, and
-`floor` the least that it could be, since an item is never cut; `synchronised` is that ratio when ranks wait for each
-other at every microbatch: sum of the slowest rows / sum of means; `over ideal` the FLOPs of the slowest rows, their
-padding included, over an equal share of the FLOPs of the data alone.
-`rows` and `plan ms` are a step's mean and median. Nothing is decoded, compiled or run.
+    real tokens     share of row slots that hold data
+    max/mean        cost of the costliest rank / mean rank
+    floor           the least max/mean of any placement: an item is never cut
+    synchronised    max/mean when ranks wait for each other at every microbatch: sum of slowest rows / sum of means
+    over ideal      FLOPs of the slowest rows, their padding included / an equal share of the FLOPs of the data alone
+    rows            per step, the mean over steps
+    plan ms         the median over steps
+
+Nothing is decoded, compiled or run.
 """
 
 from __future__ import annotations
@@ -41,11 +45,12 @@ from jaxmllm.data.batches import batch_examples
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.balance_comparison import with_mode
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
-PADDED = ("padded", "padded, balanced", "padded alike")
+PADDED = ("padded", "padded, balanced", "padded, one shape")
 FIGURES = ("real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms")
 COLUMNS = ["phase", "method", "real tokens", "max/mean", "floor", "synchronised", "over ideal", "rows", "plan ms"]
 GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mixed by run.seed"
@@ -53,17 +58,16 @@ GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mix
 
 @dataclass(frozen=True)
 class PhaseWaste:
-    """One phase of one step. `slowest` and `ideal` are FLOPs of a rank: of the slowest rows, padding included, summed
-    over microbatches; and an equal share of the data."""
+    """What one phase of one step wastes."""
 
     rows: int
     slots: int
     tokens: int
     max_over_mean: float
-    floor: float | None  # none where items are padded: their cost is then not their own
+    floor: float | None  # none where items are padded: their cost then depends on others
     synchronised: float
-    slowest: float
-    ideal: float
+    slowest: float  # FLOPs of the slowest rows, padding included, summed over microbatches
+    ideal: float  # FLOPs of the data: an equal share of each rank
 
 
 def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseWaste]:
@@ -86,11 +90,12 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
 
 def _slowest(plan: StepPlan, items: BatchItems, phase: PhaseSpec) -> float:
     """FLOPs of the slowest rows: the linear part on every slot, attention on every item."""
-    rows, length = plan.phases[phase.name], items.phases[phase.name].length.astype(float)
+    rows = plan.phases[phase.name]
+    length = items.phases[phase.name].length.astype(float)
     squares = np.zeros((rows.microbatches, phase.ranks))
     np.add.at(squares, (rows.microbatch, rows.rank), length**2)
-    flops = phase.flops
-    return float(flops.linear * rows.capacity.sum(dtype=float) + flops.quadratic * squares.max(axis=1).sum())
+    linear = phase.flops.linear * rows.capacity.sum(dtype=float)
+    return float(linear + phase.flops.quadratic * squares.max(axis=1).sum())
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
@@ -105,17 +110,19 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
     Args:
       rank: [N] rank of each item.
     """
-    count = np.bincount(rank, minlength=phase.ranks)
+    items_of_rank = np.bincount(rank, minlength=phase.ranks)
     longest = np.zeros(phase.ranks, np.int64)
     np.maximum.at(longest, rank, items.length)
     if one_shape:
-        count, longest = np.full_like(count, count.max()), np.full_like(longest, longest.max())
+        items_of_rank = np.full_like(items_of_rank, items_of_rank.max())
+        longest = np.full_like(longest, longest.max())
     flops = phase.flops
-    cost = count * (flops.linear * longest.astype(float) + flops.quadratic * longest.astype(float) ** 2)
-    ratio = float(cost.max() / cost.mean())  # all is one microbatch
+    length = longest.astype(float)
+    cost = items_of_rank * (flops.linear * length + flops.quadratic * length**2)
+    ratio = float(cost.max() / cost.mean())  # without rows all is one microbatch
     return PhaseWaste(
-        rows=int(count.sum()),
-        slots=int(count @ longest),
+        rows=int(items_of_rank.sum()),
+        slots=int(items_of_rank @ longest),
         tokens=int(items.real.sum()),
         max_over_mean=ratio,
         floor=None,
@@ -126,11 +133,13 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
 
 
 def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, Any]]:
-    """One record for every phase and method, and one a method for all phases together."""
-    specs = {method: _spec(config, ground, mode) for method, mode in PLANNED.items()}
-    phases = specs["balanced"].phases
-    grids = {name: route.grid for name, route in specs["balanced"].routes.items()}
-    wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)
+    """One record for every phase and method, and one per method for all phases together."""
+    corpora = [ground.corpus, *ground.held_out]
+    specs = {
+        method: plan_spec(with_mode(config, mode), ground.model, ground.samples, corpora)
+        for method, mode in PLANNED.items()
+    }
+    wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
     plan_ms: dict[str, list[float]] = defaultdict(list)
     for step in range(steps):
         items = ground.corpus.gather(batch_examples(ground.order, config.data.batch_size, step))
@@ -139,17 +148,12 @@ def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, An
             plan_ms[method].append(plan.statistics["plan_ms"])
             for name, waste in planned(plan, items, spec).items():
                 wastes[name, method].append(waste)
-        home = example_ranks(items, phases[LANGUAGE].ranks, "none")
-        for name, phase in phases.items():
-            if len(items.phases[name].length):
-                sampled = item_ranks(items, name, home, grids)
-                balanced = ranks.padded(item_costs(phase, items.phases[name].length), phase.ranks)
-                wastes[name, "padded"].append(padded(items.phases[name], phase, sampled))
-                wastes[name, "padded, balanced"].append(padded(items.phases[name], phase, balanced))
-                wastes[name, "padded alike"].append(padded(items.phases[name], phase, sampled, one_shape=True))
+        for key, waste in _padded_in_every_way(items, specs["balanced"]).items():
+            wastes[key].append(waste)
 
+    phases = list(specs["balanced"].phases)
     records = [_phase_record(name, method, group, steps) for (name, method), group in wastes.items()]
-    records.sort(key=lambda record: list(phases).index(record["phase"]))
+    records.sort(key=lambda record: phases.index(record["phase"]))
     for method in (*PLANNED, *PADDED):
         group = [waste for name in phases for waste in wastes.get((name, method), ())]
         milliseconds = statistics.median(plan_ms[method]) if method in plan_ms else None
@@ -157,10 +161,20 @@ def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, An
     return records
 
 
-def _spec(config: Config, ground: Groundwork, mode: Mode) -> PlanSpec:
-    balance = config.balance.model_copy(update={"mode": mode})
-    chosen = config.model_copy(update={"balance": balance})
-    return plan_spec(chosen, ground.model, ground.samples, [ground.corpus, *ground.held_out])
+def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, str], PhaseWaste]:
+    """Waste of padding by phase that has items, and method."""
+    grids = {name: route.grid for name, route in spec.routes.items()}
+    example_rank = example_ranks(items, spec.phases[LANGUAGE].ranks, "none")
+    wastes = {}
+    for name, phase in spec.phases.items():
+        of_phase = items.phases[name]
+        if len(of_phase.length):
+            sampled = item_ranks(items, name, example_rank, grids)
+            balanced = ranks.padded(item_costs(phase, of_phase.length), phase.ranks)
+            wastes[name, "padded"] = padded(of_phase, phase, sampled)
+            wastes[name, "padded, balanced"] = padded(of_phase, phase, balanced)
+            wastes[name, "padded, one shape"] = padded(of_phase, phase, sampled, one_shape=True)
+    return wastes
 
 
 def _phase_record(phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int) -> dict[str, Any]:
@@ -192,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.set_defaults(seed=None)
     add_config(parser)
     parser.add_argument("--ranks", type=int, help="data ranks to plan for, instead of the config's data and fsdp axes")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="batches to plan")
     options = parse(parser, arguments)
     if options.steps < 1:
         parser.error("--steps must be positive")

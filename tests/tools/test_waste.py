@@ -1,4 +1,4 @@
-"""The waste benchmark against loops over items, on a tiny sample."""
+"""What `waste` counts, against loops over items, on a tiny sample."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_json_names_its_data_and_has_every_phase_and_method(report):
     assert report["ranks"] == dict.fromkeys(PHASES, RANKS)
     assert "run.seed" in report["generator"]
     assert {"jax", "numpy", "python"} <= set(report["versions"])
-    methods = ["balanced", "packed", "padded", "padded, balanced", "padded alike"]
+    methods = ["balanced", "packed", "padded", "padded, balanced", "padded, one shape"]
     found = [(record["phase"], record["method"]) for record in report["results"]]
     assert found == [(phase, method) for phase in (*PHASES, "all") for method in methods]
     assert all(record.keys() == {"phase", "method"} | FIGURES for record in report["results"])
@@ -97,14 +97,14 @@ def cost(spec, length):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("method", ["padded", "padded alike"])
+@pytest.mark.parametrize("method", ["padded", "padded, one shape"])
 def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
     batches, specs = drawn
     spec = specs["phases"].phases[phase]
     tokens = slots = rows = slowest = ideal = weighted = 0
     for items, _, _ in batches:
         shapes = [(len(lengths), max(lengths, default=0)) for lengths in own_ranks(items, phase)]
-        if method == "padded alike":
+        if method == "padded, one shape":
             shapes = [(max(count for count, _ in shapes), max(longest for _, longest in shapes))] * RANKS
         costs = [count * cost(spec, longest) for count, longest in shapes]
         share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
