@@ -35,9 +35,9 @@ from jaxmllm.setup.prepare import lay_groundwork
 from jaxmllm.setup.sizing import attention_spec, plan_spec
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
-from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
-from jaxmllm.training.step_functions import Step
+from jaxmllm.training.step_functions import StepFunctions
 from launch.local import run_local
 from sharding.mesh import make_mesh
 
@@ -55,8 +55,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
         attention = attention_spec(config, ground.model, ground.corpus.formats, spec)
-        step = Step(ground.model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
-        programs[mode] = Programs(step, spec, ground.corpus.formats, attention, config.run.param_dtype)
+        functions = StepFunctions(ground.model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
+        programs[mode] = PhasedPrograms(functions, spec, ground.corpus.formats, attention, config.run.param_dtype)
         fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), attention)
 
     state = programs[MODES[0]].init(config.run.seed)

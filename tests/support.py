@@ -27,7 +27,7 @@ from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import lay_groundwork
-from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
 ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-parallel over tensor, too

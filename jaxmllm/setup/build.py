@@ -27,10 +27,12 @@ from jaxmllm.setup.prepare import Groundwork, lay_groundwork
 from jaxmllm.setup.sizing import attention_spec, pipeline_sizes, plan_spec
 from jaxmllm.training.messages import WarningLog
 from jaxmllm.training.optimizer import MOMENTS
-from jaxmllm.training.programs.phased import Programs, local_ranks
-from jaxmllm.training.programs.staged import PipelinePrograms
+from jaxmllm.training.programs.base import Programs
+from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.programs.staged import StagedPrograms
+from jaxmllm.training.programs.transfer import local_ranks
 from jaxmllm.training.run import Run
-from jaxmllm.training.step_functions import Step
+from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
 
 SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same data"
@@ -89,17 +91,18 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
 def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model, corpora = ground.model, [ground.corpus, *ground.held_out]
-    step = Step(model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
     formats = ground.corpus.formats
     param_dtype = config.run.param_dtype
     if config.pipeline.stages == 1:
         spec = plan_spec(config, model, ground.samples, corpora)
         hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
-        return Programs(step, spec, formats, attention_spec(config, model, formats, spec), param_dtype), None
+        attention = attention_spec(config, model, formats, spec)
+        return PhasedPrograms(functions, spec, formats, attention, param_dtype), None
     sizes = pipeline_sizes(config, model, ground.samples, corpora)
     hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
     attention = attention_spec(config, model, formats, sizes.spec)
-    return PipelinePrograms(step, sizes, formats, attention, param_dtype), sizes
+    return StagedPrograms(functions, sizes, formats, attention, param_dtype), sizes
 
 
 def local_share(programs: Programs) -> LocalRanks:

@@ -43,7 +43,7 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.tokenizers import Rendered
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import command_parser, print_table
-from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
 from jaxmllm.training.run import Run
 
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
@@ -93,11 +93,12 @@ def measure(run: Run, repeats: int) -> Calibration:
     from jaxmllm.setup.sizing import model_flops
 
     programs, config = run.programs, run.config
+    assert isinstance(programs, PhasedPrograms), "refused with stages"
     params = programs.init(config.run.seed).params
-    flops = model_flops(config, programs.step.model)
+    flops = model_flops(config, programs.functions.model)
     phases = {}
     for phase, spec in programs.spec.phases.items():
-        timed = time_phase(run, phase, params, repeats)
+        timed = time_phase(run, programs, phase, params, repeats)
         phases[phase] = PhaseCalibration(
             dtype=getattr(config.components, phase).compute_dtype,
             capacities=spec.capacities,
@@ -118,71 +119,53 @@ def measure(run: Run, repeats: int) -> Calibration:
     )
 
 
-def time_phase(run: Run, phase: str, params: Any, repeats: int) -> dict[Fill, tuple[float, float]]:
+def time_phase(
+    run: Run, programs: PhasedPrograms, phase: str, params: Any, repeats: int
+) -> dict[Fill, tuple[float, float]]:
     """Median seconds of every fill of a phase's rows: forward, and forward with backward.
 
     Every round runs each fill once, so that a slow moment of the machine touches all alike; the first does not count.
     """
-    spec = run.programs.spec.phases[phase]
+    spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
     unit = 1 if row_format is None else math.lcm(row_format.alignment, spec.slots_per_token, row_format.stride)
     chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
-    clock = Clock(run.programs, phase, params)
-    rounds = [{fill: clock(fill.capacity, host) for fill, host in rows.items()} for _ in range(repeats + 1)][1:]
+    timer = MicrobatchTimer(programs, phase, params)
+    rounds = [{fill: timer(fill.capacity, host) for fill, host in rows.items()} for _ in range(repeats + 1)][1:]
     return {
         fill: (statistics.median(each[fill][0] for each in rounds), statistics.median(each[fill][1] for each in rounds))
         for fill in chosen
     }
 
 
-class Clock:
+class MicrobatchTimer:
     """Times the programs of one phase; a buffer that a program overwrites is what its next call gets."""
 
-    def __init__(self, programs: Programs, phase: str, params: Any):
-        step, zero = programs.step, programs.compiled
-        owner = programs.exchange_owner.get(phase, LANGUAGE)
-        self.programs, self.phase = programs, phase
-        self.has_loss = step.model.phases[phase].has_loss
-        self.params = {name: params[name] for name in step.model.phases[phase].components}
-        trainable = step.trainable_of(phase)
-        grads = zero["zero", "grads"]()
-        self.grads = {name: grads[name] for name in trainable}
-        self.pool = zero["zero", owner]()
-        self.d_pool = zero["zero", f"d_{owner}"]() if trainable or self.has_loss else None
-        self.sums, self.failed = zero["zero", "sums"](), zero["zero", "failed"]()
+    def __init__(self, programs: PhasedPrograms, phase: str, params: Any):
+        self._programs = programs
+        self._phase = phase
+        self._has_loss = programs.spec.phases[phase].has_loss
+        self._params = params
+        self._buffers = programs.buffers(phase)
 
     def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:
         """Seconds of one microbatch: forward, and forward with backward (the same where nothing is trained)."""
-        rows = self.programs.put(host).rows[self.phase][0]
-        return (self._language if self.has_loss else self._encoder)(capacity, rows)
-
-    def _encoder(self, capacity: int, rows: Any) -> tuple[float, float]:
-        run, at = self.programs.compiled, np.int32(0)
-        encode = run["encode", self.phase, capacity]
-        forward, (self.pool, features, self.failed) = _timed(encode, self.params, rows, self.pool, at, self.failed)
-        if not self.grads:
+        rows = self._programs.put(host).rows[self._phase][0]
+        forward = self._seconds(self._programs.forward, rows, capacity)
+        if self._has_loss:  # its backward program includes the forward pass
+            return forward, self._seconds(self._programs.backward, rows, capacity)
+        if not self._buffers.gradients:
             return forward, forward
-        start = rows if features is None else features
-        encode_grad = run["encode_grad", self.phase, capacity]
-        backward, self.grads = _timed(encode_grad, self.params, start, self.d_pool, at, self.grads)
-        return forward, forward + backward
+        return forward, forward + self._seconds(self._programs.backward, rows, capacity)
 
-    def _language(self, capacity: int, rows: Any) -> tuple[float, float]:
-        run, scale = self.programs.compiled, np.asarray(1e-6, self.sums.loss.dtype)
-        forward, self.sums = _timed(run["evaluate", capacity], self.params, rows, self.pool, self.sums)
-        arguments = (self.params, rows, self.pool, scale, self.d_pool, self.grads, self.sums)
-        both, (self.d_pool, self.grads, self.sums) = _timed(run["decode", capacity], *arguments)
-        return forward, both
+    def _seconds(self, run: Callable[..., PhaseBuffers], rows: Any, capacity: int) -> float:
+        import jax
 
-
-def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    import jax
-
-    jax.block_until_ready(arguments)
-    began = time.perf_counter()
-    result = jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - began, result
+        jax.block_until_ready((self._params, rows, self._buffers))
+        began = time.perf_counter()
+        self._buffers = jax.block_until_ready(run(self._phase, self._params, rows, capacity, self._buffers))
+        return time.perf_counter() - began
 
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
@@ -304,6 +287,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--repeats must be positive")
     try:
         config = load_config(options.config, options.overrides)
+        if config.pipeline.stages > 1:
+            raise ConfigError(
+                f"pipeline.stages ({config.pipeline.stages}): what is timed are programs without stages; "
+                "set pipeline.stages=1"
+            )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxmllm.data.rows.fill import HostStep
-from jaxmllm.training.programs.phased import Evaluated, Programs
+from jaxmllm.training.programs.base import Evaluated, Programs
 
 NOTHING: dict[str, Any] = {  # without a batch
     "loss": None,

@@ -23,7 +23,7 @@ from jaxmllm.runtime.checkpoint import (
     saved_specs,
     saved_steps,
 )
-from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 
 CHECKPOINTS = "checkpoints"  # folder of them inside a run folder

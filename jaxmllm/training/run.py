@@ -15,7 +15,7 @@ from jaxmllm.data.rows.fill import MisalignmentError
 from jaxmllm.data.text.tokenizers import TokenizerError
 from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.training.messages import WarningLog
-from jaxmllm.training.programs.phased import Programs
+from jaxmllm.training.programs.base import Programs
 from sharding.mesh import MeshError
 from sharding.pipeline.graph import PipelineError
 

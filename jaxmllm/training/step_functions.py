@@ -2,7 +2,7 @@
 
     encode            rows -> tokens written into the encoder pool
     (exchange         encoder pool -> language pool: sharding/exchange.py)
-    decode_and_grad   rows, pool -> sums, language gradients, gradients of the pool
+    language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
     update            gradients, sums -> new state, metrics
@@ -50,7 +50,7 @@ class KeptFeatures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFunctions:
     """The step's functions for one model; `sources` is the number of sources that losses are reported for, and the
     learning rate has decayed after `decay_steps`."""
 
@@ -120,7 +120,7 @@ class Step:
 
     # ------------------------------------------------------------------ language
 
-    def decode(
+    def language_loss(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"], valid: Array
     ) -> tuple[Float[Array, ""], Sums]:
         """Sum of the losses of the rows' target tokens, and the sums by source."""
@@ -138,7 +138,7 @@ class Step:
         losses = jnp.where(counted, losses, 0)
         return losses.sum(), sums_by_source(layout, self.sources, losses, hits, counted, rows.segments, rows.sources)
 
-    def decode_and_grad(
+    def language_loss_and_grad(
         self,
         params: Params,
         rows: LanguageRows,
@@ -154,7 +154,7 @@ class Step:
         trainable, frozen = self._split(params, LANGUAGE)
 
         def objective(trainable: Params, media: Array) -> tuple[Array, Sums]:
-            total, sums = self.decode(trainable | frozen, rows, media, valid)
+            total, sums = self.language_loss(trainable | frozen, rows, media, valid)
             return total * scale, sums
 
         if self.trains_encoders:
@@ -166,9 +166,9 @@ class Step:
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
-        return jax.tree.map(jnp.add, sums, self.decode(params, rows, *self._arrived(rows, pool))[1])
+        return jax.tree.map(jnp.add, sums, self.language_loss(params, rows, *self._arrived(rows, pool))[1])
 
-    def decode_and_grad_long(
+    def language_loss_and_grad_long(
         self,
         params: Params,
         rows: LanguageRows,
@@ -179,25 +179,27 @@ class Step:
         sums: Sums,
         home: Int[Array, ""],
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
-        """`decode_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on rank `home`."""
+        """`language_loss_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on rank `home`."""
         shared = self._shared(pool, home)
-        d_shared, grads, new = self._together.decode_and_grad(
-            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _nothing(sums)
+        d_shared, grads, new = self._long_row_step.language_loss_and_grad(
+            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _zero_sums(sums)
         )
-        return add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, home), grads, _add_first(sums, new)
+        return add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, home), grads, _add_to_first_rank(sums, new)
 
     def evaluate_long(
         self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, home: Int[Array, ""]
     ) -> Sums:
         """`evaluate` of one row in parts on all ranks."""
-        return _add_first(sums, self._together.evaluate(params, rows, self._shared(pool, home), _nothing(sums)))
+        return _add_to_first_rank(
+            sums, self._long_row_step.evaluate(params, rows, self._shared(pool, home), _zero_sums(sums))
+        )
 
     def _shared(self, pool: TokenPool, home: Int[Array, ""]) -> TokenPool:
         """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
         return TokenPool(*(share_rank(self.model.layout(LANGUAGE), leaf, home) for leaf in pool))
 
     @property
-    def _together(self) -> Step:
+    def _long_row_step(self) -> StepFunctions:
         """The step of long rows."""
         return replace(self, model=self.model.with_layout(LANGUAGE, self.model.layout(LANGUAGE).long))
 
@@ -264,11 +266,11 @@ class Step:
         return trainable, {name: params[name] for name in self.model.phases[phase].components if name not in trainable}
 
 
-def _nothing(sums: Sums) -> Sums:
+def _zero_sums(sums: Sums) -> Sums:
     """Zero sums [1, N] of all ranks together."""
     return jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
 
 
-def _add_first(sums: Sums, new: Sums) -> Sums:
+def _add_to_first_rank(sums: Sums, new: Sums) -> Sums:
     """Add sums [1, N] of all ranks to those [R, N] of the first."""
     return jax.tree.map(lambda total, more: total.at[:1].add(more), sums, new)

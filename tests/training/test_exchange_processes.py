@@ -14,7 +14,7 @@ from jaxmllm.balance.exchange.routes import route_tables
 from jaxmllm.balance.records import ExchangeGrid, StepPlan
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.runtime.distributed import initialize_distributed
-from jaxmllm.training.programs.phased import local_ranks
+from jaxmllm.training.programs.transfer import local_ranks
 from sharding.exchange import Exchange
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout

@@ -42,7 +42,7 @@ from jaxmllm.setup.sizing import attention_spec, largest_row, pipeline_sizes, pl
 from jaxmllm.training import loop
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
-from jaxmllm.training.step_functions import Step
+from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh, mesh_shape
 from tests.support import tiny_config
 
@@ -105,8 +105,8 @@ def text_of(function: Callable[..., Any], *arguments: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", f"{traced} {constants}")
 
 
-def step_of(config: Config) -> Step:
-    return Step(model(config), config.optimizer, config.decay_steps, 1)
+def step_of(config: Config) -> StepFunctions:
+    return StepFunctions(model(config), config.optimizer, config.decay_steps, 1)
 
 
 def encoder(phase: str) -> Observer:
@@ -137,7 +137,7 @@ def language(config: Config, _: Scene) -> str:
     valid = jax.ShapeDtypeStruct((ranks, CAPACITY), np.float32)
 
     def loss(params: Any, *arguments: Any) -> Any:
-        return step.decode(params, *arguments)[0]
+        return step.language_loss(params, *arguments)[0]
 
     return text_of(jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid)
 

@@ -181,7 +181,7 @@ def test_exact_match_is_what_greedy_decoding_reproduces(alone, learnt):
 
 def greedy_decoder(setup, params):
     """example -> whether its answer comes out, each token from a forward pass over what was written before it."""
-    model = setup.programs.step.model
+    model = setup.programs.functions.model
 
     @functools.partial(jax.jit, static_argnums=0)
     def encode(phase, rows):

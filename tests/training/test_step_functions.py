@@ -19,7 +19,7 @@ from jaxmllm.data.rows.masks import finish_encoder_row, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.step_functions import Step, TrainState
+from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.mesh import make_mesh
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -42,7 +42,9 @@ def make_step(mesh=MESH, vision=WIDE, projector=WIDE, language=WIDE, **optimizer
     projectors = ProjectorComponents(vision=projector_config(projector))
     settings = ComponentsConfig(vision=vision, language=language, projector=projectors)
     model = build_model(CONFIG, VOCABULARY, settings, mesh)
-    return Step(model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), decay_steps=20, sources=SOURCES)
+    return StepFunctions(
+        model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), decay_steps=20, sources=SOURCES
+    )
 
 
 def randomized(step, seed=0, dtype=np.float64):
@@ -115,11 +117,11 @@ class Driver:
     """The compiled functions of a step, and a step of two encoder and two language microbatches that share one pool;
     the exchange is the identity."""
 
-    def __init__(self, step, decode=None):
+    def __init__(self, step, loss_and_grad=None):
         self.step = step
         self.encode = jax.jit(lambda *args: step.encode("vision", *args))
         self.encode_grad = jax.jit(lambda *args: step.encode_grad("vision", *args))
-        self.decode = decode or jax.jit(step.decode_and_grad)
+        self.loss_and_grad = loss_and_grad or jax.jit(step.language_loss_and_grad)
 
     def run(self, params, images=IMAGES, scale=0.01):
         with jax.enable_x64(True):
@@ -131,7 +133,7 @@ class Driver:
             grads = {name: zeros_like(params[name]) for name in sorted(self.step.model.trainable)}
             own = {name: grads[name] for name in self.step.trainable_of("language")}
             for rows in TEXT:
-                d_pool, own, sums = self.decode(params, rows, pool, scale, d_pool, own, sums)
+                d_pool, own, sums = self.loss_and_grad(params, rows, pool, scale, d_pool, own, sums)
             grads |= own
             own = {name: grads[name] for name in self.step.trainable_of("vision")}
             for m, start in enumerate(starts):
@@ -213,7 +215,7 @@ def test_sums_count_targets_and_examples_by_source(phased):
 def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, trained):
     params, _, expected = whole
     step = make_step(**frozen)
-    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.decode).run(params)
+    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.loss_and_grad).run(params)
     assert set(grads) == trained
     assert_trees_close(grads, {name: expected[name] for name in trained})
     assert step.keeps_features("vision") == ("projector.vision" in trained and "vision" not in trained)
@@ -238,8 +240,8 @@ def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole)
         masked = [np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets) for rows in TEXT]
         broken = pool._replace(valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2))
         arguments = 0.01, np.zeros_like(pool.tokens), own, zero_sums()
-        by_hand = driver.decode(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
-        by_flag = driver.decode(params, TEXT[0], broken, *arguments)
+        by_hand = driver.loss_and_grad(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
+        by_flag = driver.loss_and_grad(params, TEXT[0], broken, *arguments)
         evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken, zero_sums())
     assert_trees_close(jax.device_get(by_flag), jax.device_get(by_hand), 1e-13)
     assert_trees_close(jax.device_get(evaluated), jax.device_get(by_flag[2]), 1e-13)
@@ -249,7 +251,7 @@ def test_rows_without_a_target_add_exactly_nothing(driver, whole):
     params = whole[0]
     silent = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
     with jax.enable_x64(True):
-        d_pool, own, sums = driver.decode(
+        d_pool, own, sums = driver.loss_and_grad(
             params,
             silent,
             empty_pool(),

@@ -34,8 +34,9 @@ from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_e
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.phased import Evaluated, Job, Programs, local_ranks, put_ranks
-from jaxmllm.training.step_functions import Step, TrainState
+from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
+from jaxmllm.training.programs.transfer import local_ranks, put_ranks
+from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
 from sharding.pipeline.executor.gradient import Params
 from sharding.pipeline.graph import Chain
@@ -46,19 +47,19 @@ LAYERS = "layers"  # name of the stacked layers among a tower's parameters
 
 
 @dataclass(frozen=True)
-class PipelineStep:
+class StagedStep:
     """A `HostStep` on the devices: rows by phase and table of every run of the executor."""
 
     host: HostStep
     runs: list[tuple[dict[str, Any], TableArrays]]
 
 
-class PipelinePrograms(Programs):
+class StagedPrograms(Programs):
     """`Programs` of a model in stages."""
 
     def __init__(
         self,
-        step: Step,
+        functions: StepFunctions,
         sizes: PipelineSizes,
         formats: Mapping[str, RowFormat],
         attention: AttentionSpec,
@@ -69,53 +70,51 @@ class PipelinePrograms(Programs):
             chain.name: ChainStages.of(sizes.training.tables.ring.stages, chain)
             for chain in sizes.training.tables.ring.chains
         }
-        super().__init__(step, sizes.spec, formats, attention, param_dtype)
+        super().__init__(functions, sizes.spec, formats, attention, param_dtype)
 
     # ------------------------------------------------------------------ running
 
     def init(self, seed: int) -> TrainState:
         """A fresh state on the mesh."""
         places = jax.tree.map(lambda leaf: leaf.sharding, self.saved_state.params)
-        params = self.compiled["stage params"](self.step.model.init(seed, self.param_dtype, places))
-        return self.compiled["init"](params)
+        params = self._call("stage_params")(self.functions.model.init(seed, self.param_dtype, places))
+        return self._call("init")(params)
 
-    def put(self, batch: HostStep) -> PipelineStep:  # type: ignore[override]
+    def put(self, batch: HostStep) -> StagedStep:
         """Start the transfer of this host's rows and of the tables."""
-        return PipelineStep(batch, [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs])
+        return StagedStep(batch, [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs])
 
-    def gradients(self, params: Any, batch: PipelineStep) -> tuple[Any, Sums, jax.Array]:  # type: ignore[override]
+    def gradients(self, params: Any, batch: StagedStep) -> tuple[Any, Sums, jax.Array]:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
         source; and the number of media items that could not be decoded."""
         results = None
         for rows, table in batch.runs:
-            found = self.compiled["gradients"](params, rows, table, 1 / self._targets(batch))
-            results = found if results is None else self.compiled["add"](results, found)
+            found = self._call("gradients")(params, rows, table, 1 / self._planned_targets(batch))
+            results = found if results is None else self._call("add")(results, found)
         assert results is not None, "a batch has at least one run"
         return results
 
-    def evaluate(  # type: ignore[override]
-        self, params: Any, batch: PipelineStep, found: Evaluated | None = None
-    ) -> Evaluated:
+    def evaluate(self, params: Any, batch: StagedStep, evaluated: Evaluated | None = None) -> Evaluated:
         """Add what a batch comes to, to what others came to (none: zero)."""
-        found = found or self._nothing_evaluated()
+        evaluated = evaluated or self._nothing_evaluated()
         for rows, table in batch.runs:
-            found = self.compiled["evaluate"](params, rows, table, found)
-        return found
+            evaluated = self._call("evaluate")(params, rows, table, evaluated)
+        return evaluated
 
     # ------------------------------------------------------------------ checkpoints
 
     @property
     def saved_state(self) -> TrainState:
         """As without stages, each array split over them where it can be."""
-        return self._abstract_state(self._over_stages(self.step.model.abstract(self.param_dtype)))
+        return self._abstract_state(self._over_stages(self.functions.model.abstract(self.param_dtype)))
 
     def to_saved(self, state: TrainState) -> TrainState:
         """The state with the layers of a component one behind another."""
-        return self.compiled["to saved"](state)
+        return self._call("to_saved")(state)
 
     def from_saved(self, saved: TrainState) -> TrainState:
         """The state with the layers on their stages."""
-        return self.compiled["from saved"](saved)
+        return self._call("from_saved")(saved)
 
     def _on_layers(self, tree: Any, change: Callable[[ChainStages, Any], Any]) -> Any:
         """Change the leaves of all stacked layers, wherever in the tree these are."""
@@ -153,35 +152,33 @@ class PipelinePrograms(Programs):
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, formats: Mapping[str, RowFormat]) -> dict[Any, Job]:
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         saved = self.saved_state
-        kept = (("zero", "sums"), ("zero", "failed"), "totals", "update")
-        jobs = {key: job for key, job in self._common_jobs().items() if key in kept}
-        trained = {name: self.params[name] for name in sorted(self.step.model.trainable)}
+        trained = {name: self.params[name] for name in sorted(self.functions.model.trainable)}
         found: Any = (trained, self._abstract_sums(), self._scalar(np.int32))
         rows = self.rows = self._abstract_rows(formats)
         evaluated: Any = Evaluated(found[1], found[2])
         table = self._abstract_table(self.sizes.training)
-        return jobs | {
-            "gradients": Job(self._gradients, (self.params, rows, table, self._scalar()), found),
-            "add": Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
-            "evaluate": Job(self._evaluate, (self.params, rows, table, evaluated), evaluated, (3,)),
-            "init": Job(self.step.init, (self.params,), self.state, (0,)),
-            "stage params": Job(self.staged, (saved.params,), self.params),
-            "to saved": Job(self.joined, (self.state,), saved),
-            "from saved": Job(self.staged, (saved,), self.state),
+        return self._common_jobs(trained) | {
+            ProgramName("gradients"): Job(self._gradients, (self.params, rows, table, self._scalar()), found),
+            ProgramName("add"): Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
+            ProgramName("evaluate"): Job(self._evaluate, (self.params, rows, table, evaluated), evaluated, (3,)),
+            ProgramName("init"): Job(self.functions.init, (self.params,), self.state, (0,)),
+            ProgramName("stage_params"): Job(self.staged, (saved.params,), self.params),
+            ProgramName("to_saved"): Job(self.joined, (self.state,), saved),
+            ProgramName("from_saved"): Job(self.staged, (saved,), self.state),
         }
 
     def _gradients(self, params: Any, rows: Any, table: TableArrays, scale: jax.Array) -> tuple[Any, Sums, jax.Array]:
-        pieces = Pieces(self.step, self.replicas)
+        pieces = Pieces(self.functions, self.replicas)
         executor = self._executor(self.sizes.training, pieces)
-        out = executor(table, pieces.inputs(params, rows, scale, self.step.model.trainable))
+        out = executor(table, pieces.inputs(params, rows, scale, self.functions.model.trainable))
         grads = pieces.gradients(out.layers, out.outer)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, {name: params[name] for name in grads})
         return grads, self._by_rank(out.sums), _failed(rows, pieces)
 
     def _evaluate(self, params: Any, rows: Any, table: TableArrays, found: Evaluated) -> Evaluated:
-        pieces = Pieces(self.step, self.replicas)
+        pieces = Pieces(self.functions, self.replicas)
         executor = self._executor(self.sizes.evaluation, pieces)
         one = jnp.ones((), found.sums.loss.dtype)
         out = executor(table, pieces.inputs(params, rows, one, frozenset()))
@@ -199,7 +196,7 @@ class PipelinePrograms(Programs):
     @property
     def replicas(self) -> tuple[str, ...]:
         """Axes of replicas that share whole parameters: their gradients are added once a step."""
-        model = self.step.model
+        model = self.functions.model
         used = {
             axis
             for component in model.components.values()
@@ -217,7 +214,7 @@ class PipelinePrograms(Programs):
             shape = (*stages.index.shape, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        return self._on_layers(self.step.model.abstract(self.param_dtype), staged)
+        return self._on_layers(self.functions.model.abstract(self.param_dtype), staged)
 
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
@@ -247,7 +244,7 @@ class PipelinePrograms(Programs):
     def _put_rows(self, batch: HostStep, run: PipelineRun) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, layout in self.layouts.items():
-            kind: Any = LanguageRows if self.step.model.phases[phase].has_loss else EncoderRows
+            kind: Any = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
             first, count = run.microbatches[phase]
             made = [kind.of(dict(row)) for row in batch.rows[phase][first : first + count]]
             local = len(local_ranks(layout.rows, layout.ranks))
@@ -330,17 +327,17 @@ class Activation(NamedTuple):
 class Pieces:
     """A step's mathematics as components of the executor, for code inside manual axes: stages and `replicas`."""
 
-    def __init__(self, step: Step, replicas: tuple[str, ...]):
-        model = step.model
+    def __init__(self, functions: StepFunctions, replicas: tuple[str, ...]):
+        model = functions.model
         parts = {
             name: replace(part, layout=part.layout.inside(STAGE, *replicas)) for name, part in model.components.items()
         }
-        self.step = replace(step, model=replace(model, components=parts))
+        self.functions = replace(functions, model=replace(model, components=parts))
         self.encoders = model.config.encoders
 
     @property
     def model(self) -> MLLM:
-        return self.step.model
+        return self.functions.model
 
     def components(self) -> tuple[Component, ...]:
         """Encoders in model order, then language."""
@@ -402,7 +399,7 @@ class Pieces:
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
             params, scale = _all(outer), outer.frozen[1]
             hidden = self.model.normed(params, LANGUAGE, x.hidden)
-            total, sums = self.step.losses(hidden, self.model.head(params), rows, x.valid)
+            total, sums = self.functions.losses(hidden, self.model.head(params), rows, x.valid)
             return (total * scale).astype(jnp.float32), jax.tree.map(lambda of_ranks: of_ranks.sum(0), sums)
 
         return Component(first, layer, last, layout.spec(("batch", "sequence")))

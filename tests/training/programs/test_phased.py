@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.training.programs.base import ProgramName
 from tests.support import assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
@@ -114,18 +115,18 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
         same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True)]
         assert all(same) if name in frozen else not any(same), name
 
-    backward = {key[1] for key in programs.compiled if key[0] == "encode_grad"}
+    backward = {name.subject for name in programs.compiled if name.function == "encode_grad"}
     assert backward == {phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen}
-    returning = {key[1] for key in programs.compiled if key[0] == "deliver_back"}
+    returning = {name.subject for name in programs.compiled if name.function == "deliver_back"}
     assert returning == {programs.exchange_owner[phase] for phase in backward}
     for phase in ("vision", "audio"):
-        assert programs.step.keeps_features(phase) == (phase in frozen and f"projector.{phase}" not in frozen)
+        assert programs.functions.keeps_features(phase) == (phase in frozen and f"projector.{phase}" not in frozen)
 
 
 def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
     """The projector's gradient is that of the features which were kept: other pixels afterwards change nothing."""
     programs = setups(by_example(components=FREEZES["encoders"]), 1).programs
     capacity = programs.spec.phases["vision"].capacities[0]
-    width = programs.step.model.config.vision.width
-    start = programs.compiled["encode_grad", "vision", capacity].in_avals[0][1]
+    width = programs.functions.model.config.vision.width
+    start = programs.compiled[ProgramName("encode_grad", "vision", capacity)].in_avals[0][1]
     assert start.features.shape == (1, capacity, width)

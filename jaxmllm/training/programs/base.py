@@ -1,0 +1,234 @@
+"""What the programs of all runs share: how they are compiled, their shapes, the update and the state.
+
+    shapes --jobs--> Job by ProgramName --compile_jobs--> programs          once, before the first step
+    state, batch --gradients (of each kind)--> gradients, sums --update--> state, metrics
+
+Everything is compiled ahead of the first step, so that no step waits for a compiler and a program that does not fit the
+devices is known at once.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmllm.balance.records import PlanSpec, shared_exchange
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.tokens import Sums
+from jaxmllm.training.optimizer import make_optimizer
+from jaxmllm.training.step_functions import StepFunctions, TrainState
+from sharding.exchange import Exchange
+from sharding.rules import Layout
+
+COMPILE_THREADS = os.cpu_count()
+
+
+class ProgramName(NamedTuple):
+    """Names one compiled program of a run."""
+
+    function: str  # what it computes: a method of `StepFunctions` or `Exchange`, or "zero"
+    subject: str = ""  # phase that it computes for, or what it makes zeros of
+    capacity: int = 0  # slots of its rows, where there are programs for several
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile: its arguments' shapes and shardings, those of its result, and what it may overwrite."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: Any  # tree of ShapeDtypeStruct
+    donated: tuple[int, ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace the function."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.result)
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        return jitted.lower(*self.arguments)
+
+
+Jobs = dict[ProgramName, Job]
+
+
+def zeros_job(tree: Any) -> Job:
+    """A program that makes zeros of these shapes, types and shardings."""
+    return Job(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree), (), tree)
+
+
+def compile_jobs(jobs: Jobs) -> dict[ProgramName, Callable[..., Any]]:
+    """The compiled programs."""
+    lowered = [job.lower() for job in jobs.values()]  # tracing is Python and holds its lock; compiling does not
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        compiled = threads.map(jax.stages.Lowered.compile, lowered)
+        return dict(zip(jobs, compiled, strict=True))
+
+
+class Evaluated(NamedTuple):
+    """What evaluation batches add up to."""
+
+    sums: Sums  # by rank and source
+    failed: jax.Array  # media items that could not be decoded
+
+
+class Programs(abc.ABC):
+    """The compiled programs of a run: `put` a batch on the devices, `train` on it or `evaluate` it.
+
+    Compiling happens here, once, in threads. What `put` returns is each kind's own.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        spec: PlanSpec,
+        formats: Mapping[str, RowFormat],
+        attention: AttentionSpec,
+        param_dtype: str,
+    ):
+        self.functions = functions
+        self.spec = spec
+        self.encoders = tuple(spec.routes)
+        self.layouts: dict[str, Layout] = {phase: functions.model.layout(phase) for phase in spec.phases}
+        self.mesh = self.layouts[LANGUAGE].mesh
+        self.exchange_owner = shared_exchange(spec.routes)  # by encoder phase
+        self.exchanges = {
+            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
+            for phase, route in spec.routes.items()
+        }
+        self.attention = attention
+        self.param_dtype = param_dtype
+        self.params = self._abstract_params()
+        self.state = self._abstract_state(self.params)
+        self.compiled = compile_jobs(self._jobs(formats))
+
+    # ------------------------------------------------------------------ running
+
+    @abc.abstractmethod
+    def init(self, seed: int) -> TrainState:
+        """A fresh state on the mesh."""
+
+    @abc.abstractmethod
+    def put(self, batch: HostStep) -> Any:
+        """Start the transfer of this host's share of a batch."""
+
+    @abc.abstractmethod
+    def gradients(self, params: Any, batch: Any) -> tuple[Any, Sums, jax.Array]:
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
+        source; and the number of media items that could not be decoded."""
+
+    @abc.abstractmethod
+    def evaluate(self, params: Any, batch: Any, evaluated: Evaluated | None = None) -> Evaluated:
+        """Add what a batch comes to, to what others came to (none: zero)."""
+
+    def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step. Nothing here waits for the devices."""
+        gradients, sums, failed = self.gradients(state.params, batch)
+        return self._call("update")(state, gradients, sums, self._planned_targets(batch), failed)
+
+    def totals(self, sums: Sums) -> Sums:
+        """Sums over the ranks: [N], complete on every host."""
+        return self._call("totals")(sums)
+
+    def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of the exchanges of a step, from its plan statistics; none without an exchange."""
+        return {}
+
+    def _call(self, function: str, subject: str = "", capacity: int = 0) -> Callable[..., Any]:
+        return self.compiled[ProgramName(function, subject, capacity)]
+
+    def _zeros(self, subject: str) -> Any:
+        return self._call("zero", subject)()
+
+    def _nothing_evaluated(self) -> Evaluated:
+        return Evaluated(self._zeros("sums"), self._zeros("failed"))
+
+    def _planned_targets(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch.host.targets, self._real_dtype)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saved_state(self) -> TrainState:
+        """Shapes, types and shardings of the state as checkpoints hold it, on any mesh."""
+        return self.state
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """The state as checkpoints hold it."""
+        return state
+
+    def from_saved(self, saved: TrainState) -> TrainState:
+        """The state that `to_saved` was made of."""
+        return saved
+
+    # ------------------------------------------------------------------ compiling
+
+    @abc.abstractmethod
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
+        """All programs of the run."""
+
+    def _common_jobs(self, gradients: Any) -> Jobs:
+        """Zeroed sums, their totals, and the update by `gradients`."""
+        sums = self._abstract_sums()
+        failed = self._scalar(np.int32)
+        arguments = (self.state, gradients, sums, self._scalar(), failed)
+        metrics = jax.tree.map(
+            lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            jax.eval_shape(self.functions.update, *arguments)[1],
+        )
+        totals = jax.tree.map(lambda leaf: self._replicated(leaf.shape[1:], leaf.dtype), sums)
+        return {
+            ProgramName("zero", "sums"): zeros_job(sums),
+            ProgramName("zero", "failed"): zeros_job(failed),
+            ProgramName("totals"): Job(lambda sums: jax.tree.map(lambda x: x.sum(0), sums), (sums,), totals),
+            ProgramName("update"): Job(self.functions.update, arguments, (self.state, metrics), (0,)),
+        }
+
+    # ------------------------------------------------------------------ shapes
+
+    def _abstract_params(self) -> Any:
+        return self.functions.model.abstract(self.param_dtype)
+
+    def _abstract_state(self, params: Any) -> TrainState:
+        state = jax.eval_shape(self.functions.init, params)
+        optimizer = {
+            name: optax.tree_utils.tree_map_params(
+                make_optimizer(self.functions.optimizer),
+                lambda _, parameter: parameter,
+                component,
+                params[name],
+                transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            )
+            for name, component in state.optimizer.items()
+        }
+        counts = jax.tree.map(lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None))
+        return counts._replace(params=params, optimizer=optimizer)
+
+    def _abstract_sums(self) -> Sums:
+        layout = self.layouts[LANGUAGE]
+        shape = (layout.ranks, self.functions.sources)
+        array: Any = jax.ShapeDtypeStruct(shape, self._real_dtype, sharding=layout.rows)
+        return Sums(*(array for _ in Sums._fields))
+
+    @property
+    def _real_dtype(self) -> Any:
+        """Losses and sums: float32, or float64 when the parameters are."""
+        return jnp.promote_types(self.param_dtype, np.float32)
+
+    def _scalar(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return self._replicated((), dtype or self._real_dtype)
+
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P()))
