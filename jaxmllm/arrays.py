@@ -30,7 +30,12 @@ def round_up(amount: int, multiple: int) -> int:
 
 
 def running_sums(group: Longs, amount: Longs) -> Longs:
-    """Sum of `amount` over the earlier members of the same group; members of a group are neighbours. [N]"""
+    """Sum of `amount` over the earlier members of the same group: [N].
+
+    Args:
+      group: [N] number of the group; members of a group are neighbours.
+      amount: [N]
+    """
     if not len(group):
         return np.zeros(0, np.int64)
     before = np.cumsum(amount, dtype=np.int64) - amount

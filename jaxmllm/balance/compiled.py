@@ -1,8 +1,9 @@
 """Loops of the planner, compiled: plain Python over integer arrays, as fast as C.
 
-A function is compiled when it is first called with arrays of some types, which takes seconds, and kept on disk beside
-its module or in the user's cache directory. What is kept counts until that module changes, whatever becomes of others:
-so compiled functions call those of their own module alone.
+A function is compiled when it is first called with arrays of some types, which takes seconds, and
+kept on disk next to its module or in the user's cache directory. It is compiled again only when
+that module changes, not when one that it imports does: so compiled functions call only those of
+their own module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """`function` compiled by numba. It and what it calls may use numbers, arrays, and tuples of them."""
+    """`function` compiled by numba: it may use numbers, arrays and tuples of them, and call others
+    like it."""
     try:
         return cast(F, njit(cache=True)(function))
     except RuntimeError:  # no directory to keep it in

@@ -15,15 +15,18 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     """Rows, fill and balance of one phase.
 
     Returns:
-      Always: `<phase>/rows`, `<phase>/microbatches`, `<phase>/slots` (of all rows) and `<phase>/tokens` (slots that
-      hold data), `<phase>/flops` (of real lengths). With rows: `<phase>/real_token_fraction` (tokens / slots),
-      `<phase>/max_over_mean` (cost of the costliest rank / mean), `<phase>/gap_to_floor` (the same / its lower bound:
-      the mean or the costliest item), `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of
-      means), `<phase>/idle_share` (of the ranks' time, by the same sums: 1 - 1 / synchronised).
+      Always: `<phase>/rows`, `<phase>/microbatches`, `<phase>/slots` (of all rows) and
+        `<phase>/tokens` (slots that
+      hold data), `<phase>/flops` (of real lengths). With rows: `<phase>/real_token_fraction`
+      (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
+      `<phase>/gap_to_floor` (the same / its lower bound: the mean or the costliest item),
+      `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means),
+      `<phase>/idle_share` (of the ranks' time, by the same sums: 1 - 1 / synchronised).
     """
     rows = plan.microbatches * spec.ranks
-    shared = plan.capacity > spec.capacities[0]  # long rows: one per microbatch, computed by all ranks
-    slots = int(plan.capacity[~shared].sum(dtype=np.int64)) * spec.ranks + int(plan.capacity[shared].sum())
+    shared = plan.capacity > spec.capacities[0]  # long rows: all ranks compute one together
+    slots = int(plan.capacity[~shared].sum(dtype=np.int64)) * spec.ranks
+    slots += int(plan.capacity[shared].sum())
     tokens = int(items.real.sum())
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,

@@ -1,1 +1,1 @@
-"""The rows of one phase: how many of each class, which item lies in which, and which rank computes which."""
+"""The rows of one phase: how many of each class, their items, and the ranks that compute them."""

@@ -23,8 +23,8 @@ from jaxmllm.balance.rows.row_counts import ROW_SEARCH, row_counts, row_needs, w
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
-    """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under row capacities), and
-    those that need long rows in these.
+    """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under
+    row capacities), and those that need long rows in these.
 
     Returns:
       The plan, with `pool` and `pool_offset` left at zero: routes.py sets them.
@@ -40,7 +40,8 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     cost = item_costs(spec, items.length)
     if not len(cost):
         return _phase_plan(spec, np.zeros(len(spec.capacities), np.int64), cost, cost, cost)
-    good_enough = ceil_divide(int(cost.sum()) * (ROW_SEARCH.stop_within + 1), ROW_SEARCH.stop_within * spec.ranks)
+    within = ROW_SEARCH.stop_within
+    good_enough = ceil_divide(int(cost.sum()) * (within + 1), within * spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None  # score, rows, placing
     max_slots = 0
     tries = 0
@@ -75,7 +76,8 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
 def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> PhasePlan:
     assert rank is not None
     _check_lengths(spec, items)
-    # A set of rows that is too small is most likely so for the rank that has most: it is tried before all others.
+    # A set of rows that is too small is most likely so for the rank that has most: it is tried
+    # before all others.
     fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
     items_of_ranks = [np.flatnonzero(rank == number) for number in fullest_first]
     for counts in row_counts(spec.capacities, row_needs(spec, items.length, rank, spec.ranks)):
@@ -92,9 +94,10 @@ def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> 
 
 
 def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
-    """linear * length + quadratic * length**2, shifted right until any sum of them is below 2**53: [N].
+    """Costs of items [N]: linear * length + quadratic * length**2.
 
-    Sums are then exact both as int64 and as float64, and so the same on every host.
+    They are shifted right until the sum of all is below 2**53. Sums are then exact both as int64
+    and as float64, and so the same on every host.
     """
     longest = int(length.max(initial=0))
     largest = spec.linear * longest + spec.quadratic * longest**2
@@ -106,7 +109,7 @@ def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
 
 
 def rank_floor(cost: Longs, ranks: int) -> int:
-    """Lower bound on the load of the costliest rank, whatever the placement of items of these costs [N]."""
+    """Lower bound on the load of the costliest rank, wherever items of these costs [N] lie."""
     return max(ceil_divide(int(cost.sum()), ranks), int(cost.max(initial=0)))
 
 
@@ -123,7 +126,7 @@ class _RowSet:
 def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
     """Sets of rows that are worth trying, fewest slots first."""
     sizes = np.array(spec.capacities, np.int64)
-    anywhere = np.zeros(len(length), np.int64)  # every item may go to every rank: one group of all ranks
+    anywhere = np.zeros(len(length), np.int64)  # one group of all ranks: items move freely
     wanted = wanted_slots(length, cost, spec.ranks)
     sets = row_counts(spec.capacities, row_needs(spec, length, anywhere, 1))
     counts = next(sets)
@@ -138,9 +141,11 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
 
 
 def _imbalance(placing: _Placing, cost: Longs, ranks: int) -> int:
-    """How the score of a set of rows weighs its costliest rank; all that are nearly at the lower bound are equal."""
+    """Factor of the score of a set of rows: its costliest rank, or the lower bound where it is
+    within 1/100 of that."""
     within = ROW_SEARCH.stop_within
-    return max(placing.costliest_rank * within, rank_floor(cost, ranks) * (within + 1)) ** ROW_SEARCH.imbalance_power
+    floor = rank_floor(cost, ranks) * (within + 1)
+    return max(placing.costliest_rank * within, floor) ** ROW_SEARCH.imbalance_power
 
 
 # ---------------------------------------------------------------------------- rows and their places
@@ -162,8 +167,9 @@ def _pack(spec: PhaseSpec, length: Longs, cost: Longs, capacity: Longs, try_best
     """Rows filled by cost or, where that overflows, as tightly as possible."""
 
     def state_of(row_of: Longs) -> RowState:
+        amounts = (length, np.ones_like(length), cost)
         limits = (capacity, spec.max_segments, 0)  # costs are balanced, not limited
-        return RowState.from_limits(row_of, (length, np.ones_like(length), cost), limits, len(capacity))
+        return RowState.from_limits(row_of, amounts, limits, len(capacity))
 
     row_of = fill_by_cost(length, cost, capacity, spec.max_segments)
     if row_of is not None:
@@ -183,11 +189,12 @@ class _Placing:
 
 
 def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Placing:
-    """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of each to the rank
-    with the least total so far."""
+    """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of
+    each to the rank with the least total so far."""
     row_cost = sums_by(row_of, cost, int(counts.sum()) * spec.ranks)
     class_of_row = np.repeat(np.arange(len(counts)), counts * spec.ranks)
-    rows = np.lexsort((-row_cost, class_of_row)).reshape(-1, spec.ranks)  # [M, R], descending in each microbatch
+    # [M, R] rows, descending in each microbatch
+    rows = np.lexsort((-row_cost, class_of_row)).reshape(-1, spec.ranks)
     ranks = np.empty_like(rows)
     total = np.zeros(spec.ranks, np.int64)
     for microbatch, members in enumerate(rows):
@@ -223,7 +230,8 @@ def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
     if (items.length > spec.capacities[0]).any():
         worst = int(items.length.argmax())
         raise ValueError(
-            f"an item of phase {spec.name!r} has {items.length[worst]} slots (example {items.example[worst]} of the "
-            f"batch), but its largest row holds {spec.capacities[0]}: raise phases.{spec.name}.capacities or "
+            f"an item of phase {spec.name!r} has {items.length[worst]} slots "
+            f"(example {items.example[worst]} of the batch), but its largest row holds "
+            f"{spec.capacities[0]}: raise phases.{spec.name}.capacities or "
             f"phases.{spec.name}.max_capacity, or limit the size of items"
         )

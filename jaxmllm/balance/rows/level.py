@@ -1,10 +1,12 @@
 """Balancing filled rows: pairs of a heavy and a light row swap the items that bring them nearest.
 
-    heavy [ a . b . ]  --a, b-->  light [ . . c . ]    of all choices of up to two items of each row, the one whose
-          [ . c . . ]  <---c---         [ . a b . ]    difference is nearest to half the gap and that both can take
+    heavy [ a . b . ]  --a, b-->  light [ . . c . ]      of all choices of up to two items per row:
+          [ . c . . ]  <---c---         [ . a b . ]      the one whose difference is nearest to half
+                                                         the gap, and that both rows can take
 
-A sweep pairs the heaviest row with the lightest and so on; the next one pairs rows differently. That closes what
-longest-first leaves open, works where rows are full, and moves items out of rows over capacity.
+A sweep pairs the heaviest row with the lightest and so on; the next one pairs rows differently.
+That closes what longest-first leaves open, works where rows are full, and moves items out of rows
+over capacity.
 
 Letters: N items, K amounts, R ranks, M microbatches.
 """
@@ -23,10 +25,12 @@ from jaxmllm.balance.compiled import compiled
 # The amounts of a `RowState` that every caller has.
 SLOTS, SEGMENTS, COST = range(3)
 
-# A row offers this many items, among which those that it swaps are chosen. Compiled code needs constants of the module.
+# A row offers this many items, among which those that it swaps are chosen. Compiled code needs
+# constants of the module.
 OFFERED = 10
 
-# All choices of up to two of a row's offered items, which count from 1; 0 is no item. Those of n items come first.
+# All choices of up to two of a row's offered items, which count from 1; 0 is no item. Those of n
+# items come first.
 CHOICE_A = np.array([0] + [a for b in range(1, OFFERED + 1) for a in range(b)])
 CHOICE_B = np.array([0] + [b for b in range(1, OFFERED + 1) for a in range(b)])
 
@@ -36,18 +40,22 @@ class SwapSearch:
     """Constants of the sweeps in which pairs of rows swap items."""
 
     sweeps: int = 14  # at most
-    # From sweep to sweep partners change by 7 positions: rows near the last partner may be as full as that.
+    # From sweep to sweep partners change by 7 positions: rows near the last partner may be as full
+    # as that.
     partner_step: int = 7
-    # To balance rows: stop when the slowest are less than 1/100 above the mean, and pair rows that differ by more.
+    # To balance rows: stop when the slowest are less than 1/100 above the mean, and pair rows that
+    # differ by more.
     stop_within: int = 100
-    # After two sweeps of all pairs only rows that are over 1/200 above the mean swap: the others make nobody wait.
+    # After two sweeps of all pairs only rows that are over 1/200 above the mean swap: the others
+    # make nobody wait.
     sweeps_of_all_pairs: int = 2
     # Stop after 6 sweeps in a row that gain less than 1/1024 each.
     least_gain: int = 1024
     patience: int = 6
     # To fix overflow: 24 further sweeps for the last rows, where the search may take long.
     further_sweeps: int = 24
-    # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8 of the mean.
+    # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8
+    # of the mean.
     rank_sweeps: int = 4
     rank_difference: int = 8
 
@@ -56,8 +64,8 @@ SWAP_SEARCH = SwapSearch()
 
 
 class RowState(NamedTuple):
-    """Which row every item lies in, and what rows can still take. Of the K amounts that items take of rows, the first
-    are slots, segments and cost.
+    """Which row every item lies in, and what rows can still take. Of the K amounts that items take
+    of rows, the first are slots, segments and cost.
 
     Item index N is a sentinel for "no item": it takes nothing, and lies nowhere.
     """
@@ -77,7 +85,8 @@ class RowState(NamedTuple):
           rows: number of rows.
         """
         remaining = [limit - sums_by(row_of, amount, rows) for amount, limit in zip(amounts, limits, strict=True)]
-        return cls(row_of.copy(), np.stack([np.append(amount, 0) for amount in amounts]), np.stack(remaining))
+        with_sentinel = [np.append(amount, 0) for amount in amounts]
+        return cls(row_of.copy(), np.stack(with_sentinel), np.stack(remaining))
 
     def in_order(self, kind: int) -> Longs:
         """[N] items by the amount they take."""
@@ -121,8 +130,8 @@ def balance_rows(state: RowState, classes: list[Longs], ranks: int) -> None:
     last_slowest = INT64_MAX
     patience = SWAP_SEARCH.patience
     for sweep in range(SWAP_SEARCH.sweeps):
-        by_load = [rows[np.argsort(-load[rows], kind="stable")].reshape(-1, ranks) for rows in classes]
-        microbatches = np.concatenate(by_load)  # [M, R] rows, heaviest first
+        by_load = [rows[np.argsort(-load[rows], kind="stable")] for rows in classes]
+        microbatches = np.concatenate(by_load).reshape(-1, ranks)  # [M, R] rows, heaviest first
         slowest = int(load[microbatches[:, 0]].sum())
         mean = load[microbatches].sum(axis=1, keepdims=True) // ranks
         gains = (last_slowest - slowest) * SWAP_SEARCH.least_gain > slowest
@@ -131,7 +140,8 @@ def balance_rows(state: RowState, classes: list[Longs], ranks: int) -> None:
             return
         last_slowest = slowest
         heavy = microbatches[:, :half]
-        light = np.roll(microbatches[:, ranks - half :][:, ::-1], SWAP_SEARCH.partner_step * sweep, axis=1)
+        lightest_first = microbatches[:, ranks - half :][:, ::-1]
+        light = np.roll(lightest_first, SWAP_SEARCH.partner_step * sweep, axis=1)
         uneven = load[heavy] - load[light] > mean // SWAP_SEARCH.stop_within
         if sweep >= SWAP_SEARCH.sweeps_of_all_pairs:
             uneven &= load[heavy] > mean + mean // (2 * SWAP_SEARCH.stop_within)
@@ -142,11 +152,12 @@ def balance_rows(state: RowState, classes: list[Longs], ranks: int) -> None:
 
 
 def balance_ranks(state: RowState, ranks: int) -> None:
-    """Bring the ranks' totals of the last amount nearer to each other: rows that run together swap items of similar
-    cost.
+    """Bring the ranks' totals of the last amount nearer to each other: rows that run together swap
+    items of similar cost.
 
     Args:
-      state: of rows microbatch * R + rank, without overflow, and with what each row may still cost. Changed in place.
+      state: of rows microbatch * R + rank, without overflow, and with what each row may still cost.
+        Changed in place.
     """
     weight = len(state.amounts) - 1
     order = state.in_order(COST)
@@ -160,10 +171,13 @@ def balance_ranks(state: RowState, ranks: int) -> None:
         uneven = (load[heavy] - load[light]) * SWAP_SEARCH.rank_difference * ranks > load.sum()
         if not uneven.any():
             return
-        # The totals of the ranks, at each of their rows: a swap in one microbatch counts what the others hold.
+        # The totals of the ranks, at each of their rows: a swap in one microbatch counts what the
+        # others hold.
         state.remaining[weight] = np.tile(-load, microbatches)
         start = sweep % microbatches * ranks
-        _swap_items(state, order, start + heavy[uneven], start + light[uneven], sweep, weight, limited=weight)
+        heavy_rows = start + heavy[uneven]
+        light_rows = start + light[uneven]
+        _swap_items(state, order, heavy_rows, light_rows, sweep, weight, limited=weight)
         load = -state.remaining[weight, start : start + ranks]
 
 
@@ -173,10 +187,12 @@ def _swap_items(
     """One swap for every pair of rows that gains by it; returns how many do.
 
     Args:
-      order: [N] items; those that a row offers are spread evenly over it, and others in every sweep.
+      order: [N] items; those that a row offers are spread evenly over it, and others in every
+        sweep.
       heavy, light: [pairs] different rows.
       weight: the amount to balance; heavy rows have less of it remaining.
-      limited: of the amounts before this one, except `weight`, no row may take more than it has remaining.
+      limited: of the amounts before this one, except `weight`, no row may take more than it has
+        remaining.
     """
     items_of_rows = np.bincount(state.row_of, minlength=state.remaining.shape[1])
     start = np.zeros(len(items_of_rows) + 1, np.int64)
@@ -186,7 +202,14 @@ def _swap_items(
 
 @compiled
 def _swap_pairs(
-    state: RowState, order: Longs, start: Longs, heavy: Longs, light: Longs, sweep: int, weight: int, limited: int
+    state: RowState,
+    order: Longs,
+    start: Longs,
+    heavy: Longs,
+    light: Longs,
+    sweep: int,
+    weight: int,
+    limited: int,
 ) -> int:
     """`_swap_items`; the items of row r are those from start[r] on in a list by row."""
     row_of, amounts, remaining = state
@@ -214,7 +237,9 @@ def _swap_pairs(
         for from_heavy in range(choices[0]):
             for from_light in range(choices[1]):
                 miss = abs(2 * (weights[0, from_heavy] - weights[1, from_light]) - gap)
-                if miss < best_miss and _fits(state, offered, rows, from_heavy, from_light, weight, limited):
+                if miss >= best_miss:
+                    continue
+                if _fits(state, offered, rows, from_heavy, from_light, weight, limited):
                     best_miss = miss
                     best = (from_heavy, from_light)
         swaps += best_miss < gap
@@ -229,7 +254,7 @@ def _swap_pairs(
 
 @compiled
 def _offer(offered: Longs, items: Longs, sweep: int) -> int:
-    """Put items of a row into `offered` from 1 on: all, or some that are evenly spread; returns how many."""
+    """Put items of a row into `offered` from 1 on: all, or some evenly spread; returns how many."""
     size = len(items)
     if size <= OFFERED:
         offered[1 : size + 1] = items
@@ -249,14 +274,16 @@ def _fits(
     weight: int,
     limited: int,
 ) -> bool:
-    """Whether both rows can take what they would get; a row that has too much already may get less."""
+    """Whether both rows can take what they would get; one that has too much may get less."""
     amounts = state.amounts
     remaining = state.remaining
     for kind in range(limited):
         if kind == weight:
             continue
-        passed = amounts[kind, offered[0, CHOICE_A[from_heavy]]] + amounts[kind, offered[0, CHOICE_B[from_heavy]]]
-        passed -= amounts[kind, offered[1, CHOICE_A[from_light]]] + amounts[kind, offered[1, CHOICE_B[from_light]]]
+        passed = amounts[kind, offered[0, CHOICE_A[from_heavy]]]
+        passed += amounts[kind, offered[0, CHOICE_B[from_heavy]]]
+        passed -= amounts[kind, offered[1, CHOICE_A[from_light]]]
+        passed -= amounts[kind, offered[1, CHOICE_B[from_light]]]
         if passed > max(remaining[kind, rows[1]], 0) or -passed > max(remaining[kind, rows[0]], 0):
             return False
     return True

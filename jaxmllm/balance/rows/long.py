@@ -1,8 +1,8 @@
-"""Long rows: an item that no ordinary row holds gets a row of its own, which all ranks of the phase compute together.
+"""Long rows, which all ranks of a phase compute together, for items that no ordinary row holds.
 
-Such a row is a microbatch by itself, before the ordinary ones. Its slots are divided among all ranks
-(data/rows/masks.py), so no rank waits for another. One rank is its media rank, where the tokens of its media arrive:
-that is the `rank` of its item in the plan.
+A long row has one item, and is a microbatch by itself, before the ordinary ones. Its slots are
+divided among all ranks (data/rows/masks.py), so no rank waits for another. One rank is its media
+rank, where the tokens of its media arrive: that is the `rank` of its item in the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 from jaxmllm.arrays import Bools, Ints, Longs
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 
-PlanOrdinary = Callable[[PhaseItems, Longs | None], PhasePlan]  # from items, and their ranks where these are given
+# Plans items that ordinary rows hold: from the items, and their ranks where these are given.
+PlanOrdinary = Callable[[PhaseItems, Longs | None], PhasePlan]
 
 
 def is_long(spec: PhaseSpec, length: Longs) -> Bools:
@@ -28,7 +29,7 @@ def select(items: PhaseItems, chosen: Bools) -> PhaseItems:
 
 
 def with_long_rows(spec: PhaseSpec, items: PhaseItems, rank: Longs | None, plan_ordinary: PlanOrdinary) -> PhasePlan:
-    """A plan of all items: long rows, then what `plan_ordinary` makes of the items that ordinary rows hold.
+    """A plan of all items: long rows, then the ordinary rows that `plan_ordinary` makes.
 
     Args:
       rank: [N] ranks where items shall stay; none: the media ranks of long rows are 0, 1, 2, ..
@@ -67,7 +68,7 @@ def _check_long_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
     if (items.length > spec.long_capacity).any():
         worst = int(items.length.argmax())
         raise ValueError(
-            f"an item of phase {spec.name!r} has {items.length[worst]} slots (example {items.example[worst]} of the "
-            f"batch), but a long row holds {spec.long_capacity}: raise phases.{spec.name}.long_capacity, or limit the "
-            f"size of items"
+            f"an item of phase {spec.name!r} has {items.length[worst]} slots "
+            f"(example {items.example[worst]} of the batch), but a long row holds "
+            f"{spec.long_capacity}: raise phases.{spec.name}.long_capacity, or limit the size of items"
         )

@@ -1,10 +1,12 @@
 """Putting items into rows of fixed capacity.
 
-A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows and either find
-room for every item or give up; how many rows to offer is decided in row_counts.py and assign.py.
+A row holds at most `capacity` slots and `max_segments` items. The fillers take a fixed set of rows
+and either find room for every item or give up; how many rows to offer is decided in row_counts.py
+and assign.py.
 
-    fill_by_cost    costliest item onto the row that has most left: rows of similar cost, some too full (see level.py)
-    best_fit        longest item into the row it fills best: the tightest, for when the above gives up
+    fill_by_cost    costliest item onto the row that has most left: rows of similar cost, some of
+                    them too full (level.py fixes that)
+    best_fit        longest item into the row it fills best: the tightest, where the above fails
     first_fit       items in the order given, into the first row with room: nothing is rearranged
 
 Letters: N items.
@@ -22,12 +24,12 @@ from jaxmllm.balance.compiled import compiled
 
 
 def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, by descending cost, onto the row that has most left; rows may end up a little too full.
+    """Each item, by descending cost, onto the row that has most left; rows may overflow a little.
 
-    What a row has left is the lesser of its free slots and its free budget. The budget of a row is its capacity, and
-    an item takes of it the share of all slots that its cost is of all costs. So rows of one capacity come to cost
-    nearly the same while slots last, and small rows are left to small items. An item that does not fit there goes to
-    the row with most free slots.
+    What a row has left is the lesser of its free slots and its free budget. The budget of a row is
+    its capacity, and an item takes of it the share of all slots that its cost is of all costs. So
+    rows of one capacity come to cost nearly the same while slots last, and small rows are left to
+    small items. An item that does not fit there goes to the row with most free slots.
 
     Args:
       length: [N] slots.
@@ -36,25 +38,34 @@ def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int)
       max_segments: most items of a row.
 
     Returns:
-      [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and row number.
+      [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and
+      row number.
     """
     order = np.lexsort((-length, -cost))
     total_cost = int(cost.sum())
     total_slots = int(length.sum())
-    shift = max(0, total_cost.bit_length() + total_slots.bit_length() - 62)  # a product must fit int64
+    # A product must fit int64.
+    shift = max(0, total_cost.bit_length() + total_slots.bit_length() - 62)
     budget_share = (cost >> shift) * total_slots // max(total_cost >> shift, 1)
     row_of = np.empty(len(order), np.int64)
-    return row_of if _fill_by_cost(row_of, order, length, budget_share, capacity, max_segments) else None
+    filled = _fill_by_cost(row_of, order, length, budget_share, capacity, max_segments)
+    return row_of if filled else None
 
 
 @compiled
 def _fill_by_cost(
-    row_of: Longs, order: Longs, length: Longs, budget_share: Longs, capacity: Longs, max_segments: int
+    row_of: Longs,
+    order: Longs,
+    length: Longs,
+    budget_share: Longs,
+    capacity: Longs,
+    max_segments: int,
 ) -> bool:
     room = capacity.copy()
     budget = capacity.copy()
     free_segments = np.full(len(capacity), max_segments)
-    # Entries are not updated: one that does not tell what its row has left is out of date, and dropped at the top.
+    # Entries are not updated: one that does not tell what its row has left is out of date, and
+    # dropped at the top.
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
     for item in order:
@@ -79,7 +90,8 @@ def _fill_by_cost(
 
 @compiled
 def _roomiest(room: Longs, free_segments: Longs, capacity: Longs, length: int) -> int:
-    """The row with most room among those that may take another item and could hold this one if empty; -1 if none."""
+    """The row with most room of those that may take another item and, if empty, could hold this
+    one; -1 if there is none."""
     best = -1
     for row in range(len(room)):
         if free_segments[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
@@ -93,7 +105,8 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     Arguments as for `fill_by_cost`.
 
     Returns:
-      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row number.
+      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row
+      number.
     """
     rows = len(capacity)
     free_segments = [max_segments] * rows

@@ -1,7 +1,8 @@
 """Items to ranks without rows, so that the costliest rank costs least.
 
-    packed    a rank costs the sum of its items                      examples to ranks, in mode "tokens"
-    padded    a rank costs its number of items times its costliest   the baseline `padded, balanced` (tools/waste.py)
+    packed    a rank costs the sum of its items: examples to ranks, in mode "tokens"
+    padded    a rank costs its number of items times its costliest: the baseline `padded, balanced`
+              of the command waste
 
 After OrchMLLM (arXiv 2503.23830). Integers only: every host finds the same ranks.
 """
@@ -16,7 +17,8 @@ from jaxmllm.balance.rows.pack import fill_by_cost
 
 
 def packed(costs: Longs, ranks: int) -> Longs:
-    """Rank of each item [N]; a rank costs the sum of its items. Within 4/3 - 1/(3 ranks) of the optimum.
+    """Rank of each item [N]; a rank costs the sum of its items. Within 4/3 - 1/(3 ranks) of the
+    optimum.
 
     Args:
       costs: [N] at least 0, sum below 2**53.
@@ -38,8 +40,8 @@ def packed(costs: Longs, ranks: int) -> Longs:
 def padded(costs: Longs, ranks: int) -> Longs:
     """Rank of each item [N]; a rank costs its number of items times its costliest: the optimum.
 
-    In some optimum every rank has neighbours by cost, so the least bound is found by bisection: under a bound, ranks
-    take as many as they can in descending order.
+    In some optimum every rank has neighbours by cost, so the least bound is found by bisection:
+    under a bound, ranks take as many as they can in descending order.
 
     Args:
       costs: [N] what an item would cost alone: its length, or any ascending function of it.
@@ -65,7 +67,8 @@ def padded(costs: Longs, ranks: int) -> Longs:
 
 
 def _items_of_ranks(descending: list[int], bound: int) -> list[int]:
-    """Number of items that each rank takes, in descending order, when none may cost more than `bound`."""
+    """Number of items that each rank takes, in descending order, when none may cost more than
+    `bound`."""
     items_of_ranks = []
     start = 0
     while start < len(descending):
@@ -82,5 +85,6 @@ def _checked(costs: Longs, ranks: int) -> Longs:
     if ranks < 1:
         raise ValueError(f"items cannot be placed on {ranks} ranks: there must be at least one")
     if (costs < 0).any():
-        raise ValueError(f"item {int(costs.argmin())} has the negative length or cost {int(costs.min())}")
+        item = int(costs.argmin())
+        raise ValueError(f"item {item} has the negative length or cost {costs[item]}")
     return costs
