@@ -53,11 +53,18 @@ from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microb
 from jaxmllm.config.schema import VisionConfig
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
-from sharding.pipeline.cuts import CutBy, Layer, LayerCost, LayoutName, chain_work, layer_costs, partition
-from sharding.pipeline.graph import Graph, Pool, Ring, Slots, Workload, build_graph
-from sharding.pipeline.schedules.orders import Schedule, asynchronous, efficiency, greedy, lockstep, one_f_one_b
-from sharding.pipeline.schedules.search import ROLLOUTS, lower_bound, search
-from sharding.pipeline.table import slots_needed
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.cuts import CutBy, LayoutName, partition
+from sharding.pipeline.graph import Graph, Pool, Slots, Workload
+from sharding.pipeline.layer_costs import Layer, LayerCost, chain_work, layer_costs
+from sharding.pipeline.ring import Ring
+from sharding.pipeline.schedules.bounds import lower_bound
+from sharding.pipeline.schedules.by_name import fixed_orders
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import one_f_one_b
+from sharding.pipeline.schedules.schedule import Schedule, asynchronous, durations, lockstep
+from sharding.pipeline.schedules.search import ROLLOUTS, search
+from sharding.pipeline.slots import slots_needed
 
 MODEL = WORKLOAD_MODEL.model_copy(
     update={
@@ -248,7 +255,9 @@ def make_schedule(variant: Variant, graph: Graph, live: int | None = None, rollo
     if variant.fixed:
         return one_f_one_b(graph)
     slots = make_slots(graph, live)
-    return search(graph, slots, rollouts=rollouts).schedule if variant.searched else greedy(graph, slots)
+    return (
+        search(graph, fixed_orders(), slots, rollouts=rollouts).schedule if variant.searched else greedy(graph, slots)
+    )
 
 
 def waiting_bytes(schedule: Schedule) -> float:
@@ -274,6 +283,15 @@ def waiting_bytes(schedule: Schedule) -> float:
         }
         total += 2 * count * numbers.get(pool, rows[chain] * widths[chain])
     return float(total)
+
+
+def efficiency(schedule: Schedule, makespan: int) -> float:
+    """The busiest rank's work over a makespan."""
+    graph = schedule.graph
+    work = [0] * graph.ring.stages
+    for rank, duration in zip(graph.stage, durations(schedule), strict=True):
+        work[rank] += duration
+    return max(work) / makespan
 
 
 def measure(
@@ -320,11 +338,11 @@ def measure_search(
         slots = make_slots(graph, live)
         simple = lockstep(greedy(graph, slots))
         began = time.process_time()
-        search(graph, slots, rollouts=0)
+        search(graph, fixed_orders(), slots, rollouts=0)
         ready = time.process_time()
-        searched = search(graph, slots, rollouts=rollouts)
+        searched = search(graph, fixed_orders(), slots, rollouts=rollouts)
         seconds, start = time.process_time() - ready, ready - began
-        best = min(searched.lockstep, search(graph, slots, rollouts=long, seed=1).lockstep)
+        best = min(searched.lockstep, search(graph, fixed_orders(), slots, rollouts=long, seed=1).lockstep)
         near = [number for number, cost in enumerate(searched.history) if cost <= WITHIN * best]
         wait = start + (seconds - start) * near[0] / max(1, searched.rollouts) if near else float("inf")
         gaps = simple / best - 1, searched.lockstep / best - 1, best / lower_bound(graph) - 1

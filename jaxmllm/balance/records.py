@@ -247,7 +247,7 @@ class PipelineRun:
 
     microbatches: dict[str, tuple[int, int]]  # by phase: first, count
     table: Ints  # [T, S, columns]; see sharding/pipeline/table.py
-    moves: Ints  # [T, wires]
+    wire_active: Ints  # [T, wires]
 
 
 @dataclass(frozen=True)

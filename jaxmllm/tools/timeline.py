@@ -1,7 +1,7 @@
 """Draw a pipeline's schedule: every rank's operations over time, coloured by component and kind.
 
     jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
-    jaxmllm timeline --table FILE [--names vision language]
+    jaxmllm timeline --table FILE
 
 The first plans a batch of jaxmllm/tools/workload.py on its model; operations are as wide as their FLOPs, a tick as
 its longest operation. The second draws a saved table, which knows no times: ticks are equally wide. Writes
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,19 +32,16 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.tools.output import FAINT, INK, Page, command_parser, html_table, new_figure, print_table, write_picture
 from jaxmllm.tools.workload import MODEL, PHASES, generate
-from sharding.pipeline.cuts import Layer, chain_work, layer_costs, partition
-from sharding.pipeline.graph import Graph, Kind, PipelineError, Workload, build_graph
-from sharding.pipeline.schedules.orders import (
-    Schedule,
-    asynchronous,
-    durations,
-    gpipe,
-    greedy,
-    interleaved,
-    lockstep,
-    one_f_one_b,
-)
-from sharding.pipeline.schedules.search import search
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.cuts import partition
+from sharding.pipeline.graph import Kind, Workload
+from sharding.pipeline.layer_costs import Layer, chain_work, layer_costs
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.by_name import SCHEDULES
+from sharding.pipeline.schedules.schedule import Schedule, asynchronous, durations, lockstep
+from sharding.pipeline.schedules.search import ROLLOUTS
+from sharding.pipeline.table_file import load_tables
+from sharding.pipeline.table_spec import operation_of
 
 NAME = "pipeline"  # of the picture and the page
 HUES: Final = {"vision": "#0072B2", "audio": "#009E73", "language": "#D55E00"}  # after Okabe and Ito
@@ -65,13 +62,6 @@ NARROW = 0.012  # of the picture: too narrow for a number
 ROWS: Final = {"vision": 16_384, "audio": 16_384, "language": 8192}  # slots of generated rows
 EXAMPLES = 9  # of a generated microbatch
 UNIT = 10**9  # FLOPs
-SCHEDULES: Final[Mapping[str, Callable[[Graph], Schedule]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "greedy": greedy,
-    "search": lambda graph: search(graph).schedule,
-}
 
 
 @dataclass(frozen=True)
@@ -127,32 +117,32 @@ def of_schedule(schedule: Schedule, title: str) -> Timeline:
     return Timeline(title, graph.ring.stages, tuple(bars), tuple(edges), "PFLOP", note)
 
 
-def of_table(path: Path, names: Sequence[str]) -> Timeline:
-    """A table as Table.save (sharding/pipeline/table.py) wrote it.
+def of_table(path: Path) -> Timeline:
+    """Tables that a run, or this command, saved; the runs of a step one after another.
 
     Raises:
-      PipelineError: the file is no table, or has more components than names.
+      PipelineError: the file holds no tables.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            rows = file["rows"]
-    except (OSError, KeyError, ValueError) as error:
-        raise PipelineError(f"{path} is not a schedule table: {error}") from error
-    action, chunk, microbatch = ACTION, CHUNK, MICROBATCH
+    tables = load_tables(path)
+    rows = np.concatenate(tables.rows)
+    columns = tables.columns
     bars = []
-    for tick, rank in zip(*np.nonzero(rows[..., action] > 0), strict=True):
+    for tick, rank in zip(*np.nonzero(rows[..., columns["action"]] > 0), strict=True):
         row = rows[tick, rank]
-        component, kind = divmod(int(row[action]) - 1, len(Kind))
-        if component >= len(names):
-            raise PipelineError(f"{path} has a component {component}, but --names has {' '.join(names)}")
+        component, kind = operation_of(int(row[columns["action"]]))
         bars.append(
-            Bar(int(rank), float(tick), 1.0, names[component], Kind(kind), int(row[chunk]), int(row[microbatch]))
+            Bar(
+                rank=int(rank),
+                start=float(tick),
+                length=1.0,
+                component=tables.components[component],
+                kind=Kind(kind),
+                chunk=int(row[columns["chunk"]]),
+                microbatch=int(row[columns["microbatch"]]),
+            )
         )
     edges = tuple(float(tick) for tick in range(len(rows) + 1))
     return Timeline(f"{path.name}, {len(rows)} ticks", rows.shape[1], tuple(bars), edges, "ticks")
-
-
-ACTION, CHUNK, MICROBATCH = 0, 1, 5  # columns of every table, see TableSpec.columns
 
 
 # ---------------------------------------------------------------------------- drawing
@@ -277,7 +267,7 @@ def plan_generated(layout: str, schedule: str, stages: int, microbatches: int, s
     graph = build_graph(ring, Workload(tuple(work), plan), split=split)
     what = f"{schedule} with split backward" if split else schedule
     title = f"{what}, layout {layout}, {stages} ranks, {len(plan)} microbatches"
-    return of_schedule(SCHEDULES[schedule](graph), title)
+    return of_schedule(SCHEDULES[schedule].make(graph, None, ROLLOUTS), title)
 
 
 def _layers(phase: str, squares: int) -> list[Layer]:
@@ -321,7 +311,6 @@ def main(command: Sequence[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--generated", action="store_true", help="plan a generated batch")
     source.add_argument("--table", type=Path, help="a saved table")
-    parser.add_argument("--names", nargs="+", default=list(PHASES), help="components of the table, encoders first")
     parser.add_argument("--layout", choices=("chain", "segments", "parallel"), default="segments")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="greedy")
     parser.add_argument("--split", action="store_true", help="split backward into input and weight gradients")
@@ -336,7 +325,7 @@ def main(command: Sequence[str] | None = None) -> int:
                 options.layout, options.schedule, options.stages, options.microbatches, options.seed, options.split
             )
         else:
-            timeline = of_table(options.table, options.names)
+            timeline = of_table(options.table)
     except (PipelineError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.training.messages import WarningLog
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import MeshError
-from sharding.pipeline.graph import PipelineError
+from sharding.pipeline.ring import PipelineError
 
 # What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)

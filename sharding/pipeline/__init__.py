@@ -1,9 +1,8 @@
 """Pipelines as tables: stages, schedules, schedule tables and the one executor that runs them all.
 
-partition.py  layers -> Partition            which layers lie on which stage rank
-graph.py      Ring, Workload -> Graph        the operations of one batch, what each waits for, how long it takes
-schedule.py   Graph -> Schedule              which rank does what in which tick; what that costs
-search.py     Graph -> Schedule              the same, searched
-table.py      Schedule -> Table              int32 rows with slots and edges; the validator
-executor.py   Table, parameters, rows -> loss and gradients
+layers --cuts--> Ring                        ring.py, layer_costs.py, cuts.py
+Ring, work of a batch --> Graph              graph.py, build_graph.py: operations and what each waits for
+Graph --> Schedule                           schedules/: which rank does what in which tick
+Schedule --> Table                           table_spec.py, slots.py, table.py; proven by validator.py
+Table, parameters, rows --> loss, gradients  executor/
 """

@@ -24,17 +24,19 @@ from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_micro
 from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig
 from jaxmllm.phases import LANGUAGE
-from sharding.pipeline.graph import ChainWork, Graph, PipelineError, Pool, Slots, Workload, build_graph
-from sharding.pipeline.schedules.orders import Schedule, durations, gpipe, greedy, interleaved, lockstep, one_f_one_b
-from sharding.pipeline.schedules.search import search
-from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
-from sharding.pipeline.validate import validate
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.graph import ChainWork, Graph, Pool, Slots, Workload
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.by_name import scheduler_of
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.schedule import Schedule, durations, lockstep
+from sharding.pipeline.slots import keep_residuals, slots_needed
+from sharding.pipeline.table import Table, make_table
+from sharding.pipeline.table_spec import TableSpec
+from sharding.pipeline.validator import validate
 
 STEPS = 1024  # attention of a row is counted in such parts of what one item that fills it takes
 WORK_BITS = 50  # of an example's work, at most
-
-
-FIXED = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,13 @@ def _parts(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipelin
 def _part(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> _Part:
     """Raises `PipelineError` when a run cannot hold the examples."""
     wanted = max(1, min(round(pipeline.microbatches * len(examples) / pipeline.examples), pipeline.rows[LANGUAGE]))
-    placed = place(examples, items, spec, wanted, pipeline.config.deferral, pipeline.tables.fan)
+    placed = place(examples, items, spec, wanted, pipeline.config.deferral, pipeline.tables.rows_read)
     for encoder, name in enumerate(placed.arrivals):
-        if placed.fan[encoder] > pipeline.tables.fan[encoder]:
+        if placed.fan[encoder] > pipeline.tables.rows_read[encoder]:
             raise PipelineError(
-                f"a microbatch reads {placed.fan[encoder]} rows of {name}, room is for {pipeline.tables.fan[encoder]}: "
-                f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities"
+                f"a microbatch reads {placed.fan[encoder]} rows of {name}, room is for "
+                f"{pipeline.tables.rows_read[encoder]}: raise pipeline.encoder_rows_per_microbatch or "
+                f"phases.{name}.capacities"
             )
     for name, rows in placed.phases.items():
         if rows.count > pipeline.rows[name]:
@@ -312,7 +315,8 @@ def graph_of(placed: Placed, pipeline: PipelineSpec) -> Graph:
 def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, bool]:
     """The configured schedule, or the greedy one where its order cannot be kept or does not fit the slots; its table;
     and whether it is the greedy one instead of another."""
-    tables, fixed = pipeline.tables, pipeline.backward and pipeline.config.schedule in FIXED
+    tables = pipeline.tables
+    fixed = pipeline.backward and not scheduler_of(pipeline.config.schedule).keeps_slots
     try:
         schedule = schedule_of(graph, pipeline)
         return schedule, make_table(schedule, tables), False
@@ -329,11 +333,10 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     Raises `PipelineError` when its order cannot be kept in this batch or, if greedy, does not fit the slots.
     """
     slots = pipeline.tables.slots
-    if pipeline.backward and pipeline.config.schedule in FIXED:
-        return _residuals_kept(FIXED[pipeline.config.schedule](graph), slots)
-    if pipeline.backward and pipeline.config.schedule == "search":
-        return _residuals_kept(search(graph, slots, rollouts=pipeline.config.rollouts).schedule, slots)
-    return _residuals_kept(greedy(graph, slots), slots)
+    if not pipeline.backward:
+        return _residuals_kept(greedy(graph, slots), slots)
+    schedule = scheduler_of(pipeline.config.schedule).make(graph, slots, pipeline.config.rollouts)
+    return _residuals_kept(schedule, slots)
 
 
 def _residuals_kept(schedule: Schedule, slots: Slots) -> Schedule:
@@ -349,7 +352,7 @@ def _runs(parts: list[_Part]) -> tuple[PipelineRun, ...]:
             PipelineRun(
                 {name: (first[name], count) for name, count in counts.items()},
                 part.table.rows[used],
-                part.table.moves[used],
+                part.table.wire_active[used],
             )
         )
         first = {name: first[name] + count for name, count in counts.items()}

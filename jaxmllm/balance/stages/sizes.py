@@ -21,10 +21,13 @@ from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_roo
 from jaxmllm.balance.stages.plan import ChainCosts, PipelineSpec, Placed, graph_of, place, schedule_of
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
 from jaxmllm.phases import LANGUAGE
-from sharding.pipeline.cuts import Layer, LayerCost, chunk_costs, layer_costs, partition
-from sharding.pipeline.graph import Chain, PipelineError, Pool, Ring, Slots
-from sharding.pipeline.schedules.orders import Schedule
-from sharding.pipeline.table import TableSpec, slots_needed
+from sharding.pipeline.cuts import partition
+from sharding.pipeline.graph import Pool, Slots
+from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
+from sharding.pipeline.ring import Chain, PipelineError, Ring
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.table_spec import TableSpec
 
 FILL = 0.9  # of the slots of an average microbatch's rows
 SCHEDULED = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
@@ -235,7 +238,7 @@ def _fitted(wide: PipelineSpec, placed: Sequence[Placed]) -> PipelineSpec:
     slots = {}
     for (pool, chain), most in budget.items():
         # Enough for two microbatches, of which one reads what the other one does.
-        least = 2 * wide.tables.ring.chains[chain].chunks_per_rank * [*wide.tables.fan, 1][chain]
+        least = 2 * wide.tables.ring.chains[chain].chunks_per_rank * [*wide.tables.rows_read, 1][chain]
         slots[pool, chain] = min(most, max(least, with_head_room(needed.get((pool, chain), 0), 1)))
         if pool in (Pool.RESIDUAL, Pool.PENDING):
             slots[pool, chain] = most

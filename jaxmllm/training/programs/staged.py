@@ -37,9 +37,10 @@ from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
-from sharding.pipeline.executor.executor import Component, Inputs, TableArrays, make_executor
+from sharding.pipeline.executor.component import Component, Inputs, TableArrays
+from sharding.pipeline.executor.executor import make_executor
 from sharding.pipeline.executor.gradient import Params
-from sharding.pipeline.graph import Chain
+from sharding.pipeline.ring import Chain
 from sharding.pools import take_rows
 
 STAGE = "stage"
@@ -235,8 +236,8 @@ class StagedPrograms(Programs):
     def _abstract_table(self, pipeline: PipelineSpec) -> TableArrays:
         tables = pipeline.tables
         shape: Any = (tables.ticks, tables.ring.stages, len(tables.columns))
-        moves = self._replicated((tables.ticks, len(tables.wires)), np.int32)
-        found: Any = (self._replicated(shape, np.int32), moves, self._scalar(np.int32))
+        wire_active = self._replicated((tables.ticks, len(tables.wires)), np.int32)
+        found: Any = (self._replicated(shape, np.int32), wire_active, self._scalar(np.int32))
         return TableArrays(*found)
 
     # ------------------------------------------------------------------ transfer
@@ -261,7 +262,7 @@ class StagedPrograms(Programs):
         count = len(run.table)
         padding = ((0, tables.ticks - count), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
-        return TableArrays(put(rows), put(np.pad(run.moves, padding)), put(np.array(count, np.int32)))
+        return TableArrays(put(rows), put(np.pad(run.wire_active, padding)), put(np.array(count, np.int32)))
 
 
 def _failed(rows: Mapping[str, Any], pieces: Pieces) -> jax.Array:

@@ -108,7 +108,7 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
         columns = pipeline.tables.columns
         for run in plan.runs:
             rows = run.table.reshape(-1, len(columns))
-            tallied = rows[rows[:, columns["tally"]] > 0, columns["microbatch"]]
+            tallied = rows[rows[:, columns["count_loss"]] > 0, columns["microbatch"]]
             assert sorted(tallied) == list(range(run.microbatches["language"][1]))
             kinds = {(action - 1) % len(Kind) for action in rows[:, columns["action"]].tolist() if action}
             assert pipeline.backward or kinds == {Kind.FORWARD}
@@ -120,7 +120,7 @@ def test_tokens_lie_where_microbatches_look_for_them(case, seed):
     """The buffer of a microbatch, token by token, against what arrival says."""
     made, items = CASES[case], random_batch(seed)
     pipeline, vision, ranks = made.training, items.phases["vision"], made.spec.phases["language"].ranks
-    placed = place(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.fan)
+    placed = place(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read)
     rows, language, arrivals = placed.phases["vision"], placed.phases["language"], placed.arrivals["vision"]
     per_row = made.spec.phases["vision"].capacities[0] // PER_TOKEN
     held = np.full((rows.count, ranks, per_row), -1)

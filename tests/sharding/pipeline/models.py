@@ -10,11 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding.mesh import make_mesh
-from sharding.pipeline.executor.executor import Component, Inputs, Outputs, Params, TableArrays, make_executor
-from sharding.pipeline.graph import Chain, ChainWork, Pool, Ring, Workload
-from sharding.pipeline.schedules.orders import Schedule
-from sharding.pipeline.table import TableSpec, make_table
-from sharding.pipeline.validate import validate
+from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
+from sharding.pipeline.executor.executor import make_executor
+from sharding.pipeline.executor.gradient import Params
+from sharding.pipeline.graph import ChainWork, Graph, Pool, Workload
+from sharding.pipeline.ring import Chain, Ring
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.slots import keep_residuals, slots_needed
+from sharding.pipeline.table import Table, make_table
+from sharding.pipeline.table_spec import TableSpec
+from sharding.pipeline.validator import validate
 
 REPLICAS, PATCHES, TEXT, VOCABULARY = 2, 4, 8, 11
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
@@ -243,6 +249,15 @@ def workload_of(
     return Workload(tuple(works), tuple(map(tuple, inputs)))
 
 
+def padded_table_of(graph: Graph) -> Table:
+    """A greedy table with two slots for residuals of language, and three idle ticks at its end."""
+    schedule = greedy(graph)
+    slots = slots_needed([schedule]) | {(Pool.RESIDUAL, 1): 2}
+    schedule = keep_residuals(schedule, slots)
+    spec = TableSpec(graph.ring, slots, len(schedule.ticks) + 3, (4,) * len(graph.ring.encoders))
+    return make_table(schedule, spec)
+
+
 # ---------------------------------------------------------------------------- running
 
 
@@ -263,8 +278,8 @@ class Program:
         workload, ring = schedule.graph.workload, self.spec.ring
         table = make_table(schedule, self.spec)
         validate(table, schedule.graph)
-        batch = rows(ring, workload, self.sizes, self.spec.fan, seed)
-        (loss, sums), (layers, outer) = unpipelined(ring, workload, self.spec.fan, self.layers, self.outer, batch)
+        batch = rows(ring, workload, self.sizes, self.spec.rows_read, seed)
+        (loss, sums), (layers, outer) = unpipelined(ring, workload, self.spec.rows_read, self.layers, self.outer, batch)
         found = self.run(TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch)))
         np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
         np.testing.assert_allclose(found.sums["right"], sums["right"])

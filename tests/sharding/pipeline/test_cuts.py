@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.cuts import Layer, chain_work, chunk_costs, cut, layer_costs, partition, rank_costs
-from sharding.pipeline.graph import PipelineError
+from sharding.pipeline.cuts import cut, partition
+from sharding.pipeline.layer_costs import Layer, chain_work, chunk_costs, layer_costs
+from sharding.pipeline.ring import PipelineError
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
@@ -118,9 +119,13 @@ def loads(found, layers: dict[str, list[Layer]]) -> tuple[int, ...]:
     assert [chain.name for chain in found.chains] == list(layers)
     for chain in found.chains:
         assert sum(chain.layers) == len(layers[chain.name]) - 2
-    ranks = rank_costs(found, layer_costs(layers))
+    costs = layer_costs(layers)
+    ranks = [0] * found.stages
+    for chain in found.chains:
+        for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
+            ranks[rank] += cost.total
     assert sum(ranks) == sum(layer.linear for each in layers.values() for layer in each)
-    return ranks
+    return tuple(ranks)
 
 
 def chain_of(found, name: str):

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sharding.pipeline.graph import Chain, ChainWork, Kind, Ring, Workload, build_graph
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.graph import ChainWork, Kind, Workload
+from sharding.pipeline.ring import Chain, Ring
 from sharding.pipeline.schedules.orders import one_f_one_b
-from sharding.pipeline.table import TableSpec, make_table, slots_needed
+from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.table import make_table
+from sharding.pipeline.table_spec import TableSpec
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "pipelines.md"
 SHOWN = {
@@ -18,7 +22,7 @@ SHOWN = {
     "gradient": "gradient",
     "output": "output",
     "tokens": "tokens.0.0",
-    "share": "share.0.0",
+    "grad_slot": "grad_slot.0.0",
     "receive input": "receive.input.1",
     "receive gradient": "receive.gradient.1",
 }

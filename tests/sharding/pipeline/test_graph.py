@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sharding.pipeline.graph import Chain, ChainWork, Kind, PipelineError, Pool, Ring, Workload, build_graph
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.graph import ChainWork, Kind, Pool, Workload
+from sharding.pipeline.ring import Chain, PipelineError, Ring
 from tests.sharding.pipeline.models import ALL, HEAD, NONE, ring_of, workload_of
 
 
@@ -131,5 +133,5 @@ def test_gradients_need_something_to_come_from():
     with pytest.raises(PipelineError, match="chunk 0 of vision has a backward for microbatch 0, but chunk 1"):
         build_graph(RING, Workload((first_only, work(2, 1)), (((0, 0),),)))
     ring = Ring(2, (dataclasses.replace(RING.chains[0], head_only=True), RING.chains[1]))
-    with pytest.raises(PipelineError, match="behind its last layer only"):
+    with pytest.raises(PipelineError, match="only after its last layer"):
         build_graph(ring, DEFERRED)

@@ -1,214 +1,32 @@
-"""Tables: slots, files, and that the validator names whatever is wrong with one."""
+"""Tables: padding, and schedules that a table has no room for."""
 
-import dataclasses
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sharding.pipeline.graph import Kind, PipelineError, Pool, build_graph
-from sharding.pipeline.schedules.orders import greedy, interleaved
-from sharding.pipeline.table import Table, TableSpec, keep_residuals, make_table, slots_needed
-from sharding.pipeline.validate import validate
-from tests.sharding.pipeline.models import ring_of, workload_of
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.table import make_table
+from sharding.pipeline.table_spec import TableSpec
+from tests.sharding.pipeline.models import padded_table_of, ring_of, workload_of
 
 RING = ring_of("segments", 4)
 GRAPH = build_graph(RING, workload_of(RING, 6, seed=1), split=True)
-FAN = (4,)
 
 
-def made(graph=GRAPH, ticks=None) -> Table:
-    schedule = greedy(graph)
-    slots = slots_needed([schedule]) | {(Pool.RESIDUAL, 1): 2}
-    schedule = keep_residuals(schedule, slots)
-    fan = tuple(4 for _ in graph.ring.encoders)
-    return make_table(schedule, TableSpec(graph.ring, slots, ticks or len(schedule.ticks) + 3, fan))
-
-
-TABLE = made()
-
-
-def changed(table: Table, tick: int, rank: int, column: str, value: int) -> Table:
-    rows = table.rows.copy()
-    rows[tick, rank, table.spec.columns[column]] = value
-    return dataclasses.replace(table, rows=rows)
-
-
-def find(table: Table, wanted: dict[str, int | None]) -> tuple[int, int]:
-    """Tick and rank of the first row with some values by column; None stands for any slot."""
-    match = np.ones(table.rows.shape[:2], bool)
-    match[table.count :] = False
-    for column, value in wanted.items():
-        cells = table.rows[..., table.spec.columns[column]]
-        match &= cells >= 0 if value is None else cells == value
-    tick, rank = np.argwhere(match)[0]
-    return int(tick), int(rank)
-
-
-def action(chain: int, kind: Kind) -> int:
-    return 1 + len(Kind) * chain + kind
-
-
-def test_a_good_table_is_good():
-    validate(TABLE, GRAPH)
-    assert (TABLE.rows[TABLE.count :, :, 0] == 0).all()
-
-
-# What is changed in the first row that has certain values, to what, and what the validator says.
-FORWARD, BACK, WEIGHT = (action(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
-TOWER, TOWER_BACK = action(0, Kind.FORWARD), action(0, Kind.INPUT_GRADIENT)
-WRONG = {
-    "operation left out": ({"action": WEIGHT}, "action", 0, "leaves out weight gradient"),
-    "operation of another component": ({"action": FORWARD}, "action", TOWER, "forward of vision .* was done before"),
-    "no such action": ({"action": FORWARD}, "action", 99, "action 99, which does not exist"),
-    "no such chunk": ({"action": FORWARD}, "chunk", 7, "chunk 7 of language, which it does not hold"),
-    "no such microbatch": ({"action": FORWARD}, "microbatch", 40, "not in this batch"),
-    "done twice": ({"action": FORWARD, "microbatch": 1}, "microbatch", 0, "was done before"),
-    "layers": ({"action": FORWARD}, "layers", 9, "layers 9 instead of"),
-    "first": ({"action": FORWARD, "first": 1}, "first", 0, "first 0 instead of 1"),
-    "last": ({"action": TOWER, "last": 1}, "last", 0, "last 0 instead of 1"),
-    "loss counted twice": ({"action": FORWARD, "first": 0}, "tally", 1, "tally 1 instead of 0"),
-    "loss not counted": ({"action": BACK, "last": 1}, "tally", 0, "tally 0 instead of 1"),
-    "input from a wrong slot": ({"action": FORWARD, "input": 1}, "input", 0, "needs the input of language"),
-    "slot that does not exist": ({"action": FORWARD, "input": 0}, "input", 99, "input slot 99 of language"),
-    "gradient from a wrong slot": ({"action": BACK, "gradient": 0}, "gradient", 1, "needs the gradient of language"),
-    "tokens from a wrong slot": ({"action": FORWARD, "tokens.0.0": 0}, "tokens.0.0", 1, "needs the tokens of vision"),
-    "tokens of nobody": ({"action": FORWARD, "first": 1, "tokens.0.3": -1}, "tokens.0.3", 0, "which this microbatch"),
-    "share of a wrong slot": ({"action": BACK, "fresh.0.0": 0}, "share.0.0", 99, "slot 99 of vision"),
-    "share added to nothing": ({"action": BACK, "fresh.0.0": 1}, "fresh.0.0", 0, "adds to token gradient slot"),
-    "share that replaces another": ({"action": BACK, "fresh.0.0": 0}, "fresh.0.0", 1, "from language microbatches"),
-    "residuals of another": ({"action": BACK, "kept": None}, "kept", 5, "slot 5 of language, of which there are 2"),
-    "residuals not kept": ({"action": FORWARD, "keep": None}, "keep", -1, "needs the residual of language"),
-    "pending of another": ({"action": WEIGHT, "pending": 0}, "pending", 1, "needs the pending of language"),
-    "nothing received": ({"receive.input.1": None}, "receive.input.1", -1, "needs the input of language"),
-    "received, not sent": ({"action": 0, "receive.gradient.1": -1}, "receive.gradient.1", 0, "sends nothing"),
-    "result stays": ({"action": TOWER, "last": 0}, "output", 0, "sends nothing"),
-    "gradient not sent": ({"send.token_gradient.0": None}, "send.token_gradient.0", -1, "sends nothing"),
-}
-
-
-@pytest.mark.parametrize(("where", "column", "value", "message"), WRONG.values(), ids=WRONG)
-def test_the_validator_names_what_is_wrong(where, column, value, message):
-    tick, rank = find(TABLE, where)
-    with pytest.raises(PipelineError, match=message):
-        validate(changed(TABLE, tick, rank, column, value), GRAPH)
-
-
-def test_a_wire_that_does_not_move():
-    moves = TABLE.moves.copy()
-    tick, wire = np.argwhere(moves)[0]
-    moves[tick, wire] = 0
-    with pytest.raises(PipelineError, match=f"tick {tick}, rank .* sends nothing on it"):
-        validate(dataclasses.replace(TABLE, moves=moves), GRAPH)
-
-
-def test_a_table_cut_short():
-    with pytest.raises(PipelineError, match="leaves out"):
-        validate(dataclasses.replace(TABLE, count=TABLE.count - 1), GRAPH)
-    with pytest.raises(PipelineError, match="room is for"):
-        validate(dataclasses.replace(TABLE, count=TABLE.spec.ticks + 1), GRAPH)
-
-
-def test_a_table_of_another_batch():
-    other = build_graph(RING, workload_of(RING, 6, seed=2), split=True)
-    with pytest.raises(PipelineError):
-        validate(TABLE, other)
-    with pytest.raises(PipelineError, match="another ring"):
-        validate(TABLE, build_graph(ring_of("chain", 4), workload_of(ring_of("chain", 4), 2)))
-
-
-@given(st.integers(0, 10_000))
-def test_ticks_change_places_only_if_nothing_waits(seed):
-    """Two ticks exchanged: accepted only when no operation or edge of them depends on another in between."""
-    random = np.random.default_rng(seed)
-    first, second = sorted(random.choice(TABLE.count, 2, replace=False).tolist())
-    order = np.arange(TABLE.spec.ticks)
-    order[[first, second]] = second, first
-    swapped = dataclasses.replace(TABLE, rows=TABLE.rows[order], moves=TABLE.moves[order])
-    tick = {}
-    for t in range(TABLE.count):
-        for rank in range(4):
-            row = dict(zip(TABLE.spec.columns, swapped.rows[t, rank].tolist(), strict=True))
-            if row["action"]:
-                c, kind = divmod(row["action"] - 1, len(Kind))
-                chain = RING.chains[c]
-                depth = next(d for d in range(chain.depth) if (chain.stages[d], chain.local(d)) == (rank, row["chunk"]))
-                tick[GRAPH.number[kind, c, depth, row["microbatch"]]] = t
-    late = any(tick[n] + ticks > tick[after] for n in range(GRAPH.size) for after, ticks in GRAPH.successors[n]) or any(
-        tick[n] >= tick[after] for n in range(GRAPH.size) for *_, after in GRAPH.returns[n]
-    )
-    try:
-        validate(swapped, GRAPH)
-    except PipelineError:
-        return
-    assert not late
-
-
-@given(st.integers(0, 1000), st.booleans())
-def test_no_more_slots_than_values_that_live_at_once(seed, split):
-    graph = build_graph(RING, workload_of(RING, 5, seed=seed), split=split)
-    schedule = interleaved(graph)
-    when = {int(n): t for t, row in enumerate(schedule.ticks) for n in row if n >= 0}
-    needed = slots_needed([schedule])
-    for c, depths in ((0, 4), (1, 8)):
-        for rank in range(4):
-            live = np.zeros(len(schedule.ticks) + 1, int)
-            for d in range(1, depths):
-                for m in range(graph.workload.chains[c].shape[1]):
-                    if RING.chains[c].stages[d] == rank:
-                        first = graph.number[Kind.FORWARD, c, d - 1, m]
-                        kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-                        live[when[first] + 1 : when[graph.number[kind, c, d, m]] + 1] += 1
-            assert live.max() <= needed[Pool.INPUT, c]
-    with pytest.raises(PipelineError, match=r"needs more than .* input slots of language"):
-        slots = needed | {(Pool.INPUT, 1): needed[Pool.INPUT, 1] - 1}
-        make_table(schedule, TableSpec(RING, slots, 500, FAN))
-
-
-def test_files(tmp_path):
-    path = tmp_path / "table.npz"
-    TABLE.save(path)
-    found = Table.load(path, TABLE.spec)
-    assert found.count == TABLE.count
-    np.testing.assert_array_equal(found.rows, TABLE.rows)
-    np.testing.assert_array_equal(found.moves, TABLE.moves)
-
-
-LAYERS = dataclasses.replace(RING.chains[1], layers=(2,) * 8)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ticks": 1000},
-        {"fan": (5,)},
-        {"slots": TABLE.spec.slots | {(Pool.INPUT, 0): 50}},
-        {"ring": dataclasses.replace(RING, chains=(RING.chains[0], LAYERS))},
-    ],
-    ids=["ticks", "fan", "slots", "ring"],
-)
-def test_a_file_of_another_configuration(tmp_path, change):
-    TABLE.save(tmp_path / "table.npz")
-    with pytest.raises(PipelineError, match="table of another configuration"):
-        Table.load(tmp_path / "table.npz", dataclasses.replace(TABLE.spec, **change))
-
-
-def test_a_file_that_is_none(tmp_path):
-    (tmp_path / "table.npz").write_text("steps: 3")
-    with pytest.raises(PipelineError, match="is not a schedule table"):
-        Table.load(tmp_path / "table.npz", TABLE.spec)
-    np.savez(tmp_path / "other.npz", rows=np.zeros(3))
-    with pytest.raises(PipelineError, match="is not a schedule table"):
-        Table.load(tmp_path / "other.npz", TABLE.spec)
+def test_a_table_ends_with_idle_ticks():
+    table = padded_table_of(GRAPH)
+    assert len(table.rows) == table.spec.ticks == table.count + 3
+    assert (table.rows[table.count :, :, table.spec.columns["action"]] == 0).all()
+    assert not table.wire_active[table.count :].any()
 
 
 def test_tables_that_do_not_fit():
     schedule = greedy(GRAPH)
     slots = slots_needed([schedule])
     with pytest.raises(PipelineError, match=f"{len(schedule.ticks)} ticks for tables of 7; raise the ticks"):
-        make_table(schedule, TableSpec(RING, slots, 7, FAN))
+        make_table(schedule, TableSpec(RING, slots, 7, (4,)))
     with pytest.raises(PipelineError, match="sub-microbatches of vision, the tables have room for 0"):
         make_table(schedule, TableSpec(RING, slots, 500, (0,)))
     with pytest.raises(PipelineError, match="another ring"):
-        make_table(schedule, TableSpec(ring_of("chain", 4), slots, 500, FAN))
+        make_table(schedule, TableSpec(ring_of("chain", 4), slots, 500, (4,)))

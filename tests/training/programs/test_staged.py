@@ -260,7 +260,7 @@ def test_settings_that_cannot_be(data, changes, words):
 
 
 @pytest.mark.parametrize(
-    "changes, key", [({"fan": (0, 0)}, "encoder_rows_per_microbatch"), ({"slots": {}}, "microbatches_in_flight")]
+    "changes, key", [({"rows_read": (0, 0)}, "encoder_rows_per_microbatch"), ({"slots": {}}, "microbatches_in_flight")]
 )
 def test_an_example_that_no_run_holds(data, changes, key):
     made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})

@@ -14,10 +14,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import make_mesh
-from sharding.pipeline.executor.executor import Inputs, Params, TableArrays, make_executor
-from sharding.pipeline.graph import Chain, Kind, PipelineError, Pool, Ring, build_graph
-from sharding.pipeline.schedules.orders import follow, gpipe, greedy, interleaved, one_f_one_b
-from sharding.pipeline.table import keep_residuals, make_table
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.executor.component import Inputs, TableArrays
+from sharding.pipeline.executor.executor import make_executor
+from sharding.pipeline.executor.gradient import Params
+from sharding.pipeline.graph import Kind, Pool
+from sharding.pipeline.ring import Chain, PipelineError, Ring
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
+from sharding.pipeline.schedules.ticks import follow
+from sharding.pipeline.slots import keep_residuals
+from sharding.pipeline.table import make_table
 from tests.sharding.pipeline.models import (
     ALL,
     HEAD,
@@ -72,7 +79,7 @@ def test_residuals_kept(split):
     of = segments()
     schedule = greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=3), split=split))
     kept = keep_residuals(schedule, of.spec.slots)
-    assert 0 < len(kept.kept) < sum(kind == Kind.FORWARD for kind in kept.graph.kind)
+    assert 0 < len(kept.keepers) < sum(kind == Kind.FORWARD for kind in kept.graph.kind)
     of.check(kept, seed=3)
 
 
@@ -104,7 +111,7 @@ def test_one_compilation():
     for seed in range(20):
         graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1 + seed % 6, seed=seed), split=bool(seed % 3))
         table = make_table((gpipe, interleaved, greedy)[seed % 3](graph), of.spec)
-        batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.fan, seed)
+        batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read, seed)
         assert np.isfinite(of.run(TableArrays.of(table), inputs(of.spec.ring, of.layers, of.outer, batch)).loss)
     assert of.run._cache_size() == 1
 
@@ -212,7 +219,7 @@ def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
         of = program(ring, (ALL, ALL), (2 * microbatches, microbatches), slots=4)
         graph = build_graph(ring, workload_of(ring, microbatches, defer=False))
         table = make_table(greedy(graph, of.spec.slots), of.spec)
-        batch = rows(ring, graph.workload, of.sizes, of.spec.fan)
+        batch = rows(ring, graph.workload, of.sizes, of.spec.rows_read)
         arrays = inputs(ring, of.layers, of.outer, batch)
         compiled = of.run.lower(TableArrays.of(table), arrays).compile()
         found.add(compiled.memory_analysis().temp_size_in_bytes)
@@ -226,7 +233,7 @@ def test_idle_table_computes_nothing():
     of = segments()
     graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1, seed=1, most=0))
     table = make_table(greedy(graph), of.spec)
-    batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.fan)
+    batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read)
     arrays = TableArrays.of(table)._replace(ticks=jnp.asarray(0, jnp.int32))
     found = of.run(arrays, inputs(of.spec.ring, of.layers, of.outer, batch))
     assert not any(leaf.any() for leaf in jax.tree.leaves(found))

@@ -8,11 +8,19 @@ import itertools
 import numpy as np
 import pytest
 
-from sharding.pipeline.graph import Chain, ChainWork, Graph, PipelineError, Pool, Ring, Workload, build_graph
-from sharding.pipeline.schedules.orders import gpipe, greedy, interleaved, lockstep, one_f_one_b
-from sharding.pipeline.schedules.search import lower_bound, search
-from sharding.pipeline.table import TableSpec, make_table, slots_needed
-from sharding.pipeline.validate import validate
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.graph import ChainWork, Graph, Pool, Workload
+from sharding.pipeline.ring import Chain, PipelineError, Ring
+from sharding.pipeline.schedules.bounds import lower_bound
+from sharding.pipeline.schedules.by_name import fixed_orders
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
+from sharding.pipeline.schedules.schedule import lockstep
+from sharding.pipeline.schedules.search import search
+from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.table import make_table
+from sharding.pipeline.table_spec import TableSpec
+from sharding.pipeline.validator import validate
 
 
 def make_work(random, depth: int, count: int, most: int) -> ChainWork:
@@ -107,7 +115,7 @@ def test_even_batches_are_solved(microbatches, times, split):
     graph = even_graph(microbatches, times, split)
     best = least_lockstep(graph)
     assert lower_bound(graph) <= best
-    assert search(graph, rollouts=200).lockstep == best
+    assert search(graph, fixed_orders(), rollouts=200).lockstep == best
 
 
 def test_tiny_uneven_batches_are_nearly_solved():
@@ -117,14 +125,14 @@ def test_tiny_uneven_batches_are_nearly_solved():
         graph = tiny_graph(seed, split)
         best = least_lockstep(graph)
         assert lower_bound(graph) <= best
-        gaps.append(search(graph, rollouts=100).lockstep / best - 1)
+        gaps.append(search(graph, fixed_orders(), rollouts=100).lockstep / best - 1)
     assert min(gaps) == 0 and sorted(gaps)[10] < 0.015 and max(gaps) < 0.06
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_searched_schedules_are_proven_and_no_worse_than_others(seed):
     graph = segments_graph(seed)
-    found = search(graph, rollouts=40, seed=seed)
+    found = search(graph, fixed_orders(), rollouts=40, seed=seed)
     prove(graph, found.schedule, slots_needed([found.schedule]))
     assert found.lockstep == lockstep(found.schedule) and found.rollouts == 40
     others = [lockstep(greedy(graph)), lockstep(gpipe(graph)), lockstep(interleaved(graph))]
@@ -134,7 +142,7 @@ def test_searched_schedules_are_proven_and_no_worse_than_others(seed):
 def test_a_chain_starts_from_its_fixed_orders():
     """Without rollouts, the best of greedy, GPipe and 1F1B."""
     graph = even_graph(2, 3, split=False)
-    found = search(graph, rollouts=0)
+    found = search(graph, fixed_orders(), rollouts=0)
     assert found.lockstep == min(lockstep(each(graph)) for each in (greedy, one_f_one_b, gpipe))
 
 
@@ -142,10 +150,10 @@ def test_a_chain_starts_from_its_fixed_orders():
 def test_slots_are_kept_to(room):
     """Fewer slots than the free search would use."""
     graph = segments_graph(3)
-    free = slots_needed([search(graph, rollouts=20).schedule])
+    free = slots_needed([search(graph, fixed_orders(), rollouts=20).schedule])
     slots = {(pool, chain): 2 * room * (2 if chain == 2 else 1) for pool in Pool for chain in range(3)}
     assert any(free[place] > slots[place] for place in free) or room == 4
-    found = search(graph, slots, rollouts=20)
+    found = search(graph, fixed_orders(), slots, rollouts=20)
     assert all(count <= slots[place] for place, count in slots_needed([found.schedule]).items())
     prove(graph, found.schedule, slots)
     assert found.lockstep <= lockstep(greedy(graph, slots))
@@ -153,12 +161,12 @@ def test_slots_are_kept_to(room):
 
 def test_no_room_at_all_is_an_error():
     with pytest.raises(PipelineError, match=r"no schedule fits the slots: .* raise the slots of the pipeline"):
-        search(segments_graph(0), {(Pool.INPUT, 0): 1}, rollouts=5)
+        search(segments_graph(0), fixed_orders(), {(Pool.INPUT, 0): 1}, rollouts=5)
 
 
 def test_the_same_seed_finds_the_same_schedule():
-    first, second = (search(segments_graph(1), rollouts=30, seed=7) for _ in range(2))
-    other = search(segments_graph(1), rollouts=30, seed=8)
+    first, second = (search(segments_graph(1), fixed_orders(), rollouts=30, seed=7) for _ in range(2))
+    other = search(segments_graph(1), fixed_orders(), rollouts=30, seed=8)
     assert np.array_equal(first.schedule.ticks, second.schedule.ticks) and first.lockstep == second.lockstep
     assert not np.array_equal(first.schedule.ticks, other.schedule.ticks)
 
@@ -166,7 +174,7 @@ def test_the_same_seed_finds_the_same_schedule():
 def test_more_rollouts_find_more():
     """On average; a budget is no prefix of a greater one."""
     graphs = [segments_graph(seed) for seed in range(4)]
-    few, many = (sum(search(graph, rollouts=count).lockstep for graph in graphs) for count in (2, 80))
+    few, many = (sum(search(graph, fixed_orders(), rollouts=count).lockstep for graph in graphs) for count in (2, 80))
     assert many < few
 
 
@@ -175,7 +183,7 @@ def test_nothing_left_to_find_ends_a_search():
     ring = Ring(1, (Chain("language", (0,), (4,)),))
     one = np.full((1, 1), 5, np.int64)
     graph = build_graph(ring, Workload((ChainWork(one, one, one, one),), ((),)))
-    found = search(graph, rollouts=10)
+    found = search(graph, fixed_orders(), rollouts=10)
     assert (found.rollouts, found.lockstep, lower_bound(graph)) == (0, 15, 15)
 
 

@@ -1,0 +1,254 @@
+"""From a ring and the work of a batch to the graph of its operations: what waits for what, what occupies which slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sharding.pipeline.graph import Buffer, ChainWork, Graph, Kind, Pool, Workload
+from sharding.pipeline.ring import PipelineError, Ring
+
+NONE = -1  # there is no such operation
+Numbers = list[list[int]]  # by chunk and microbatch of one component: the number of an operation, or NONE
+
+
+def build_graph(ring: Ring, workload: Workload, *, split: bool = False, fused: bool = True) -> Graph:
+    """The operations of a workload on a ring, and what each waits for.
+
+    split: backward operations with both gradients become an INPUT_GRADIENT operation (recompute and input
+    gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
+    fused: the last language chunk has no forward operation where it has a backward: that one computes the
+    forward anyway and yields the loss.
+    Raises `PipelineError` when workload and ring do not fit, or when a gradient would have nowhere to come from.
+    """
+    _check(ring, workload)
+    return _Builder(ring, workload, split, fused).build()
+
+
+# ---------------------------------------------------------------------------- what cannot be
+
+
+def _check(ring: Ring, workload: Workload) -> None:
+    if len(workload.chains) != len(ring.chains):
+        raise PipelineError(f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}")
+    for number in range(len(ring.chains)):
+        _check_chain(ring, workload, number)
+    microbatches = workload.chains[-1].shape[1]
+    if len(workload.inputs) != microbatches:
+        raise PipelineError(
+            f"inputs of {len(workload.inputs)} language microbatches, of which there are {microbatches}"
+        )
+    for microbatch in range(microbatches):
+        _check_inputs(ring, workload, microbatch)
+    consumed = {pair for inputs in workload.inputs for pair in inputs}
+    for encoder, chain in enumerate(ring.encoders):
+        for sub in range(workload.chains[encoder].shape[1]):
+            if (encoder, sub) not in consumed:
+                raise PipelineError(f"no language microbatch consumes sub-microbatch {sub} of {chain.name}")
+
+
+def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
+    chain = ring.chains[number]
+    work = workload.chains[number]
+    if work.shape[0] != chain.depth:
+        raise PipelineError(f"work of {work.shape[0]} chunks for {chain.name}, which has {chain.depth}")
+    if work.shape[1] and work.forward.min() < 1:
+        raise PipelineError(f"{chain.name} has a forward operation of duration {work.forward.min()}; at least 1")
+    backward = (work.input_gradient + work.weight_gradient) > 0
+    orphans = backward[:-1] & ~backward[1:]
+    if orphans.any():
+        depth, microbatch = np.argwhere(orphans)[0]
+        raise PipelineError(
+            f"chunk {depth} of {chain.name} has a backward for microbatch {microbatch}, but chunk {depth + 1}, "
+            f"where its gradient comes from, has none"
+        )
+    if chain.head_only and backward[:-1].any():
+        raise PipelineError(f"{chain.name} is trained only after its last layer, but earlier chunks go backward")
+
+
+def _check_inputs(ring: Ring, workload: Workload, microbatch: int) -> None:
+    inputs = workload.inputs[microbatch]
+    if len(set(inputs)) < len(inputs):
+        raise PipelineError(f"language microbatch {microbatch} names a sub-microbatch twice: {inputs}")
+    for encoder, sub in inputs:
+        if not (0 <= encoder < len(ring.encoders) and 0 <= sub < workload.chains[encoder].shape[1]):
+            raise PipelineError(
+                f"language microbatch {microbatch} consumes sub-microbatch {sub} of encoder {encoder}, "
+                f"which does not exist"
+            )
+        trained = _goes_back(workload.chains[encoder], -1, sub)
+        if trained and not _goes_back(workload.chains[-1], 0, microbatch):
+            raise PipelineError(
+                f"sub-microbatch {sub} of {ring.chains[encoder].name} waits for a gradient from language "
+                f"microbatch {microbatch}, which has no backward"
+            )
+
+
+def _goes_back(work: ChainWork, depth: int, microbatch: int) -> bool:
+    return bool(work.input_gradient[depth, microbatch] + work.weight_gradient[depth, microbatch])
+
+
+# ---------------------------------------------------------------------------- operations and buffers
+
+
+class _Builder:
+    """Collects the columns of a graph.
+
+    By component, chunk and microbatch (`NONE`: no such operation): `forward`, `back` (what computes the input
+    gradient), `weight` (a weight gradient of its own), and `entry` (what reads the chunk's input first: the forward,
+    or the backward where the two are fused).
+    """
+
+    def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool):
+        self.ring = ring
+        self.workload = workload
+        self.split = split
+        self.fused = fused
+        self.operations: list[tuple[int, int, int, int, int, int]] = []  # kind, chain, depth, microbatch, rank, time
+        self.buffers: list[Buffer] = []
+        # By encoder and sub-microbatch: the language microbatches that read it.
+        self.consumers: list[list[list[int]]] = [[[] for _ in range(work.shape[1])] for work in workload.chains]
+        for microbatch, inputs in enumerate(workload.inputs):
+            for encoder, sub in inputs:
+                self.consumers[encoder][sub].append(microbatch)
+        self.forward: list[Numbers] = []
+        self.entry: list[Numbers] = []
+        self.back: list[Numbers] = []
+        self.weight: list[Numbers] = []
+
+    def build(self) -> Graph:
+        for chain in range(len(self.ring.chains)):
+            self._number(chain)
+        size = len(self.operations)
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        self.returns: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
+        for chain in range(len(self.ring.chains)):
+            self._connect(chain)
+        for encoder in range(len(self.ring.encoders)):
+            self._deliver(encoder)
+        kind, chain_column, depth, microbatch, stage, duration = zip(*self.operations, strict=True)
+        return Graph(
+            ring=self.ring,
+            workload=self.workload,
+            kind=kind,
+            chain=chain_column,
+            depth=depth,
+            microbatch=microbatch,
+            stage=stage,
+            duration=duration,
+            waits=self._waits(),
+            group=tuple(self._group(*operation[:4]) for operation in self.operations),
+            successors=tuple(map(tuple, self.successors)),
+            returns=tuple(map(tuple, self.returns)),
+            buffers=tuple(self.buffers),
+        )
+
+    def _waits(self) -> tuple[int, ...]:
+        waits = [0] * len(self.operations)
+        for edges in self.successors:
+            for follower, _ in edges:
+                waits[follower] += 1
+        for shares in self.returns:
+            for _, _, follower in shares:
+                waits[follower] += 1
+        return tuple(waits)
+
+    def _number(self, c: int) -> None:
+        """Give the operations of one component their numbers."""
+        work = self.workload.chains[c]
+        forward_time = work.forward.tolist()
+        recompute_time = work.recompute.tolist()
+        input_time = work.input_gradient.tolist()
+        weight_time = work.weight_gradient.tolist()
+        depths, microbatches = work.shape
+        forward, entry, back, weight = ([[NONE] * microbatches for _ in range(depths)] for _ in range(4))
+        fused = depths - 1 if self.fused and c == len(self.ring.chains) - 1 else NONE
+        for d in range(depths):
+            for m in range(microbatches):
+                x_time = input_time[d][m]
+                w_time = weight_time[d][m]
+                if d == fused and x_time + w_time:
+                    again = forward_time[d][m]
+                else:
+                    forward[d][m] = self._add(Kind.FORWARD, c, d, m, forward_time[d][m])
+                    again = recompute_time[d][m]
+                if self.split and x_time and w_time:
+                    back[d][m] = self._add(Kind.INPUT_GRADIENT, c, d, m, again + x_time)
+                    weight[d][m] = self._add(Kind.WEIGHT_GRADIENT, c, d, m, w_time)
+                elif x_time + w_time:
+                    back[d][m] = self._add(Kind.BACKWARD, c, d, m, again + x_time + w_time)
+                entry[d][m] = forward[d][m] if forward[d][m] != NONE else back[d][m]
+        self.forward.append(forward)
+        self.entry.append(entry)
+        self.back.append(back)
+        self.weight.append(weight)
+
+    def _add(self, kind: Kind, c: int, d: int, m: int, duration: int) -> int:
+        self.operations.append((int(kind), c, d, m, self.ring.chains[c].stages[d], duration))
+        return len(self.operations) - 1
+
+    def _group(self, kind: int, c: int, d: int, m: int) -> int:
+        """The language microbatch that an operation belongs to."""
+        if c == len(self.ring.chains) - 1:
+            return m
+        return (min if kind == Kind.FORWARD else max)(self.consumers[c][m])
+
+    def _connect(self, c: int) -> None:
+        """Edges and buffers inside one component."""
+        chain = self.ring.chains[c]
+        depths, microbatches = self.workload.chains[c].shape
+        for d in range(depths):
+            for m in range(microbatches):
+                forward = self.forward[c][d][m]
+                back = self.back[c][d][m]
+                weight = self.weight[c][d][m]
+                rank = chain.stages[d]
+                if forward != NONE and back != NONE:
+                    self.successors[forward].append((back, 1))
+                if weight != NONE:
+                    self.successors[back].append((weight, 1))
+                    self.buffers.append(Buffer(Pool.PENDING, c, d, m, rank, (back,), (weight,)))
+                if d:
+                    self._connect_to_chunk_before(c, d, m)
+                elif d == depths - 1 and chain.head_only and forward != NONE and back != NONE:
+                    # A single chunk whose head alone is trained: the features wait for the backward.
+                    self.buffers.append(Buffer(Pool.INPUT, c, d, m, rank, (forward,), (back,)))
+
+    def _connect_to_chunk_before(self, c: int, d: int, m: int) -> None:
+        """What goes from chunk d - 1 to chunk d, and the gradient that returns."""
+        stages = self.ring.chains[c].stages
+        ticks = max(1, self.ring.hops(stages[d - 1], stages[d]))
+        back = self.back[c][d][m]
+        entry = self.entry[c][d][m]
+        sender = self.forward[c][d - 1][m]
+        self.successors[sender].append((entry, ticks))
+        self.buffers.append(Buffer(Pool.INPUT, c, d, m, stages[d], (sender,), (max(entry, back),)))
+        receiver = self.back[c][d - 1][m]
+        if receiver != NONE:
+            self.successors[back].append((receiver, ticks))
+            self.buffers.append(Buffer(Pool.GRADIENT, c, d - 1, m, stages[d - 1], (back,), (receiver,)))
+
+    def _deliver(self, c: int) -> None:
+        """Edges and buffers between an encoder and the first language chunk."""
+        hops = self.ring.delivery_hops(c)
+        depth = self.ring.chains[c].depth - 1
+        source = self.ring.chains[c].stages[-1]
+        target = self.ring.language.stages[0]
+        for sub, users in enumerate(self.consumers[c]):
+            forward = self.forward[c][-1][sub]
+            back = self.back[c][-1][sub]
+            entries = [self.entry[-1][0][m] for m in users]
+            user_backs = [self.back[-1][0][m] for m in users]
+            for entry in entries:
+                self.successors[forward].append((entry, max(1, hops)))
+            # An operation's number is greater than that of its forward, and NONE is less than both.
+            readers = tuple(max(pair) for pair in zip(entries, user_backs, strict=True))
+            self.buffers.append(Buffer(Pool.TOKENS, c, depth, sub, target, (forward,), readers, hops))
+            if back == NONE:
+                continue
+            for user_back in user_backs:
+                self.returns[user_back].append((c, sub, back))
+            writers = tuple(user_backs)
+            summed = Buffer(Pool.TOKEN_GRADIENT, c, depth, sub, target, writers, () if hops else (back,))
+            self.buffers.append(summed)
+            if hops:
+                self.buffers.append(Buffer(Pool.TOKEN_GRADIENT, c, depth, sub, source, writers, (back,), hops))

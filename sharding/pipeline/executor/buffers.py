@@ -1,0 +1,286 @@
+"""What a stage rank holds while it runs a table: slots, scratch, sums; and how values pass between slots and scratch.
+
+    slots --load--> scratch --operation (program.py)--> scratch --store--> slots
+
+XLA copies what a switch passes through any branch but the first, and slots that a condition reads and a later one
+writes: all of them, in every tick. So slots stay outside of conditions, and the scratch holds what operations yield
+and work on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from sharding.pipeline.executor.component import Component, Inputs
+from sharding.pipeline.executor.gradient import LayerGradient, SplitGradient
+from sharding.pipeline.executor.trees import Tree, constrained, once, read, stacked_shapes, write, zero_sum, zeros
+from sharding.pipeline.graph import Kind, Pool, PoolKey
+from sharding.pipeline.table_spec import TableSpec, action_of
+
+Row = dict[str, Array]  # of this rank in this tick, by column
+Pools = dict[PoolKey, Tree]
+
+
+class Work(NamedTuple):
+    """What operations change. `scratch` holds, by pool and component, what they yield for slots and what they work
+    on."""
+
+    scratch: dict[PoolKey, Tree]
+    media: tuple[Tree, ...]
+    layers: tuple[Tree, ...]
+    outer: tuple[Tree, ...]
+    loss: Array
+    sums: Tree
+
+
+class State(NamedTuple):
+    """What ticks change. Pools have one slot more than the table knows: results that leave the rank wait there."""
+
+    pools: Pools
+    work: Work
+
+
+class Values(NamedTuple):
+    """What the operation of a tick may read of a component: the slots that its row names.
+
+    May hold another component's data; unused then.
+    """
+
+    x: Tree
+    dy: Tree
+    d_tokens: Tree
+    media: Tree
+
+
+def does(row: Row, c: int, *kinds: Kind) -> Array:
+    """Whether the operation of a row is one of these, of component c."""
+    result = jnp.zeros((), bool)
+    for kind in kinds:
+        result |= row["action"] == action_of(c, kind)
+    return result
+
+
+class Shapes:
+    """The shapes of all that components compute, found by tracing them. Make it while the program is traced.
+
+    By component: `x` between layers, `gradients` of a layer. `tokens` by encoder. `layers` have one leading axis for
+    chunks and layers, so that a chunk's parameters are never copied as a whole.
+    """
+
+    def __init__(self, spec: TableSpec, components: tuple[Component, ...], inputs: Inputs):
+        self.spec = spec
+        self.components = components
+        self.chains = spec.ring.chains
+        self.language = len(components) - 1
+        self.outer = inputs.outer
+        self.per_chunk = [max(1, *chain.layers) for chain in self.chains]  # L
+        self.layers = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), tree) for tree in inputs.layers]
+        data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows]
+        self.x: list[Tree] = []
+        self.tokens: list[Tree] = []
+        for c, component in enumerate(components):
+            self.x.append(jax.eval_shape(component.first, self.outer[c], data[c], self.media(c)))
+            output = jax.eval_shape(component.last, self.outer[c], self.x[c], data[c])
+            if c == self.language:
+                self.sums = output[1]
+            else:
+                self.tokens.append(output)
+        self.gradients = [
+            LayerGradient(component.layer, jax.eval_shape(lambda stack: read(stack, 0), layers), x, row)
+            for component, layers, x, row in zip(components, self.layers, self.x, data, strict=True)
+        ]
+        self._splits: dict[int, SplitGradient] = {}
+
+    def has(self, pool: Pool, c: int) -> bool:
+        """Whether tables of this spec know slots of a pool."""
+        return self.spec.room(pool, c) > 0
+
+    def goes_back(self, c: int) -> bool:
+        """Whether tables of this spec can hold backward operations of a component."""
+        gradient_arrives = self.chains[c].depth == 1 or self.chains[c].head_only or self.has(Pool.GRADIENT, c)
+        if c < self.language:
+            return gradient_arrives and self.has(Pool.TOKEN_GRADIENT, c)
+        trained = bool(jax.tree.leaves((self.layers[c].trained, self.outer[c].trained)))
+        return gradient_arrives and (trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in range(c)))
+
+    def split(self, c: int) -> SplitGradient:
+        """The two halves of the backward pass of a component's layer."""
+        if c not in self._splits:
+            self._splits[c] = self.gradients[c].split()
+        return self._splits[c]
+
+    def media(self, c: int) -> Tree:
+        """Tokens that a component's first chunk reads: of all encoders for language, none for an encoder."""
+        if c < self.language:
+            return ()
+        return tuple(
+            stacked_shapes(tokens, rows_read)
+            for rows_read, tokens in zip(self.spec.rows_read, self.tokens, strict=True)
+        )
+
+    def slot(self, pool: Pool, c: int) -> Tree:
+        """What one slot of a pool holds."""
+        match pool:
+            case Pool.TOKENS | Pool.TOKEN_GRADIENT:
+                return self.tokens[c]
+            case Pool.INPUT | Pool.GRADIENT:
+                return self.x[c]
+            case Pool.RESIDUAL:
+                return stacked_shapes(self.gradients[c].residuals, self.per_chunk[c]), self.x[c]
+        return stacked_shapes(self.split(c).pending, self.per_chunk[c])
+
+
+class Buffers:
+    """Makes empty slots and scratch, and moves values between them as a row says."""
+
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self.spec = shapes.spec
+        self.language = shapes.language
+
+    # ------------------------------------------------------------------------ at the start
+
+    def start(self) -> State:
+        """Empty slots and scratch, zero sums."""
+        shapes = self.shapes
+        pools = {key: self._empty_pool(*key) for key in self._pool_keys()}
+        scratch: dict[PoolKey, Tree] = {
+            (pool, c): jax.tree.map(zeros, shapes.slot(pool, c))
+            for pool, c in pools
+            if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)
+        }
+        for c in range(self.language + 1):
+            if shapes.goes_back(c) and not shapes.chains[c].head_only:
+                scratch[Pool.RESIDUAL, c] = jax.tree.map(zeros, shapes.slot(Pool.RESIDUAL, c))
+        media = shapes.media(self.language)
+        for e in range(self.language):
+            if shapes.has(Pool.TOKEN_GRADIENT, e):
+                scratch[Pool.TOKEN_GRADIENT, e] = jax.tree.map(zeros, media[e])
+        work = Work(
+            scratch=scratch,
+            media=jax.tree.map(zeros, media),
+            layers=tuple(jax.tree.map(zero_sum, params.trained) for params in shapes.layers),
+            outer=tuple(jax.tree.map(zero_sum, params.trained) for params in shapes.outer),
+            loss=jnp.zeros((), jnp.float32),
+            sums=jax.tree.map(zero_sum, shapes.sums),
+        )
+        return State(pools, work)
+
+    def _pool_keys(self) -> list[PoolKey]:
+        """The pools of the spec, and those that operations write whatever the table."""
+        keys = [key for key, slots in self.spec.slots.items() if slots]
+        keys += [(Pool.TOKENS, c) for c in range(self.language)]
+        for c, chain in enumerate(self.shapes.chains):
+            if chain.depth > 1:
+                keys.append((Pool.INPUT, c))
+                if self.shapes.goes_back(c):
+                    keys.append((Pool.GRADIENT, c))
+        return list(dict.fromkeys(keys))
+
+    def _empty_pool(self, pool: Pool, c: int) -> Tree:
+        count = self.spec.room(pool, c) + 1
+        spec = None
+        if pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
+            spec = self.shapes.components[c].tokens
+        elif pool in (Pool.INPUT, Pool.GRADIENT):
+            spec = self.shapes.components[c].activation
+        shape = self.shapes.slot(pool, c)
+        return jax.tree.map(lambda leaf: constrained(jnp.zeros((count, *leaf.shape), leaf.dtype), spec), shape)
+
+    # ------------------------------------------------------------------------ in every tick
+
+    def load(self, state: State, row: Row) -> tuple[Pools, Work]:
+        """Copy stacks of residuals, and consumed tokens, into the scratch, by loops of one turn or none."""
+        pools = dict(state.pools)
+        scratch = dict(state.work.scratch)
+        for c in range(self.language + 1):
+            backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+            weight = does(row, c, Kind.WEIGHT_GRADIENT)
+            for key, column, reads in (
+                ((Pool.RESIDUAL, c), "read_residual", backward),
+                ((Pool.PENDING, c), "pending", weight),
+            ):
+                if self.shapes.has(*key):
+                    wanted = reads & (row[column] >= 0)
+                    scratch[key], pools[key] = once(wanted, _load, (scratch[key], pools[key]), row[column])
+        media = list(state.work.media)
+        is_first = row["first"] > 0
+        for e in range(self.language):
+            key = (Pool.TOKENS, e)
+            if self.spec.rows_read[e] and self.shapes.has(*key):
+                slots = jnp.stack([row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])])
+                wanted = does(row, self.language, *Kind) & is_first
+                media[e], pools[key] = once(wanted, _collect, (media[e], pools[key]), slots)
+        return pools, state.work._replace(scratch=scratch, media=tuple(media))
+
+    def store(self, pools: Pools, work: Work, row: Row) -> Pools:
+        """Put what the operation yielded into its slots."""
+        pools = dict(pools)
+        scratch = work.scratch
+        is_last = row["last"] > 0
+        is_first = row["first"] > 0
+        for c in range(self.language + 1):
+            forward = does(row, c, Kind.FORWARD)
+            backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+            for pool, slot, writes in (
+                (Pool.INPUT, jnp.where(is_last, row["features"], row["output"]), forward),
+                (Pool.TOKENS, row["output"], forward & is_last),
+                (Pool.GRADIENT, row["output"], backward & ~is_first),
+            ):
+                if (pool, c) in pools:
+                    pools[pool, c] = write(pools[pool, c], self._slot(pool, c, slot, writes), scratch[pool, c])
+            split = does(row, c, Kind.INPUT_GRADIENT)
+            for key, column, writes in (
+                ((Pool.RESIDUAL, c), "write_residual", forward),
+                ((Pool.PENDING, c), "pending", split),
+            ):
+                if self.shapes.has(*key):
+                    wanted = writes & (row[column] >= 0)
+                    pools[key], _ = once(wanted, _store, (pools[key], scratch[key]), row[column])
+        return self._add_token_gradients(pools, scratch, row)
+
+    def _add_token_gradients(self, pools: Pools, scratch: dict[PoolKey, Tree], row: Row) -> Pools:
+        """Each consumed token gradient joins the sum that its encoder row waits for."""
+        writes = does(row, self.language, Kind.BACKWARD, Kind.INPUT_GRADIENT) & (row["first"] > 0)
+        for e in range(self.language):
+            key = (Pool.TOKEN_GRADIENT, e)
+            if not self.shapes.has(*key):
+                continue
+            for index in range(self.spec.rows_read[e]):
+                slot = self._slot(*key, row[f"grad_slot.{e}.{index}"], writes)
+                old = read(pools[key], slot)
+                new = read(scratch[key], index)
+                is_first = row[f"grad_is_first.{e}.{index}"] > 0
+                total = jax.tree.map(lambda old, new, is_first=is_first: jnp.where(is_first, new, old + new), old, new)
+                pools[key] = write(pools[key], slot, total)
+        return pools
+
+    def _slot(self, pool: Pool, c: int, slot: Array, wanted: Array | bool = True) -> Array:
+        """A slot, or where none is wanted the one that the table does not know."""
+        return jnp.where((slot >= 0) & wanted, slot, self.spec.room(pool, c))
+
+
+def _load(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+    """(value, pool) -> (what the slot holds, pool)."""
+    return read(carry[1], slot), carry[1]
+
+
+def _store(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+    """(pool, value) -> (pool with the value in the slot, value)."""
+    return write(carry[0], slot, carry[1]), carry[1]
+
+
+def _collect(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
+    """(media, pool) -> (what several slots hold, zeros for those that are -1; pool)."""
+    media, pool = carry
+    for index in range(slots.shape[0]):
+        tokens = read(pool, jnp.maximum(slots[index], 0))
+        tokens = jax.tree.map(lambda leaf, index=index: jnp.where(slots[index] >= 0, leaf, 0), tokens)
+        media = write(media, index, tokens)
+    # Without a write here XLA sees no order between these reads and later writes, and copies the pool in every tick
+    # instead of only here.
+    return media, write(pool, jax.tree.leaves(pool)[0].shape[0] - 1, tokens)

@@ -1,0 +1,320 @@
+"""The operations of one stage rank: forward, backward, and its two halves.
+
+A switch over operations is written as conditions whose other side does nothing, because XLA copies what a switch
+passes through any branch but the first (openxla/xla#46314).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from sharding.pipeline.executor.buffers import Pools, Row, Shapes, Values, Work, does
+from sharding.pipeline.executor.gradient import Params, used_leaves
+from sharding.pipeline.executor.trees import Tree, add_at, read, replaced, unchanged, write
+from sharding.pipeline.graph import Kind, Pool
+
+Branch = Callable[[Work, Values], Work]
+
+
+class Program:
+    """What a rank computes. `rows` are leaves [M, ...] by component."""
+
+    def __init__(self, shapes: Shapes, rows: tuple[Tree, ...]):
+        self.shapes = shapes
+        self.components = shapes.components
+        self.chains = shapes.chains
+        self.language = shapes.language
+        self.layers = shapes.layers
+        self.outer = shapes.outer
+        self.rows = rows
+
+    def operate(self, pools: Pools, work: Work, row: Row) -> Work:
+        """Do the operation of a row."""
+        for c in range(len(self.components)):
+            branches = [(kind, branch) for kind in Kind if (branch := self._branch(c, kind, row))]
+            values = self._values(pools, work, c, row)
+
+            def component(work: Work, c: int = c, branches: Any = branches, values: Values = values) -> Work:
+                for kind, branch in branches:
+                    chosen = does(row, c, kind)
+                    work = lax.cond(chosen, lambda work, branch=branch: branch(work, values), unchanged, work)
+                return work
+
+            work = lax.cond(does(row, c, *Kind), component, unchanged, work)
+        return work
+
+    def _branch(self, c: int, kind: Kind, row: Row) -> Branch | None:
+        """The code of a kind of operation, none where no table of the spec can hold one."""
+        goes_back = self.shapes.goes_back(c)
+        split = self.shapes.has(Pool.PENDING, c)
+        match kind:
+            case Kind.FORWARD:
+                return lambda work, values: self._forward(c, work, row, values)
+            case Kind.BACKWARD if goes_back:
+                return lambda work, values: self._backward(c, work, row, values, split=False)
+            case Kind.INPUT_GRADIENT if goes_back and split:
+                return lambda work, values: self._backward(c, work, row, values, split=True)
+            case Kind.WEIGHT_GRADIENT if split:
+                return lambda work, values: self._weight_gradient(c, work, row)
+        return None
+
+    def _values(self, pools: Pools, work: Work, c: int, row: Row) -> Values:
+        def slot(pool: Pool, column: str) -> Tree:
+            return read(pools[pool, c], jnp.maximum(row[column], 0)) if (pool, c) in pools else None
+
+        return Values(
+            x=slot(Pool.INPUT, "input"),
+            dy=slot(Pool.GRADIENT, "gradient"),
+            d_tokens=slot(Pool.TOKEN_GRADIENT, "gradient"),
+            media=tuple(work.media) if c == self.language else (),
+        )
+
+    # ------------------------------------------------------------------------ operations
+
+    def _forward(self, c: int, work: Work, row: Row, values: Values) -> Work:
+        data = read(self.rows[c], row["microbatch"])
+        scratch = dict(work.scratch)
+        y = self._input(c, row, data, values)
+        residual_key = (Pool.RESIDUAL, c)
+        if self.shapes.has(*residual_key) and not self.chains[c].head_only:
+            # Two loops, one of them of no turns: a condition would copy the residuals.
+            keeps = row["write_residual"] >= 0
+            stack, y = self._forward_with_residuals(c, row, data, y, scratch[residual_key][0], keeps)
+            y = self._through_layers(c, row, data, y, ~keeps)
+            scratch[residual_key] = (stack, y)
+        else:
+            y = self._through_layers(c, row, data, y)
+        if (Pool.INPUT, c) in scratch:
+            scratch[Pool.INPUT, c] = y
+        last = self.components[c].last
+        if c == self.language:
+
+            def count(totals: tuple[Array, Tree]) -> tuple[Array, Tree]:
+                return _counted(row, totals, last(self.outer[c], y, data))
+
+            loss, sums = self._if_last(c, row, count, (work.loss, work.sums))
+            return work._replace(scratch=scratch, loss=loss, sums=sums)
+        scratch[Pool.TOKENS, c] = self._if_last(c, row, lambda _: last(self.outer[c], y, data), scratch[Pool.TOKENS, c])
+        return work._replace(scratch=scratch)
+
+    def _backward(self, c: int, work: Work, row: Row, values: Values, split: bool) -> Work:
+        data = read(self.rows[c], row["microbatch"])
+        if self.chains[c].head_only:
+            y = self._features(c, row, data, values)
+            return self._back_through_last(c, row, data, y, values, (values.dy, work))[1]
+        residual_key = (Pool.RESIDUAL, c)
+        stack, y = work.scratch[residual_key]
+        recomputes = row["read_residual"] < 0
+        x = self._input(c, row, data, values)
+        stack, computed = self._forward_with_residuals(c, row, data, x, stack, recomputes)
+        if self.shapes.has(*residual_key):
+            y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), computed, y)
+        else:
+            y = computed
+        work = work._replace(scratch=work.scratch | {residual_key: (stack, y)})
+        # At the last chunk dy is not read, but it has the right shape.
+        dy = y if values.dy is None else values.dy
+        dy, work = self._if_last(
+            c, row, lambda carry: self._back_through_last(c, row, data, y, values, carry), (dy, work)
+        )
+        dx, work = self._back_through_layers(c, work, row, data, stack, dy, split)
+        if (Pool.GRADIENT, c) in work.scratch:
+            work = work._replace(scratch=work.scratch | {(Pool.GRADIENT, c): dx})
+
+        def through_first(work: Work) -> Work:
+            return self._back_through_first(c, work, data, dx, values)
+
+        if self.chains[c].depth == 1:
+            return through_first(work)
+        return lax.cond(row["first"] > 0, through_first, unchanged, work)
+
+    def _weight_gradient(self, c: int, work: Work, row: Row) -> Work:
+        data = read(self.rows[c], row["microbatch"])
+        pending_key = (Pool.PENDING, c)
+        stack = work.scratch[pending_key]
+
+        def step(index: Array, gradients: Tree) -> Tree:
+            layer = self._layer(c, row, index)
+            params = read(self.layers[c], layer)
+            return add_at(gradients, layer, self.shapes.split(c).weight_gradient(params, data, read(stack, index)))
+
+        layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
+        # XLA would copy a stack that is only read here in the branches that write it, so write something, afterwards.
+        mark = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(layers))
+        stack = jax.tree.map(lambda leaf: _marked(leaf, mark), stack)
+        return work._replace(scratch=work.scratch | {pending_key: stack}, layers=replaced(work.layers, c, layers))
+
+    # ------------------------------------------------------------------------ forward through a chunk
+
+    def _if_last(self, c: int, row: Row, function: Any, operand: Any) -> Any:
+        """function(operand) in the last chunk, the operand elsewhere."""
+        if self.chains[c].depth == 1:
+            return function(operand)
+        return lax.cond(row["last"] > 0, function, unchanged, operand)
+
+    def _input(self, c: int, row: Row, data: Tree, values: Values) -> Tree:
+        """What enters the layers of a chunk."""
+
+        def first(x: Tree) -> Tree:
+            return self.components[c].first(self.outer[c], data, values.media)
+
+        if self.chains[c].depth == 1:
+            return first(None)
+        return lax.cond(row["first"] > 0, first, unchanged, values.x)
+
+    def _features(self, c: int, row: Row, data: Tree, values: Values) -> Tree:
+        """What the last layer of a chunk yielded, where only what follows it is trained."""
+
+        def computed(x: Tree) -> Tree:
+            return self._through_layers(c, row, data, self._input(c, row, data, values))
+
+        if values.x is None:
+            return computed(None)
+        if c < self.language:
+            return values.x
+        # A language backward that counts the loss stands for its forward as well.
+        return lax.cond(row["count_loss"] > 0, computed, unchanged, values.x)
+
+    def _layer(self, c: int, row: Row, index: Array) -> Array:
+        """Number of a layer of the row's chunk among all layers of the rank."""
+        return row["chunk"] * self.shapes.per_chunk[c] + index
+
+    def _through_layers(self, c: int, row: Row, data: Tree, x: Tree, wanted: Array | bool = True) -> Tree:
+        """Through the layers of a chunk, if wanted."""
+
+        def step(index: Array, x: Tree) -> Tree:
+            return self.components[c].layer(read(self.layers[c], self._layer(c, row, index)), x, data)
+
+        return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, x)
+
+    def _forward_with_residuals(
+        self, c: int, row: Row, data: Tree, x: Tree, stack: Tree, wanted: Array | bool
+    ) -> tuple[Tree, Tree]:
+        """Through the layers of a chunk, if wanted: the residuals of all layers, and y."""
+
+        def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            stack, x = carry
+            params = read(self.layers[c], self._layer(c, row, index))
+            y, residuals = self.shapes.gradients[c].forward(params, x, data)
+            return write(stack, index, residuals), y
+
+        return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, (stack, x))
+
+    # ------------------------------------------------------------------------ backward through a chunk
+
+    def _back_through_layers(
+        self, c: int, work: Work, row: Row, data: Tree, stack: Tree, dy: Tree, split: bool
+    ) -> tuple[Tree, Work]:
+        """dx, and gradients of the layers: added up or, split, left pending."""
+        split_gradient = self.shapes.split(c) if split else None
+
+        def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            dx, gradients = carry
+            index = row["layers"] - 1 - index
+            layer = self._layer(c, row, index)
+            params = read(self.layers[c], layer)
+            residuals = read(stack, index)
+            if split_gradient:
+                dx, pending = split_gradient.input_gradient(params, data, residuals, dx)
+                return dx, write(gradients, index, pending)
+            dw, dx = self.shapes.gradients[c].backward(params, data, residuals, dx)
+            return dx, add_at(gradients, layer, dw)
+
+        pending_key = (Pool.PENDING, c)
+        start = work.scratch[pending_key] if split else work.layers[c]
+        dx, gradients = lax.fori_loop(0, row["layers"], step, (dy, start))
+        if split:
+            return dx, work._replace(scratch=work.scratch | {pending_key: gradients})
+        return dx, work._replace(layers=replaced(work.layers, c, gradients))
+
+    def _back_through_last(
+        self, c: int, row: Row, data: Tree, y: Tree, values: Values, carry: tuple[Tree, Work]
+    ) -> tuple[Tree, Work]:
+        """dy, and the gradients of what follows the layers added up; loss and sums where no forward counted them."""
+        work = carry[1]
+
+        def last(outer: Params, y: Tree) -> Any:
+            return self.components[c].last(outer, y, data)
+
+        if c == self.language:
+            vjp, add, results = self._outer_vjp(c, last, y, has_aux=True)
+            loss, sums = _counted(row, (work.loss, work.sums), results)
+            work = work._replace(loss=loss, sums=sums)
+            dy, weights = vjp(jnp.ones_like(results[0]))
+        else:
+            vjp, add, _ = self._outer_vjp(c, last, y, has_aux=False)
+            dy, weights = vjp(values.d_tokens)
+        return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
+
+    def _back_through_first(self, c: int, work: Work, data: Tree, dx: Tree, values: Values) -> Work:
+        """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
+        trained_encoders = [
+            e for e in range(self.language) if c == self.language and self.shapes.has(Pool.TOKEN_GRADIENT, e)
+        ]
+
+        def first(outer: Params, trained_media: list[Tree]) -> Tree:
+            chosen = dict(zip(trained_encoders, trained_media, strict=True))
+            media = tuple(chosen.get(e, tokens) for e, tokens in enumerate(values.media))
+            return self.components[c].first(outer, data, media)
+
+        vjp, add, _ = self._outer_vjp(c, first, [values.media[e] for e in trained_encoders], has_aux=False)
+        shares, weights = vjp(dx)
+        scratch = work.scratch | {
+            (Pool.TOKEN_GRADIENT, e): share for e, share in zip(trained_encoders, shares, strict=True)
+        }
+        return work._replace(scratch=scratch, outer=replaced(work.outer, c, add(work.outer[c], weights)))
+
+    def _outer_vjp(
+        self, c: int, function: Callable[[Params, Tree], Any], argument: Tree, has_aux: bool
+    ) -> tuple[Callable[[Tree], tuple[Tree, list[Array]]], Callable[[Tree, list[Array]], Tree], Any]:
+        """Differentiate function(outer, argument) by its argument and the parameters that it uses.
+
+        Others would get zeros, and adding zeros to the gradient of a vocabulary costs as much as adding anything.
+        Returns the vjp -> (gradient of the argument, of the parameters used), how those are added to gradients of all
+        trained ones, and the results.
+        """
+        trained, frozen = self.outer[c]
+        leaves, tree = jax.tree.flatten(trained)
+        uses = used_leaves(lambda trained, argument: function(Params(trained, frozen), argument), trained, argument)
+
+        def with_chosen(chosen: list[Array], argument: Tree) -> Any:
+            remaining = iter(chosen)
+            merged = [next(remaining) if used else leaf for leaf, used in zip(leaves, uses, strict=True)]
+            return function(Params(jax.tree.unflatten(tree, merged), frozen), argument)
+
+        chosen = [leaf for leaf, used in zip(leaves, uses, strict=True) if used]
+        if has_aux:
+            value, vjp, sums = jax.vjp(with_chosen, chosen, argument, has_aux=True)
+            results: Any = (value, sums)
+        else:
+            results, vjp = jax.vjp(with_chosen, chosen, argument)
+
+        def add(totals: Tree, weights: list[Array]) -> Tree:
+            remaining = iter(weights)
+            added = [
+                total + next(remaining).astype(total.dtype) if used else total
+                for total, used in zip(jax.tree.leaves(totals), uses, strict=True)
+            ]
+            return jax.tree.unflatten(tree, added)
+
+        def argument_first(cotangent: Tree) -> tuple[Tree, list[Array]]:
+            weights, argument_gradient = vjp(cotangent)
+            return argument_gradient, weights
+
+        return argument_first, add, results
+
+
+def _counted(row: Row, totals: tuple[Array, Tree], results: tuple[Array, Tree]) -> tuple[Array, Tree]:
+    """Loss and sums, with the results of this operation if it is the one that counts."""
+    return jax.tree.map(lambda total, result: total + jnp.where(row["count_loss"] > 0, result, 0), totals, results)
+
+
+def _marked(leaf: Array, mark: Array) -> Array:
+    """The array with another first element."""
+    return lax.dynamic_update_slice(leaf, mark.astype(leaf.dtype).reshape((1,) * leaf.ndim), (0,) * leaf.ndim)

@@ -1,0 +1,64 @@
+"""Pytrees of arrays that have a leading axis: of slots, of layers, of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+Tree = Any
+
+
+def read(tree: Tree, index: Array | int) -> Tree:
+    """The element of every leaf at an index."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def write(tree: Tree, index: Array | int, value: Tree) -> Tree:
+    """The tree with another element at an index."""
+    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value)
+
+
+def add_at(tree: Tree, index: Array, value: Tree) -> Tree:
+    """Add to the element at an index, in the precision of the sum."""
+    return write(tree, index, jax.tree.map(lambda old, new: old + new.astype(old.dtype), read(tree, index), value))
+
+
+def stacked_shapes(shapes: Tree, count: int) -> Tree:
+    """The shapes of `count` such trees, stacked."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
+
+
+def zero_sum(leaf: Any) -> Array:
+    """An empty sum of such leaves: at least in float32."""
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def zeros(leaf: Any) -> Array:
+    """Zeros of a leaf's shape and type."""
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def constrained(stack: Array, spec: PartitionSpec | None) -> Array:
+    """A stack of arrays that lie as `spec` says on the automatic axes."""
+    return stack if spec is None else lax.with_sharding_constraint(stack, PartitionSpec(None, *spec))
+
+
+def unchanged(operand: Tree) -> Tree:
+    """The other side of a condition."""
+    return operand
+
+
+def once(wanted: Array, body: Callable[[Tree, Array], Tree], carry: Tree, slot: Array) -> Tree:
+    """body(carry, slot) if wanted, as a loop of one turn or none: a condition would copy what it passes through."""
+    return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry, slot), carry)
+
+
+def replaced(items: tuple[Tree, ...], index: int, item: Tree) -> tuple[Tree, ...]:
+    """The tuple with another item at an index."""
+    return (*items[:index], item, *items[index + 1 :])

@@ -1,0 +1,116 @@
+"""What layers, and chunks of layers, cost forward and backward, as far as freezing demands it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from sharding.pipeline.graph import ChainWork
+from sharding.pipeline.ring import Chain, PipelineError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a chain, with its forward cost for one row in any one unit (FLOPs, microseconds)."""
+
+    component: str  # what it is frozen by: "vision", "projector.vision", "language"
+    linear: int  # matrix products with weights
+    attention: int = 0  # scores and mixing, which have none
+    parameters: int = 0
+    trainable: bool = True
+    checkpointed: bool = True  # its forward pass is computed again before its backward pass
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer, or several consecutive ones, cost for one row; 0 for what freezing leaves out."""
+
+    forward: int = 0
+    input_grad: int = 0
+    weight_grad: int = 0
+    recompute: int = 0
+
+    @property
+    def backward(self) -> int:
+        """Everything but the forward pass."""
+        return self.input_grad + self.weight_grad + self.recompute
+
+    @property
+    def total(self) -> int:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        return LayerCost(
+            forward=self.forward + other.forward,
+            input_grad=self.input_grad + other.input_grad,
+            weight_grad=self.weight_grad + other.weight_grad,
+            recompute=self.recompute + other.recompute,
+        )
+
+
+def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerCost, ...]]:
+    """Costs of all layers, as far as freezing demands them.
+
+        up(l)   = something trainable strictly upstream of l
+        bwd(l)  = [up] dX + [trainable] dW + [either, and checkpointed] forward
+
+    dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5 times its forward
+    pass, frozen or not, wherever anything flows through it: it counts as input gradient, or, in a layer with nothing
+    trainable upstream, as weight gradient.
+
+    Args:
+      chains: encoders first; upstream of the last one, language, is all of them.
+    """
+    *encoders, language = chains
+    encoder_trained = any(layer.trainable for name in encoders for layer in chains[name])
+    costs: dict[str, tuple[LayerCost, ...]] = {}
+    for name, layers in chains.items():
+        up = name == language and encoder_trained
+        chain_costs = []
+        for layer in layers:
+            chain_costs.append(_cost(layer, up))
+            up = up or layer.trainable
+        costs[name] = tuple(chain_costs)
+    return costs
+
+
+def _cost(layer: Layer, up: bool) -> LayerCost:
+    forward = layer.linear + layer.attention
+    attention_backward = 5 * layer.attention // 2
+    flows = up or layer.trainable
+    return LayerCost(
+        forward=forward,
+        input_grad=layer.linear + attention_backward if up else 0,
+        weight_grad=(layer.linear if layer.trainable else 0) + (attention_backward if flows and not up else 0),
+        recompute=forward if flows and layer.checkpointed else 0,
+    )
+
+
+def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Costs of the chunks of a chain, [D], from those of its layers."""
+    if sum(chain.layers) + 2 != len(costs):
+        raise PipelineError(
+            f"{chain.name} has {sum(chain.layers)} layers in its chunks, but costs of {len(costs)}: "
+            "a stem or embedding, the layers, a projector or head"
+        )
+    # The stem, cost 0, belongs to the first chunk, and the projector or head, the last cost, to the last one.
+    bounds = [0, *(stop + 1 for stop in itertools.accumulate(chain.layers))]
+    bounds[-1] += 1
+    return tuple(sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds))
+
+
+def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
+    """Work of a chain in one batch: [D, M].
+
+    Args:
+      costs: of the chain's layers, for each of its M microbatches; where these repeat, the same objects may.
+    """
+    by_id = {id(row_costs): chunk_costs(chain, row_costs) for row_costs in costs}
+    columns = np.array([[astuple(cost) for cost in by_id[id(row_costs)]] for row_costs in costs], np.int64)
+    forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(2, 1, 0)
+    # An embedding alone costs nothing by these figures, but it is an operation and takes a tick.
+    return ChainWork(np.maximum(forward, 1), recompute, input_grad, weight_grad)

@@ -1,0 +1,95 @@
+"""A ring of pipeline ranks, and the chunks of every component that lie on them.
+
+Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PipelineError(ValueError):
+    """A ring, workload, schedule or table that cannot be."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The chunks of one component, by depth: chunk d has layers[d] layers and lies on rank stages[d].
+
+    Consecutive chunks lie on the same rank or on the next one of the ring, (s + 1) % S. The first chunk also holds
+    what comes before the layers (stem, embedding), the last one what comes after (projector, head and loss).
+    head_only: of a whole component, nothing but what comes after the layers may have a gradient.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    head_only: bool = False
+
+    @property
+    def depth(self) -> int:
+        """D, the number of chunks."""
+        return len(self.stages)
+
+    def local(self, depth: int) -> int:
+        """Number of a chunk among the chunks of this component on its rank."""
+        return self.stages[:depth].count(self.stages[depth])
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Chunks of this component on the rank that has most of them."""
+        return max(self.stages.count(stage) for stage in set(self.stages))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where the chunks of every component lie: encoders in model order, then the language model, on S ranks.
+
+    The last chunk of an encoder delivers its tokens to the first language chunk, over as many ring hops as lie
+    between them. Raises `PipelineError` when chains cannot be laid on the ring.
+    """
+
+    stages: int
+    chains: tuple[Chain, ...]
+
+    def __post_init__(self) -> None:
+        names = [chain.name for chain in self.chains]
+        if not names or len(set(names)) < len(names):
+            raise PipelineError(f"a ring needs components of distinct names, not {names}")
+        for chain in self.chains:
+            self._check(chain)
+
+    def _check(self, chain: Chain) -> None:
+        if not chain.stages or len(chain.layers) != len(chain.stages):
+            raise PipelineError(
+                f"{chain.name} has {len(chain.layers)} layer counts for {len(chain.stages)} chunks; "
+                f"every chunk needs a stage rank and a number of layers"
+            )
+        if not all(0 <= stage < self.stages for stage in chain.stages):
+            raise PipelineError(f"{chain.name} lies on ranks {chain.stages} of a pipeline of {self.stages} stages")
+        if min(chain.layers) < 0:
+            raise PipelineError(f"{chain.name} has a chunk of {min(chain.layers)} layers")
+        for depth in range(1, chain.depth):
+            if self.hops(chain.stages[depth - 1], chain.stages[depth]) > 1:
+                raise PipelineError(
+                    f"chunk {depth} of {chain.name} lies on rank {chain.stages[depth]}, after rank "
+                    f"{chain.stages[depth - 1]}: consecutive chunks must lie on the same or the next rank"
+                )
+
+    @property
+    def encoders(self) -> tuple[Chain, ...]:
+        """The chains that deliver tokens to the language model."""
+        return self.chains[:-1]
+
+    @property
+    def language(self) -> Chain:
+        """The chain of the language model."""
+        return self.chains[-1]
+
+    def hops(self, source: int, target: int) -> int:
+        """Places of the ring from one rank to another, going up."""
+        return (target - source) % self.stages
+
+    def delivery_hops(self, encoder: int) -> int:
+        """Ring hops from the last chunk of an encoder to the first language chunk."""
+        return self.hops(self.chains[encoder].stages[-1], self.language.stages[0])

@@ -1,0 +1,60 @@
+"""How short a schedule can be at best, and the longest paths through a graph."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from sharding.pipeline.graph import Graph
+
+Job = tuple[int, int, int]  # release, duration, what follows
+
+
+def lower_bound(graph: Graph) -> int:
+    """No schedule's lockstep cost is less, whatever the slots.
+
+    For every rank, the makespan of its operations by themselves, each between what must be done before and after it
+    elsewhere, if they could be interrupted: then the one that the longest path follows is always right to do.
+    """
+    before, to_end = longest_paths(graph)
+    rank_jobs: list[list[Job]] = [[] for _ in range(graph.ring.stages)]
+    for n, rank in enumerate(graph.stage):
+        rank_jobs[rank].append((before[n], graph.duration[n], to_end[n] - graph.duration[n]))
+    return max(_interruptible(jobs) for jobs in rank_jobs)
+
+
+def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
+    """[N] longest path to the start of each operation, and from its start to the end of the step."""
+    before = [0] * graph.size
+    to_end = list(graph.duration)
+    waits = list(graph.waits)
+    order = [n for n, waiting in enumerate(waits) if not waiting]
+    for n in order:  # the list grows while it is walked over
+        for follower in graph.followers(n):
+            before[follower] = max(before[follower], before[n] + graph.duration[n])
+            waits[follower] -= 1
+            if not waits[follower]:
+                order.append(follower)
+    for n in reversed(order):
+        to_end[n] += max((to_end[follower] for follower in graph.followers(n)), default=0)
+    return before, to_end
+
+
+def _interruptible(jobs: list[Job]) -> int:
+    """Least makespan of interruptible jobs on one rank."""
+    by_release = sorted(jobs)
+    ready: list[tuple[int, int]] = []  # (-what follows, what remains of the duration)
+    now = 0
+    makespan = 0
+    for index, (release, duration, follows) in enumerate(by_release):
+        now = max(now, release)
+        heappush(ready, (-follows, duration))
+        until = by_release[index + 1][0] if index + 1 < len(by_release) else None
+        while ready and (until is None or now < until):
+            negative_follows, remaining = heappop(ready)
+            work = remaining if until is None else min(remaining, until - now)
+            now += work
+            if work < remaining:
+                heappush(ready, (negative_follows, remaining - work))
+            else:
+                makespan = max(makespan, now - negative_follows)
+    return makespan

@@ -1,0 +1,67 @@
+"""Every schedule by the name that `pipeline.schedule` gives it: a new one is a function and a line in this table.
+
+The planner, the search, benchmarks, the drawing command and the check of the config read `SCHEDULES` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from sharding.pipeline.graph import Graph, Slots
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.schedules.search import search
+
+
+class Make(Protocol):
+    """A function that makes a schedule, with a budget of slots (None: any number) and of rollouts for a search."""
+
+    def __call__(self, graph: Graph, slots: Slots | None, rollouts: int) -> Schedule: ...
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """How one kind of schedule is made.
+
+    keeps_slots: whether `make` heeds the budget, and raises `PipelineError` where nothing fits. What does not heed it
+    gives way to the greedy schedule in batches that do not fit, and takes part in a search.
+    """
+
+    make: Make
+    keeps_slots: bool
+
+
+def fixed_order(order: Callable[[Graph], Schedule]) -> Scheduler:
+    """A schedule that knows nothing of slots."""
+    return Scheduler(lambda graph, slots, rollouts: order(graph), keeps_slots=False)
+
+
+def fixed_orders() -> list[Callable[[Graph], Schedule]]:
+    """The schedules that know nothing of slots, as a search compares them with its own."""
+    makers = [scheduler.make for scheduler in SCHEDULES.values() if not scheduler.keeps_slots]
+    return [partial(make, slots=None, rollouts=0) for make in makers]
+
+
+def scheduler_of(name: str) -> Scheduler:
+    """The scheduler of a name. Raises `PipelineError` that lists the names there are."""
+    if name not in SCHEDULES:
+        raise PipelineError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+# A search takes the first of equally good fixed orders, so their order here decides ties.
+SCHEDULES: dict[str, Scheduler] = {
+    "1f1b": fixed_order(one_f_one_b),
+    "interleaved": fixed_order(interleaved),
+    "gpipe": fixed_order(gpipe),
+    "greedy": Scheduler(lambda graph, slots, rollouts: greedy(graph, slots), keeps_slots=True),
+    "search": Scheduler(
+        lambda graph, slots, rollouts: search(graph, fixed_orders(), slots, rollouts=rollouts).schedule,
+        keeps_slots=True,
+    ),
+}

@@ -1,0 +1,332 @@
+"""The greedy scheduler: decides tick by tick, within a slot budget.
+
+In every tick it takes the duration for which the ranks are busiest on average; then each rank does its best operation
+that is no longer. What makes one better is a `Policy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import Final
+
+from sharding.pipeline.graph import Graph, Kind, Longs, Pool, RankPool, Slots
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.schedule import WAITS, Schedule, lockstep
+from sharding.pipeline.schedules.ticks import TickClock
+
+# Exponents tried, in quarters. 4 is mostly the better with split backwards, 5 (shorter ticks) with frozen towers.
+POWERS: Final = (4, 5)
+
+FORWARD_SIDE = 0
+BACKWARD_SIDE = 1
+WEIGHT_SIDE = 2
+SIDES: Final = {Kind.FORWARD: FORWARD_SIDE, Kind.WEIGHT_GRADIENT: WEIGHT_SIDE}  # everything else: BACKWARD_SIDE
+
+Choice = tuple[int, int, int]  # duration, side, operation
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the greedy scheduler weighs up when it fills a tick; weights are in units of the priorities.
+
+    Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4). Then each rank does
+    the operation, no longer than the tick, with most of
+    `near` * quarters of the tick it fills + `late` unless a weight gradient + `turn` unless of the same kind as the
+    one before (forward, backward, weight gradient) - priority. `window` language microbatches are let in at a time.
+    """
+
+    near: int
+    late: int
+    turn: int
+    window: int
+    power: int = 4
+
+    @staticmethod
+    def default(graph: Graph) -> Policy:
+        """In falling order of weight: fill the tick, no weight gradient, another kind, priority."""
+        size = max(1, graph.size)
+        return Policy(near=4 * size, late=2 * size, turn=size, window=max(graph.group, default=0) + 1)
+
+
+def default_priority(graph: Graph) -> list[int]:
+    """Smaller first: by language microbatch, and in it what is nearer to its end."""
+    order = sorted(
+        range(graph.size), key=lambda n: (graph.group[n], -graph.chain[n], -graph.depth[n], graph.microbatch[n])
+    )
+    priority = [0] * graph.size
+    for rank_in_order, n in enumerate(order):
+        priority[n] = rank_in_order
+    return priority
+
+
+def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | Longs | None = None) -> Schedule:
+    """Queues of forward and backward operations on every rank, within a slot budget.
+
+    Of the operations that are no longer than the tick, a rank prefers the one nearest to it, then backward and
+    forward by turns, then by `priority[n]` (0 .. N-1), smaller first. Runs once for each of `POWERS`, and keeps the
+    shorter schedule. Where the budget leads into a dead end, fewer language microbatches are let in at a time.
+    Raises `PipelineError` when no schedule is found that fits the slots.
+    """
+    priorities = default_priority(graph) if priority is None else [int(value) for value in priority]
+    policy = Policy.default(graph)
+    lookup = _Lookup.of(graph)
+    while True:
+        schedules = []
+        for power in POWERS:
+            try:
+                schedules.append(_Greedy(lookup, slots, priorities, replace(policy, power=power)).run())
+            except _StuckError as error:
+                stuck = error
+        if schedules:
+            # The first of equal ones, so the order of POWERS matters.
+            return min(schedules, key=lockstep)
+        if policy.window == 1:
+            raise PipelineError(str(stuck))
+        policy = replace(policy, window=policy.window // 2)
+        # A priority that was asked for may be what led into the dead end.
+        priorities = default_priority(graph)
+
+
+def rollout(
+    graph: Graph, slots: Slots | None, priority: Sequence[int], policy: Policy, bound: int | None = None
+) -> Schedule | None:
+    """One run of the greedy scheduler, smaller `priority[n]` first; none where it comes to a dead end.
+
+    bound: the run is given up, too, once its lockstep cost can only be greater.
+    """
+    try:
+        return _Greedy(_Lookup.of(graph), slots, priority, policy, bound).run()
+    except _StuckError:
+        return None
+
+
+class _StuckError(Exception):
+    """A dead end."""
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """What the greedy scheduler looks up again and again. A class is the operations of one chunk and kind."""
+
+    graph: Graph
+    class_of: tuple[int, ...]  # [N]
+    rank_classes: tuple[tuple[int, ...], ...]  # by rank
+    side: tuple[int, ...]  # by class
+    writes: tuple[tuple[int, ...], ...]  # buffers that an operation writes
+    reads: tuple[tuple[int, ...], ...]
+    rank_pool: tuple[RankPool, ...]  # by buffer
+    opens: tuple[int, ...]  # by buffer: which of its writers, counted from 1, makes it occupy a slot
+
+    @staticmethod
+    def of(graph: Graph) -> _Lookup:
+        """The tables of a graph, made once: a search asks for them hundreds of times."""
+        lookup = graph.__dict__.get("_greedy_lookup")
+        if lookup is None:
+            lookup = graph.__dict__["_greedy_lookup"] = _Lookup._make(graph)
+        return lookup
+
+    @staticmethod
+    def _make(graph: Graph) -> _Lookup:
+        numbers: dict[tuple[int, ...], int] = {}
+        class_of = []
+        for key in zip(graph.stage, graph.chain, graph.depth, graph.kind, strict=True):
+            class_of.append(numbers.setdefault(key, len(numbers)))
+        rank_classes: list[list[int]] = [[] for _ in range(graph.ring.stages)]
+        for (rank, *_), number in numbers.items():
+            rank_classes[rank].append(number)
+        writes: list[list[int]] = [[] for _ in range(graph.size)]
+        reads: list[list[int]] = [[] for _ in range(graph.size)]
+        for index, buffer in enumerate(graph.buffers):
+            for n in buffer.writers:
+                writes[n].append(index)
+            for n in buffer.readers:
+                reads[n].append(index)
+        return _Lookup(
+            graph=graph,
+            class_of=tuple(class_of),
+            rank_classes=tuple(map(tuple, rank_classes)),
+            side=tuple(SIDES.get(Kind(key[3]), BACKWARD_SIDE) for key in numbers),
+            writes=tuple(map(tuple, writes)),
+            reads=tuple(map(tuple, reads)),
+            rank_pool=tuple(buffer.rank_pool for buffer in graph.buffers),
+            # What travels is summed before it leaves, so it arrives with its last writer.
+            opens=tuple(len(buffer.writers) if buffer.hops else 1 for buffer in graph.buffers),
+        )
+
+
+class _Greedy:
+    """One run of the greedy scheduler; see `greedy`."""
+
+    def __init__(
+        self,
+        lookup: _Lookup,
+        slots: Slots | None,
+        priority: Sequence[int],
+        policy: Policy,
+        bound: int | None = None,
+    ):
+        graph = lookup.graph
+        self.lookup = lookup
+        self.graph = graph
+        self.priority = priority
+        self.policy = policy
+        self.bound = bound
+        self.clock = TickClock(graph)
+        self.work: list[int] = graph.rank_work.tolist()  # of each rank, still to be done
+        self.heaps: list[list[tuple[int, int]]] = [[] for _ in lookup.side]  # by class: (priority, operation)
+        self.free: dict[RankPool, int] = {
+            rank_pool: graph.size if slots is None else slots.get(rank_pool[:2], 0) for rank_pool in lookup.rank_pool
+        }
+        self.written = [0] * len(graph.buffers)
+        self.unread = [len(buffer.readers) for buffer in graph.buffers]
+        self.unfinished = [0] * (max(graph.group, default=0) + 1)  # operations of each language microbatch
+        for group in graph.group:
+            self.unfinished[group] += 1
+        self.base = 0  # first language microbatch that is not finished
+        self.weights: dict[int, float] = {}
+        self.blocked: RankPool | None = None  # the last pool that had no free slot, for the error message
+
+    def run(self) -> Schedule:
+        arrivals: dict[int, list[int]] = defaultdict(list, {0: self.clock.start()})
+        releases: dict[int, list[RankPool]] = defaultdict(list)
+        rows: list[list[int]] = []
+        stages = self.graph.ring.stages
+        size = self.graph.size
+        done = 0
+        cost = 0
+        last_side = [BACKWARD_SIDE] * stages  # of each rank's last operation
+        while done < size:
+            tick = len(rows)
+            for n in arrivals.pop(tick, ()):
+                heappush(self.heaps[self.lookup.class_of[n]], (self.priority[n], n))
+            for rank_pool in releases.pop(tick, ()):
+                self.free[rank_pool] += 1
+            row = self._pick([self._choices(rank) for rank in range(stages)], last_side)
+            if max(row) == WAITS and not arrivals and not releases:
+                raise _StuckError(self._dead_end())
+            length = 0
+            for rank, n in enumerate(row):
+                if n == WAITS:
+                    continue
+                if not self._has_room(n):  # another rank took the slot in this tick
+                    row[rank] = WAITS
+                    continue
+                duration = self.graph.duration[n]
+                length = max(length, duration)
+                self.work[rank] -= duration
+                number = self.lookup.class_of[n]
+                heappop(self.heaps[number])
+                last_side[rank] = self.lookup.side[number]
+                done += 1
+                self._occupy(n)
+                for when, follower in self.clock.finish(n, tick):
+                    arrivals[when].append(follower)
+                self._release(n, tick, releases)
+            rows.append(row)
+            cost += length
+            if self.bound is not None and cost + max(self.work) > self.bound:
+                raise _StuckError("the schedule is longer than the bound")
+        while rows and max(rows[-1]) == WAITS:
+            rows.pop()
+        return Schedule.of_rows(self.graph, rows)
+
+    # ------------------------------------------------------------------------ what is possible
+
+    def _choices(self, rank: int) -> list[Choice]:
+        """The best operation of every class that can run now."""
+        choices = []
+        limit = self.base + self.policy.window
+        for number in self.lookup.rank_classes[rank]:
+            if self.heaps[number]:
+                n = self.heaps[number][0][1]
+                if self.graph.group[n] < limit and self._has_room(n):
+                    choices.append((self.graph.duration[n], self.lookup.side[number], n))
+        return choices
+
+    def _has_room(self, n: int) -> bool:
+        needed: dict[RankPool, int] = {}
+        for buffer in self.lookup.writes[n]:
+            if self.written[buffer] + 1 == self.lookup.opens[buffer]:
+                rank_pool = self.lookup.rank_pool[buffer]
+                needed[rank_pool] = needed.get(rank_pool, 0) + 1
+                if self.free[rank_pool] < needed[rank_pool]:
+                    self.blocked = rank_pool
+                    return False
+        return True
+
+    def _occupy(self, n: int) -> None:
+        for buffer in self.lookup.writes[n]:
+            self.written[buffer] += 1
+            if self.written[buffer] == self.lookup.opens[buffer]:
+                self.free[self.lookup.rank_pool[buffer]] -= 1
+
+    def _release(self, n: int, tick: int, releases: dict[int, list[RankPool]]) -> None:
+        """Free the slots that no operation needs any more, from the next tick on."""
+        for buffer in self.lookup.reads[n]:
+            self.unread[buffer] -= 1
+            if not self.unread[buffer]:
+                releases[tick + 1].append(self.lookup.rank_pool[buffer])
+        for encoder, sub, _ in self.graph.returns[n]:
+            # A sum that leaves its rank has no readers: its slot is free once it is sent.
+            if (encoder, sub) in self.clock.sent and self.clock.hops[encoder]:
+                rank_pool = (Pool.TOKEN_GRADIENT, encoder, self.graph.stage[n])
+                releases[self.clock.sent[encoder, sub] + 1].append(rank_pool)
+        self.unfinished[self.graph.group[n]] -= 1
+        while self.base < len(self.unfinished) and not self.unfinished[self.base]:
+            self.base += 1
+
+    # ------------------------------------------------------------------------ what is best
+
+    def _pick(self, choices: list[list[Choice]], last_side: list[int]) -> list[int]:
+        """One operation for each rank, -1 for none."""
+        near = self.policy.near
+        late = self.policy.late
+        turn = self.policy.turn
+        worths = [
+            [
+                (late * (side != WEIGHT_SIDE) + turn * (side != previous) - self.priority[n], duration, n)
+                for duration, side, n in rank_choices
+            ]
+            for rank_choices, previous in zip(choices, last_side, strict=True)
+        ]
+        best_share = -1.0
+        best_row = [WAITS] * len(choices)
+        for length in sorted({duration for rank_choices in choices for duration, _, _ in rank_choices}):
+            work = 0
+            row = []
+            for rank_worths in worths:
+                chosen = WAITS
+                chosen_duration = 0
+                best_worth = -math.inf
+                for worth, duration, n in rank_worths:
+                    if duration <= length and worth + near * (4 * duration // length) > best_worth:
+                        chosen = n
+                        chosen_duration = duration
+                        best_worth = worth + near * (4 * duration // length)
+                row.append(chosen)
+                work += chosen_duration
+            if work / self._weight(length) >= best_share:
+                best_share = work / self._weight(length)
+                best_row = row
+        return best_row
+
+    def _weight(self, duration: int) -> float:
+        """duration ** (power / 4), by operations that are exact to the last bit on any machine."""
+        if duration not in self.weights:
+            root = math.sqrt(math.sqrt(duration**self.policy.power))
+            self.weights[duration] = float(duration) if self.policy.power == 4 else root
+        return self.weights[duration]
+
+    def _dead_end(self) -> str:
+        if self.blocked is None:
+            return "the operations wait for each other"
+        pool, chain, rank = self.blocked
+        name = self.graph.ring.chains[chain].name
+        return (
+            f"no schedule fits the slots: rank {rank} has no free {pool.name.lower()} slot for {name}, and nothing "
+            f"that would free one can run; raise the slots of the pipeline"
+        )

@@ -1,0 +1,104 @@
+"""Time in ticks: when operations become possible, and the schedule that given orders of operations make."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from sharding.pipeline.graph import Graph
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.schedule import WAITS, Schedule
+
+Orders = Sequence[Sequence[int]]  # operations of each rank in the order in which it does them
+
+
+class TickClock:
+    """When operations become possible: tell it what was done in which tick, ticks ascending.
+
+    `sent[encoder, sub-microbatch]` is the tick in which the summed token gradient leaves the first language rank.
+    """
+
+    def __init__(self, graph: Graph):
+        encoders = range(len(graph.ring.encoders))
+        self.graph = graph
+        self.sent: dict[tuple[int, int], int] = {}
+        self.hops = [graph.ring.delivery_hops(encoder) for encoder in encoders]
+        self._waits = list(graph.waits)
+        self._earliest = [0] * graph.size
+        self._shares: dict[tuple[int, int], int] = defaultdict(int)  # token gradients that a sum still lacks
+        for shares in graph.returns:
+            for encoder, sub, _ in shares:
+                self._shares[encoder, sub] += 1
+        self._wire_free = [0] * len(encoders)  # tick from which the wire of an encoder's token gradients is free
+
+    def start(self) -> list[int]:
+        """Operations that wait for nothing."""
+        return [n for n, waits in enumerate(self._waits) if not waits]
+
+    def finish(self, n: int, tick: int) -> list[tuple[int, int]]:
+        """(tick, operation) of all that wait for nothing any more, once n was done in a tick."""
+        released = []
+        earliest = self._earliest
+        waits = self._waits
+        for follower, ticks in self.graph.successors[n]:
+            if tick + ticks > earliest[follower]:
+                earliest[follower] = tick + ticks
+            waits[follower] -= 1
+            if not waits[follower]:
+                released.append((earliest[follower], follower))
+        for encoder, sub, follower in self.graph.returns[n]:
+            self._shares[encoder, sub] -= 1
+            if not self._shares[encoder, sub]:
+                send = tick
+                if self.hops[encoder]:
+                    # All sums of an encoder share a wire, which takes one of them per tick.
+                    send = max(tick, self._wire_free[encoder])
+                    self._wire_free[encoder] = send + 1
+                self.sent[encoder, sub] = send
+                earliest[follower] = max(earliest[follower], send + max(1, self.hops[encoder]))
+            waits[follower] -= 1
+            if not waits[follower]:
+                released.append((earliest[follower], follower))
+        return released
+
+
+def follow(graph: Graph, orders: Orders) -> Schedule:
+    """Every rank does its operations in the order given, each in the first tick in which it is possible.
+
+    Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it on a wrong rank.
+    """
+    _check_orders(graph, orders)
+    clock = TickClock(graph)
+    ready = [-1] * graph.size  # tick from which an operation is possible; -1: not known yet
+    for n in clock.start():
+        ready[n] = 0
+    position = [0] * len(orders)
+    done = 0
+    latest = 0
+    rows: list[list[int]] = []
+    while done < graph.size:
+        tick = len(rows)
+        row = [WAITS] * len(orders)
+        for rank, order in enumerate(orders):
+            if position[rank] < len(order) and 0 <= ready[order[position[rank]]] <= tick:
+                row[rank] = order[position[rank]]
+                position[rank] += 1
+                done += 1
+        for n in row:
+            if n == WAITS:
+                continue
+            for when, follower in clock.finish(n, tick):
+                ready[follower] = when
+                latest = max(latest, when)
+        # Nothing is done, and nothing is on its way that could still make an operation possible.
+        if max(row) == WAITS and tick > latest:
+            stuck = next(order[at] for order, at in zip(orders, position, strict=True) if at < len(order))
+            raise PipelineError(f"the orders of the ranks wait for each other: {graph.name(stuck)} can never start")
+        rows.append(row)
+    return Schedule.of_rows(graph, rows)
+
+
+def _check_orders(graph: Graph, orders: Orders) -> None:
+    complete = sorted(n for order in orders for n in order) == list(range(graph.size))
+    if not complete or any(graph.stage[n] != rank for rank, order in enumerate(orders) for n in order):
+        raise PipelineError("orders must hold every operation once, on the rank of its chunk")

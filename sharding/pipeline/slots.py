@@ -1,0 +1,189 @@
+"""Which slot holds what from when to when: allocation like registers, and residuals that are worth a slot.
+
+A slot is taken from the moment that something is written to it until the last read; whatever needs a slot gets the
+lowest that is free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from heapq import heappop, heappush
+
+from sharding.pipeline.graph import Buffer, Kind, Pool, RankPool, Slots
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.schedules.ticks import TickClock
+
+
+class Moment(IntEnum):
+    """What happens in a tick, in this order."""
+
+    READ = 0
+    WRITE = 1
+    SEND = 2
+    RECEIVE = 3
+
+
+@dataclass(frozen=True)
+class Life:
+    """Times between which a buffer needs a slot, both counted in moments since the first tick."""
+
+    buffer: Buffer
+    start: int
+    end: int
+
+
+def moment_of(tick: int, moment: Moment) -> int:
+    """A moment of a tick, counted from the first tick on."""
+    return len(Moment) * tick + moment
+
+
+def tick_of(time: int) -> tuple[int, Moment]:
+    """The tick and the moment in it."""
+    tick, moment = divmod(time, len(Moment))
+    return tick, Moment(moment)
+
+
+class TickTimes:
+    """`tick[n]` is the tick in which a schedule does operation n, and buffers come and go accordingly."""
+
+    def __init__(self, schedule: Schedule):
+        self.graph = schedule.graph
+        self.tick = [-1] * self.graph.size
+        clock = TickClock(self.graph)
+        for tick, row in enumerate(schedule.ticks.tolist()):
+            for n in row:
+                if n >= 0:
+                    self.tick[n] = tick
+                    clock.finish(n, tick)
+        self._sent = clock.sent
+
+    def arrival(self, buffer: Buffer) -> int:
+        """When something is written into the slot for the first time."""
+        if buffer.pool == Pool.TOKEN_GRADIENT and buffer.hops:
+            sent = self._sent[buffer.chain, buffer.microbatch]
+            return moment_of(sent + buffer.hops - 1, Moment.RECEIVE)
+        written = min(self.tick[n] for n in buffer.writers)
+        if buffer.hops:
+            return moment_of(written + buffer.hops - 1, Moment.RECEIVE)
+        neighbour = self.graph.ring.stages > 1 and self.graph.stage[buffer.writers[0]] != buffer.rank
+        moved = buffer.pool in (Pool.INPUT, Pool.GRADIENT) and neighbour
+        return moment_of(written, Moment.RECEIVE if moved else Moment.WRITE)
+
+    def departure(self, buffer: Buffer) -> int:
+        """When the slot is read for the last time."""
+        if buffer.readers:
+            return moment_of(max(self.tick[n] for n in buffer.readers), Moment.READ)
+        return moment_of(self._sent[buffer.chain, buffer.microbatch], Moment.SEND)
+
+
+def lives_of(schedule: Schedule) -> list[Life]:
+    """Lives of all buffers, with those of kept residuals and those of tokens and gradients that pass through a rank."""
+    graph = schedule.graph
+    times = TickTimes(schedule)
+    lives = [Life(buffer, times.arrival(buffer), times.departure(buffer)) for buffer in graph.buffers]
+    for n in sorted(schedule.keepers):
+        backward = graph.backward_of(n)
+        if backward is None:
+            raise PipelineError(f"{graph.name(n)} keeps residuals that no backward needs")
+        buffer = Buffer(
+            pool=Pool.RESIDUAL,
+            chain=graph.chain[n],
+            depth=graph.depth[n],
+            microbatch=graph.microbatch[n],
+            rank=graph.stage[n],
+            writers=(n,),
+            readers=(backward,),
+        )
+        lives.append(Life(buffer, times.arrival(buffer), times.departure(buffer)))
+    for life in list(lives):
+        direction = 1 if life.buffer.pool == Pool.TOKENS else -1
+        for hop in range(1, life.buffer.hops):
+            # Received in one tick and sent on in the next.
+            rank = (life.buffer.rank - direction * hop) % graph.ring.stages
+            arrival = life.start - len(Moment) * hop
+            lives.append(Life(replace(life.buffer, rank=rank, readers=(), hops=0), arrival, arrival + Moment.RECEIVE))
+    return lives
+
+
+def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
+    """Each life with the lowest slot of its pool and rank that is free."""
+    free: dict[RankPool, list[int]] = defaultdict(list)
+    taken: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
+    allocated = []
+    for life in sorted(lives, key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth)):
+        rank_pool = life.buffer.rank_pool
+        while taken[rank_pool] and taken[rank_pool][0][0] < life.start:
+            heappush(free[rank_pool], heappop(taken[rank_pool])[1])
+        # No slot is free: all that were ever given out are taken, so their number is the next one.
+        slot = heappop(free[rank_pool]) if free[rank_pool] else len(taken[rank_pool])
+        heappush(taken[rank_pool], (life.end, slot))
+        allocated.append((life, slot))
+    return allocated
+
+
+def slots_needed(schedules: Iterable[Schedule]) -> Slots:
+    """The slots that tables of all these schedules need."""
+    needed: Slots = {}
+    for schedule in schedules:
+        for life, slot in allocate(lives_of(schedule)):
+            key = life.buffer.pool_key
+            needed[key] = max(needed.get(key, 0), slot + 1)
+    return needed
+
+
+# ---------------------------------------------------------------------------- kept residuals
+
+Span = tuple[int, int]  # two times, both included
+
+
+def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
+    """The schedule with as many forwards keeping their residuals as there are slots for, shortest wait first.
+
+    Only ticks whose slowest operation is a backward become shorter, so the forwards of those come first.
+    """
+    graph = schedule.graph
+    times = TickTimes(schedule)
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by chain and rank
+    for life in lives_of(schedule):
+        if life.buffer.pool == Pool.RESIDUAL:
+            spans[life.buffer.chain, life.buffer.rank].append((life.start, life.end))
+    keepers = set(schedule.keepers)
+    for n, backward in _candidates(schedule, times):
+        key = (graph.chain[n], graph.stage[n])
+        span = (moment_of(times.tick[n], Moment.WRITE), moment_of(times.tick[backward], Moment.READ))
+        room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
+        if n not in keepers and _most_at_once([*spans[key], span]) <= room:
+            spans[key].append(span)
+            keepers.add(n)
+    return Schedule(graph, schedule.ticks, frozenset(keepers))
+
+
+def _candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
+    """(forward, backward) of all that may keep residuals, the best first."""
+    graph = schedule.graph
+    candidates = []
+    for n in range(graph.size):
+        if graph.kind[n] != Kind.FORWARD or graph.ring.chains[graph.chain[n]].head_only:
+            continue
+        backward = graph.backward_of(n)
+        if backward is None:
+            continue
+        row = schedule.ticks[times.tick[backward]].tolist()
+        length = max((graph.duration[other] for other in row if other >= 0), default=0)
+        shortens_nothing = length > graph.duration[backward]
+        candidates.append((shortens_nothing, times.tick[backward] - times.tick[n], n, backward))
+    return [(n, backward) for *_, n, backward in sorted(candidates)]
+
+
+def _most_at_once(spans: list[Span]) -> int:
+    """The most spans that hold any one time."""
+    events = sorted([(start, 1) for start, _ in spans] + [(end + 0.5, -1) for _, end in spans])
+    height = peak = 0
+    for _, change in events:
+        height += change
+        peak = max(peak, height)
+    return peak

@@ -1,0 +1,105 @@
+"""What all schedule tables of one compiled program share: slots, wires, and the columns of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sharding.pipeline.graph import Kind, Pool, PoolKey, Slots
+from sharding.pipeline.ring import Ring
+
+IDLE = 0  # the action of a rank that waits
+OPERATION_COLUMNS = (
+    "action",
+    "chunk",
+    "layers",
+    "first",
+    "last",
+    "microbatch",
+    "input",
+    "gradient",
+    "read_residual",
+    "write_residual",
+    "pending",
+    "output",
+    "features",
+    "count_loss",
+)
+
+
+def action_of(chain: int, kind: Kind | int) -> int:
+    """The action of an operation's row."""
+    return 1 + len(Kind) * chain + kind
+
+
+def operation_of(action: int) -> tuple[int, int]:
+    """(chain, kind) of an action that is not `IDLE`."""
+    return divmod(action - 1, len(Kind))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One kind of edge of the ring: from each rank to the next (up) or to the one before, for one component."""
+
+    pool: Pool
+    chain: int
+    up: bool
+
+    @property
+    def name(self) -> str:
+        """The wire in column names."""
+        return f"{self.pool.name.lower()}.{self.chain}"
+
+    @property
+    def pool_key(self) -> PoolKey:
+        """The pool that the wire reads and fills."""
+        return self.pool, self.chain
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """All that tables of one compiled program share.
+
+    `rows_read` is the most sub-microbatches of each encoder that one language microbatch consumes; `ticks` the most
+    ticks of a table.
+    """
+
+    ring: Ring
+    slots: Slots
+    ticks: int
+    rows_read: tuple[int, ...]
+
+    @cached_property
+    def wires(self) -> tuple[Wire, ...]:
+        """Edges that leave their rank; there is none for what stays where it is."""
+        wires = []
+        for number, chain in enumerate(self.ring.chains):
+            if len(set(chain.stages)) > 1:
+                wires += [Wire(Pool.INPUT, number, up=True), Wire(Pool.GRADIENT, number, up=False)]
+        for encoder in range(len(self.ring.encoders)):
+            if self.ring.delivery_hops(encoder):
+                wires += [Wire(Pool.TOKENS, encoder, up=True), Wire(Pool.TOKEN_GRADIENT, encoder, up=False)]
+        return tuple(wires)
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """Number of each column of a row by name; -1 in a row means none.
+
+        action: 0, or 1 + 4 * component + kind. chunk: number on its rank. layers, first, last: of the chunk.
+        input, gradient: slots read. read_residual: residuals read instead of recomputed; write_residual: residuals
+        kept. pending: what a weight gradient needs. output: slot of a result that stays on the rank. features: input
+        slot that the last layer's output replaces. count_loss: whether loss and sums count. tokens, grad_slot,
+        grad_is_first: for each consumed sub-microbatch its tokens, the sum that its gradient joins, and whether it is
+        the first to do so. receive, send: slots by wire.
+        """
+        names = [*OPERATION_COLUMNS]
+        for what in ("tokens", "grad_slot", "grad_is_first"):
+            for encoder, rows_read in enumerate(self.rows_read):
+                names += [f"{what}.{encoder}.{index}" for index in range(rows_read)]
+        for what in ("receive", "send"):
+            names += [f"{what}.{wire.name}" for wire in self.wires]
+        return {name: number for number, name in enumerate(names)}
+
+    def room(self, pool: Pool, chain: int) -> int:
+        """Slots of a pool on each rank, 0 where the tables have none."""
+        return self.slots.get((pool, chain), 0)

@@ -1,0 +1,303 @@
+"""Proof that a table computes a batch: an executor of labels instead of arrays.
+
+Everything a slot can hold has a label that says what it is, such as the input of chunk 2 of vision, microbatch 5. The
+table is run with labels, every read is compared with what the operation must read, and the first one that differs is
+reported. It shares nothing with what made the table but the graph of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+
+from sharding.pipeline.graph import Graph, Kind, Pool
+from sharding.pipeline.ring import Chain, PipelineError
+from sharding.pipeline.table import Table
+from sharding.pipeline.table_spec import IDLE, operation_of
+
+SlotKey = tuple[Pool, int, int, int]  # pool, component, rank, slot
+RowValues = dict[str, int]  # of one rank in one tick, by column
+
+
+class Label(NamedTuple):
+    """What a slot holds: `users` are the language microbatches whose shares a token gradient has."""
+
+    what: str
+    chain: int
+    depth: int
+    microbatch: int
+    users: frozenset[int] = frozenset()
+
+
+class Result(NamedTuple):
+    """What an operation computed and what may leave its rank."""
+
+    pool: Pool
+    chain: int
+    label: Label
+
+
+class Operation(NamedTuple):
+    """An operation as its row describes it."""
+
+    kind: int
+    c: int  # component
+    d: int  # depth of its chunk
+    m: int  # microbatch
+    chain: Chain
+    first: bool
+    last: bool
+    language: bool
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Component, chunk and microbatch: what its labels say."""
+        return self.c, self.d, self.m
+
+
+def validate(table: Table, graph: Graph) -> None:
+    """Prove that a table does every operation of a graph once, each with the right slots.
+
+    Raises `PipelineError` with the first violation: its tick, rank and operation, and what it found where.
+    """
+    if table.spec.ring != graph.ring:
+        raise PipelineError("the table is for another ring than the operations")
+    if not 0 <= table.count <= table.spec.ticks or len(table.rows) != table.spec.ticks:
+        raise PipelineError(f"the table has {table.count} of {len(table.rows)} rows, room is for {table.spec.ticks}")
+    proof = _Proof(table, graph)
+    for tick in range(table.count):
+        proof.run(tick)
+    for n in range(graph.size):
+        if n not in proof.done:
+            raise PipelineError(f"the table leaves out {graph.name(n)}")
+
+
+class _Proof:
+    def __init__(self, table: Table, graph: Graph):
+        self.table = table
+        self.graph = graph
+        self.spec = table.spec
+        self.ring = graph.ring
+        self.done: dict[int, int] = {}  # tick of each operation
+        self.held: dict[SlotKey, Label] = {}
+        self.users: dict[tuple[int, int], frozenset[int]] = {}  # of the tokens of an encoder's sub-microbatch
+        for microbatch, inputs in enumerate(graph.workload.inputs):
+            for pair in inputs:
+                self.users[pair] = self.users.get(pair, frozenset()) | {microbatch}
+        self.where = ""  # for messages: the tick and rank, and the operation once it is known
+
+    def run(self, tick: int) -> None:
+        rows = [
+            dict(zip(self.spec.columns, self.table.rows[tick, rank].tolist(), strict=True))
+            for rank in range(self.ring.stages)
+        ]
+        results: list[Result | None] = []
+        for rank, row in enumerate(rows):
+            self.where = f"tick {tick}, rank {rank}"
+            results.append(None if row["action"] == IDLE else self._operate(tick, rank, row))
+        # All ranks send before any of them receives: a slot may be sent and filled in the same tick.
+        sent = [
+            [self._send(tick, rank, row, results[rank], wire) for wire in range(len(self.spec.wires))]
+            for rank, row in enumerate(rows)
+        ]
+        for rank, row in enumerate(rows):
+            self.where = f"tick {tick}, rank {rank}"
+            self._receive(tick, rank, row, sent)
+
+    # ------------------------------------------------------------------------ wires
+
+    def _send(self, tick: int, rank: int, row: RowValues, result: Result | None, number: int) -> Label | None:
+        wire = self.spec.wires[number]
+        slot = row[f"send.{wire.name}"]
+        if slot >= 0:
+            self.where = f"tick {tick}, rank {rank}"
+            key = (wire.pool, wire.chain, rank, slot)
+            self._check_slot(key)
+            return self.held.get(key)
+        if result is None or (result.pool, result.chain) != wire.pool_key:
+            return None
+        return result.label
+
+    def _receive(self, tick: int, rank: int, row: RowValues, sent: list[list[Label | None]]) -> None:
+        for number, wire in enumerate(self.spec.wires):
+            slot = row[f"receive.{wire.name}"]
+            if slot < 0:
+                continue
+            source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
+            label = sent[source][number]
+            if label is None or not self.table.wire_active[tick, number]:
+                self._fail(f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it")
+            self._write((wire.pool, wire.chain, rank, slot), label)
+
+    # ------------------------------------------------------------------------ operations
+
+    def _operate(self, tick: int, rank: int, row: RowValues) -> Result | None:
+        """Check one operation; returns its result if that may leave the rank."""
+        operation = self._identify(tick, rank, row)
+        if operation.kind == Kind.WEIGHT_GRADIENT:
+            self._read((Pool.PENDING, operation.c, rank, row["pending"]), Label("pending", *operation.key))
+            return None
+        if operation.first and operation.language:
+            self._read_tokens(rank, operation.m, row)
+        if operation.kind == Kind.FORWARD:
+            return self._forward(rank, row, operation)
+        return self._backward(tick, rank, row, operation)
+
+    def _identify(self, tick: int, rank: int, row: RowValues) -> Operation:
+        c, kind = operation_of(row["action"])
+        if not 0 <= c < len(self.ring.chains):
+            self._fail(f"has action {row['action']}, which does not exist")
+        chain = self.ring.chains[c]
+        m = row["microbatch"]
+        depths = [d for d in range(chain.depth) if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])]
+        if not depths:
+            self._fail(f"has chunk {row['chunk']} of {chain.name}, which it does not hold")
+        d = depths[0]
+        n = self.graph.number.get((kind, c, d, m))
+        if n is None:
+            self._fail(f"does a {Kind(kind).name.lower()} of {chain.name} chunk {d}, microbatch {m}: not in this batch")
+        self.where += f", {self.graph.name(n)}"
+        if n in self.done:
+            self._fail(f"was done before, in tick {self.done[n]}")
+        self.done[n] = tick
+        operation = Operation(
+            kind=kind,
+            c=c,
+            d=d,
+            m=m,
+            chain=chain,
+            first=d == 0,
+            last=d == chain.depth - 1,
+            language=c == len(self.ring.chains) - 1,
+        )
+        expected = {
+            "layers": chain.layers[d],
+            "first": operation.first,
+            "last": operation.last,
+            "count_loss": self._counts_loss(operation),
+        }
+        for column, value in expected.items():
+            if row[column] != int(value):
+                self._fail(f"has {column} {row[column]} instead of {int(value)}")
+        return operation
+
+    def _forward(self, rank: int, row: RowValues, operation: Operation) -> Result | None:
+        c = operation.c
+        if not operation.first:
+            self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
+        if row["features"] >= 0:
+            self._write((Pool.INPUT, c, rank, row["features"]), Label("features", *operation.key))
+        if row["write_residual"] >= 0:
+            self._write((Pool.RESIDUAL, c, rank, row["write_residual"]), Label("residual", *operation.key))
+        if operation.last and operation.language:
+            return None
+        if operation.last:
+            return self._leave(rank, row, Result(Pool.TOKENS, c, Label("tokens", *operation.key)))
+        return self._leave(rank, row, Result(Pool.INPUT, c, Label("input", c, operation.d + 1, operation.m)))
+
+    def _backward(self, tick: int, rank: int, row: RowValues, operation: Operation) -> Result | None:
+        c = operation.c
+        m = operation.m
+        forward = self.graph.number.get((Kind.FORWARD, *operation.key))
+        if forward is not None and self.done.get(forward, tick) >= tick:
+            self._fail("comes before its forward")
+        if row["read_residual"] >= 0:
+            self._read((Pool.RESIDUAL, c, rank, row["read_residual"]), Label("residual", *operation.key))
+        elif operation.chain.head_only and forward is not None:
+            self._read((Pool.INPUT, c, rank, row["input"]), Label("features", *operation.key))
+        elif not operation.first:
+            self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
+        if not operation.last:
+            self._read((Pool.GRADIENT, c, rank, row["gradient"]), Label("gradient", *operation.key))
+        elif not operation.language:
+            label = Label("token gradient", *operation.key, self.users[c, m])
+            self._read((Pool.TOKEN_GRADIENT, c, rank, row["gradient"]), label)
+        if row["pending"] >= 0 and operation.kind == Kind.INPUT_GRADIENT:
+            self._write((Pool.PENDING, c, rank, row["pending"]), Label("pending", *operation.key))
+        if operation.first and operation.language:
+            self._add_token_gradients(rank, m, row)
+        if operation.first:
+            return None
+        return self._leave(rank, row, Result(Pool.GRADIENT, c, Label("gradient", c, operation.d - 1, m)))
+
+    def _counts_loss(self, operation: Operation) -> bool:
+        """Loss and sums count once: in the last language forward, or in the backward that takes its place."""
+        if not operation.language or not operation.last or operation.kind == Kind.WEIGHT_GRADIENT:
+            return False
+        fused = (Kind.FORWARD, *operation.key) not in self.graph.number
+        return operation.kind == Kind.FORWARD or fused
+
+    def _leave(self, rank: int, row: RowValues, result: Result) -> Result | None:
+        """A result that stays on its rank is written into its slot at once."""
+        if row["output"] >= 0:
+            self._write((result.pool, result.chain, rank, row["output"]), result.label)
+            return None
+        return result
+
+    # ------------------------------------------------------------------------ tokens
+
+    def _consumed(self, m: int) -> Iterator[tuple[int, int, int]]:
+        """(encoder, index among its consumed ones, sub-microbatch) of all that a language microbatch consumes."""
+        indices = [0] * len(self.ring.encoders)
+        for encoder, sub in self.graph.workload.inputs[m]:
+            yield encoder, indices[encoder], sub
+            indices[encoder] += 1
+
+    def _read_tokens(self, rank: int, m: int, row: RowValues) -> None:
+        expected = set()
+        for encoder, index, sub in self._consumed(m):
+            column = f"tokens.{encoder}.{index}"
+            expected.add(column)
+            depth = self.ring.chains[encoder].depth - 1
+            self._read((Pool.TOKENS, encoder, rank, row[column]), Label("tokens", encoder, depth, sub))
+        for column, slot in row.items():
+            if column.startswith("tokens.") and column not in expected and slot >= 0:
+                self._fail(f"reads slot {slot} as {column}, which this microbatch does not have")
+
+    def _add_token_gradients(self, rank: int, m: int, row: RowValues) -> None:
+        for encoder, index, sub in self._consumed(m):
+            slot = row[f"grad_slot.{encoder}.{index}"]
+            if slot < 0:  # frozen: no gradient is wanted
+                continue
+            key = (Pool.TOKEN_GRADIENT, encoder, rank, slot)
+            depth = self.ring.chains[encoder].depth - 1
+            label = self.held.get(key)
+            if row[f"grad_is_first.{encoder}.{index}"] == 1:
+                users = frozenset({m})
+            elif label and label[:4] == ("token gradient", encoder, depth, sub):
+                users = label.users | {m}
+            else:
+                self._fail(f"adds to {self._slot_name(key)}, which holds {self._describe(label)}")
+            self._write(key, Label("token gradient", encoder, depth, sub, users))
+
+    # ------------------------------------------------------------------------ slots
+
+    def _read(self, key: SlotKey, expected: Label) -> None:
+        self._check_slot(key)
+        if self.held.get(key) != expected:
+            held = self._describe(self.held.get(key))
+            self._fail(f"needs {self._describe(expected)} in {self._slot_name(key)}, which holds {held}")
+
+    def _write(self, key: SlotKey, label: Label) -> None:
+        self._check_slot(key)
+        self.held[key] = label
+
+    def _check_slot(self, key: SlotKey) -> None:
+        pool, chain, _, slot = key
+        slots = self.spec.room(pool, chain)
+        if not 0 <= slot < slots:
+            self._fail(f"uses {self._slot_name(key)}, of which there are {slots}")
+
+    def _slot_name(self, key: SlotKey) -> str:
+        pool, chain, _, slot = key
+        return f"{pool.words} slot {slot} of {self.ring.chains[chain].name}"
+
+    def _describe(self, label: Label | None) -> str:
+        if label is None:
+            return "nothing"
+        name = self.ring.chains[label.chain].name
+        users = f" from language microbatches {sorted(label.users)}" if label.users else ""
+        return f"the {label.what} of {name} chunk {label.depth}, microbatch {label.microbatch}{users}"
+
+    def _fail(self, what: str) -> NoReturn:
+        raise PipelineError(f"{self.where}: {what}")
