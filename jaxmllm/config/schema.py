@@ -192,11 +192,12 @@ class ComponentsConfig(Section):
 
 
 class SourceConfig(Section):
-    """One JSONL file of conversations; media paths are relative to `root` (default: the file's folder). Both paths
-    are relative to `data.root`."""
+    """One file of conversations; media paths are relative to `root` (default: the file's folder). Both paths are
+    relative to `data.root`."""
 
     name: str
     path: str
+    format: str | None = None  # see data/sources/formats.py; none: by the file's ending, jsonl for unknown ones
     root: str | None = None
     weight: PositiveFloat = 1.0
     # What is learned: what the assistant says, or all text. Only with `all` may an example have no assistant turn.

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxmllm.arrays import Longs
 from jaxmllm.balance.records import BatchItems
-from jaxmllm.data.index.build import DataError
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
+from jaxmllm.data.sources.source import DataError
 
 Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
 

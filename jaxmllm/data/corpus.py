@@ -18,12 +18,15 @@ import numpy as np
 from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.config.schema import SourceConfig
-from jaxmllm.data.index.build import MAX_LINE, DataError, LengthIndex, Rejected, build_index
+from jaxmllm.data.index.builder import build_index
+from jaxmllm.data.index.length_index import LengthIndex, Rejected
+from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.media.modality import Modality
-from jaxmllm.data.media.table import row_formats
-from jaxmllm.data.messages import shown
+from jaxmllm.data.printable import shown
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.conversation import parse_conversation, parse_json
-from jaxmllm.data.text.tokenizers import Rendered, Tokenizer, render
+from jaxmllm.data.text.render import Rendered, render
+from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 
@@ -71,7 +74,7 @@ class Corpus:
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
         """(name, weight, example numbers) of each configured source."""
         return tuple(
-            (index.source, weight, np.arange(start, start + len(index)))
+            (index.name, weight, np.arange(start, start + len(index)))
             for index, weight, start in zip(self.indexes, self.weights, self._starts[:-1].tolist(), strict=True)
         )
 
@@ -129,19 +132,21 @@ class Corpus:
         Raises `DataError` when the JSONL file is no longer what was indexed.
         """
         index, local = self._locate(example)
-        with index.path.open("rb") as file:
-            file.seek(int(index.offset[local]))
-            line = file.readline(MAX_LINE)
-        id, where = str(index.id[local]), f"{shown(index.path)}:{index.line[local]}"
+        id = str(index.id[local])
+        record = index.source.record(int(index.offset[local]))
         try:
             conversation = parse_conversation(
-                parse_json(line), index.root, default_id=id, default_source=index.source, targets=index.learned
+                parse_json(record),
+                index.source.resolve,
+                default_id=id,
+                default_source=index.name,
+                targets=index.learned,
             )
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
-            raise DataError(f"{where}: not the record {id!r} that was indexed: {error}; start the run again") from error
+            raise DataError(f"{_not_indexed(index, local)}: {error}; start the run again") from error
         if conversation.id != id or len(rendered.tokens) != index.language_length[local]:
-            raise DataError(f"{where}: not the record {id!r} that was indexed; start the run again")
+            raise DataError(f"{_not_indexed(index, local)}; start the run again")
         return rendered
 
     @property
@@ -157,7 +162,7 @@ class Corpus:
         record at all."""
         for index in self.indexes:
             if not len(index) and not index.rejected:
-                raise DataError(f"source {index.source!r}: {shown(index.path)} holds no record; see data.sources")
+                raise DataError(f"source {index.name!r}: {shown(index.source.path)} holds no record; see data.sources")
         rejected = self.rejected
         total = len(self) + len(rejected)
         if len(self) and len(rejected) <= max_rejected * total:
@@ -168,7 +173,7 @@ class Corpus:
         raise DataError(
             f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
             f"and at least one must remain; by reason: {counts}.{quoted}{more}\n"
-            "Mend the records, or raise data.max_rejected to train without them."
+            "Fix the records, or raise data.max_rejected to train without them."
         )
 
     def refuse(self, limits: Mapping[str, int]) -> Corpus:
@@ -186,7 +191,7 @@ class Corpus:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((list(self.modalities), self.tokenizer.fingerprint)).encode())
         for index in self.indexes:
-            digest.update(repr((index.source, len(index), len(index.item_shape), index.labels)).encode())
+            digest.update(repr((index.name, len(index), len(index.item_shape), index.labels)).encode())
             digest.update(index.id.tobytes() + index.label.tobytes() + index.offset.tobytes())
             digest.update(index.item_shape.tobytes())
         digest.update(b"".join(self._columns[name].tobytes() for name in _FINGERPRINTED))
@@ -222,6 +227,10 @@ class Corpus:
         return self.indexes[number], int(example - self._starts[number])
 
 
+def _not_indexed(index: LengthIndex, example: int) -> str:
+    return f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed"
+
+
 _FINGERPRINTED = ("language_length", "targets", "item_phase", "item_tokens", "item_slot", "item_count")
 
 
@@ -233,10 +242,10 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
             continue
         for item in np.flatnonzero((index.item_phase == number) & (index.item_length > limits[phase])):
             example = int(np.searchsorted(index.item_start, item, side="right")) - 1
-            path = index.root / index.media.path[index.item_media[item]]
+            media = index.source.media(index.media.address[index.item_media[item]])
             refused.setdefault(
                 example,
-                f"{shown(path)} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
+                f"{shown(media)} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
                 f"{limits[phase]}: {_RESIZED_BY.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
             )
     limit = limits.get(LANGUAGE)

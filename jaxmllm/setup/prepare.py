@@ -15,8 +15,8 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.config.schema import Config, ConfigError, SourceConfig
 from jaxmllm.data.batches import example_order, sample_batches
 from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
-from jaxmllm.data.media.table import modalities, row_formats
 from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts

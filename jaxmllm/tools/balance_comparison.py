@@ -72,7 +72,7 @@ def compare_on_generated(
     config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
 ) -> Comparison:
     """A generated batch on the model, layouts and rows of a config, with the arguments of `compare_on_data`."""
-    from jaxmllm.data.media.table import modalities, row_formats
+    from jaxmllm.data.media.modalities import modalities, row_formats
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
     from jaxmllm.setup.prepare import planning_mesh, vocabulary

@@ -39,8 +39,9 @@ from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.rows.fill import HostStep
-from jaxmllm.data.text.tokenizers import Rendered
+from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
@@ -202,10 +203,11 @@ class EqualExamples:
     tokens: int
 
     def example(self, i: int) -> Rendered:
-        from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
+        from jaxmllm.data.media.reference import File
+        from jaxmllm.data.text.render import MediaSpan, Rendered
 
         line = np.arange(self.length if self.text else 0, dtype=np.int32)
-        spans = () if self.text else (MediaSpan(self.phase, Path(), (self.length, 1), 0, self.tokens),)
+        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1), 0, self.tokens),)
         return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
 
     def source_of(self, i: int) -> int:
@@ -231,7 +233,7 @@ class MadeUp:
         line = np.arange(shape[0], dtype=np.int32)
         return np.stack([line, np.zeros_like(line)], axis=-1)
 
-    def load(self, path: Path, shape: tuple[int, int]) -> Any:
+    def load(self, media: MediaReference, shape: tuple[int, int]) -> Any:
         # Not zeros: some chips multiply them faster.
         row_format = self._like.format
         return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)

@@ -27,7 +27,7 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.data.messages import shown
+from jaxmllm.data.printable import shown
 from jaxmllm.tools.output import command_parser
 
 T = TypeVar("T")

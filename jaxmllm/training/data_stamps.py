@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.index.build import LengthIndex
+from jaxmllm.data.index.length_index import LengthIndex
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.runtime.files import write_atomically
@@ -46,11 +46,11 @@ def check_data(run_directory: Path, corpus: Corpus, is_main: bool, say: Callable
 
 
 def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
-    """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D paths; stamp [D, 2] size and time."""
+    """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D addresses; stamp [D, 2] size, time."""
     arrays: dict[str, np.ndarray] = {}
     for number, index in enumerate(corpus.indexes):
         arrays[f"{number}/checksum"] = index.checksum.astype(np.uint32)
-        arrays[f"{number}/media"] = np.frombuffer(json.dumps(index.media.path).encode(), np.uint8)
+        arrays[f"{number}/media"] = np.frombuffer(json.dumps(index.media.address).encode(), np.uint8)
         arrays[f"{number}/stamp"] = index.media.stamp
     return arrays
 
@@ -68,20 +68,21 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
             continue
         if record := _changed_record(index, stamps[f"{number}/checksum"]):
             raise CheckpointError(f"{record}; {advice}")
-        paths = json.loads(stamps[f"{number}/media"].tobytes())
-        before = dict(zip(paths, stamps[f"{number}/stamp"].tolist(), strict=True))
-        now = dict(zip(index.media.path, index.media.stamp.tolist(), strict=True))
-        common = [path for path in now if path in before]
-        if resized := [path for path in common if now[path][0] != before[path][0]]:
+        addresses = json.loads(stamps[f"{number}/media"].tobytes())
+        before = dict(zip(addresses, stamps[f"{number}/stamp"].tolist(), strict=True))
+        now = dict(zip(index.media.address, index.media.stamp.tolist(), strict=True))
+        common = [address for address in now if address in before]
+        if resized := [name for name in common if now[name][0] != before[name][0]]:
             first = resized[0]
             raise CheckpointError(
-                f"{index.root / first!s} has {now[first][0]} bytes, {before[first][0]} when the run was trained on it "
-                f"({len(resized)} media files of source {index.source!r} differ so); {advice}"
+                f"{index.source.media(first)} has {now[first][0]} bytes, {before[first][0]} when the run was trained "
+                f"on it ({len(resized)} media files of source {index.name!r} differ so); {advice}"
             )
-        if touched := [path for path in common if now[path][1] != before[path][1]]:
+        if touched := [name for name in common if now[name][1] != before[name][1]]:
             say(
-                f"warning: {len(touched)} media files of source {index.source!r} have another modification time than "
-                f"when the run was trained on them, the first is {index.root / touched[0]}; their sizes are the same"
+                f"warning: {len(touched)} media files of source {index.name!r} have another modification time than "
+                f"when the run was trained on them, the first is {index.source.media(touched[0])}; their sizes are "
+                "the same"
             )
     if saved["fingerprint"] != corpus.fingerprint():
         raise CheckpointError(
@@ -99,11 +100,11 @@ def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
     if len(differing):
         first = int(differing[0])
         return (
-            f"{index.path}:{index.line[first]}: the record {str(index.id[first])!r} is not the one that the run was "
+            f"{index.place(first)}: the record {str(index.id[first])!r} is not the one that the run was "
             f"trained on ({len(differing)} records differ)"
         )
     if len(now) != len(before):
-        return f"{index.path}: {len(now)} usable records, {len(before)} when the run was trained on them"
+        return f"{index.source.path}: {len(now)} usable records, {len(before)} when the run was trained on them"
     return None
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmllm.data.messages import shown
+from jaxmllm.data.printable import shown
 from jaxmllm.runtime.board import POLL_SECONDS, Board, HostsError
 
 SHOWN_LINES = 8  # of one process and step; a folder of broken media must not flood the coordinator

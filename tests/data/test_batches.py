@@ -30,10 +30,11 @@ from jaxmllm.data.batches import (
 )
 from jaxmllm.data.corpus import Corpus as RealCorpus
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
-from jaxmllm.data.text.tokenizers import ByteTokenizer, MediaSpan, Rendered
+from jaxmllm.data.text.render import MediaSpan, Rendered
+from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.data.workers.reader import Loader
 from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
@@ -52,9 +53,9 @@ class Squares:
     def length(self, shape):
         return shape[0] * 4
 
-    def load(self, path, shape):
+    def load(self, media, shape):
         if shape[1] % 7 == 0:
-            raise MediaError("decode", f"{path}: broken body")
+            raise MediaError("decode", f"{media}: broken body")
         return np.full((self.length(shape), 2), shape[1], np.float32)
 
     def positions(self, shape):
@@ -73,7 +74,7 @@ class Corpus:
 
     def example(self, i):
         tokens = np.full(6 + i % 9, i + 1, np.int32)
-        media = tuple(MediaSpan("vision", Path(f"{i}-{k}"), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
+        media = tuple(MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
         return Rendered(tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media)
 
     def source_of(self, i):
@@ -364,8 +365,8 @@ def test_real_files_reach_the_rows_through_a_worker(pictures):
     images, wanted = pictures.modalities["vision"], []
     for number in step.examples.tolist():
         for span in pictures.example(number).media:
-            if Path(span.path).name != "5.png":
-                wanted.append(images.load(Path(span.path), span.shape))
+            if span.reference.path.name != "5.png":
+                wanted.append(images.load(span.reference, span.shape))
     filled = []
     for row in step.rows["vision"]:
         tokens = np.repeat(row["valid"], images.format.slots_per_token, axis=1)

@@ -11,10 +11,10 @@ from PIL import Image
 
 from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.index.build import DataError
 from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.media.table import modalities
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 
 LANGUAGE = {"width": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 16, "mlp_width": 16}
@@ -117,7 +117,7 @@ def test_gather_of_text_alone_and_of_nothing(corpus: Corpus) -> None:
 def test_example_reads_its_own_line(corpus: Corpus) -> None:
     texts = [ByteTokenizer().decode(corpus.example(i).tokens.tolist()) for i in range(5)]
     assert texts == ["bothBOTH", "textTEXT", "soundSOUND", "long wordsLONG WORDS", "xX"]
-    assert [span.path.name for span in corpus.example(0).media] == ["a.png", "a.png", "c.wav"]
+    assert [span.reference.path.name for span in corpus.example(0).media] == ["a.png", "a.png", "c.wav"]
 
 
 def test_what_is_learned_of_an_example_is_up_to_its_source(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import soundfile
 from PIL import Image
 
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.messages import shown
+from jaxmllm.data.printable import shown
 
 SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
@@ -223,7 +223,7 @@ def test_damaged_media_are_refused_by_name(name: str, tmp_path: Path) -> None:
     kind, change, reason = REFUSED[name]
     modality, path = make(kind, change, tmp_path)
     with pytest.raises(MediaError) as caught:
-        modality.load(path, modality.measure(path))
+        modality.load(File(path), modality.measure(File(path)))
     assert caught.value.reason == reason
     message = str(caught.value)
     assert message.startswith(str(path)) and len(message.splitlines()) == 1 and len(message) > len(str(path)) + 10
@@ -233,8 +233,8 @@ def test_damaged_media_are_refused_by_name(name: str, tmp_path: Path) -> None:
 def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     kind, change, samples = WHOLE[name]
     modality, path = make(kind, change, tmp_path)
-    shape = modality.measure(path)
-    features = modality.load(path, shape)
+    shape = modality.measure(File(path))
+    features = modality.load(File(path), shape)
     assert shape == (-(-samples // 160), 1) and np.isfinite(features).all()
     sound = features[: shape[0]]
     loud = sound.max(axis=1) > 0.3  # noise up to the end, but for gaps that MP3 encoders leave between streams
@@ -269,7 +269,7 @@ def peak_memory(action: Callable[[], object]) -> int:
 
 def refused(modality: Images | Sounds, path: Path) -> str:
     with pytest.raises(MediaError) as caught:
-        modality.load(path, modality.measure(path))
+        modality.load(File(path), modality.measure(File(path)))
     return caught.value.reason
 
 
@@ -338,8 +338,8 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
             b"RIFF" + struct.pack("<I", size + 36) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)
         )
         file.truncate(44 + size)
-    assert SOUNDS.measure(path) == (400, 1)
-    assert peak_memory(lambda: SOUNDS.load(path, (400, 1))) < 30e6 < size
+    assert SOUNDS.measure(File(path)) == (400, 1)
+    assert peak_memory(lambda: SOUNDS.load(File(path), (400, 1))) < 30e6 < size
 
 
 LOAD = """
@@ -350,9 +350,9 @@ def peak():
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 images, path = Images(14, 2, 784, 1024 * 1024), pathlib.Path(sys.argv[1])
-images.measure(path)
+images.measure(File(path))
 before = peak()
-images.load(path, images.measure(path))
+images.load(File(path), images.measure(File(path)))
 print(peak() - before)
 """
 
@@ -377,7 +377,7 @@ def test_an_mp3_of_ten_gigabytes_is_not_read_whole(kind: str, tmp_path: Path) ->
         file.write(clip(kind))
         file.truncate(10 * 2**30)
     if kind == "mp3":  # it says where it ends
-        assert peak_memory(lambda: SOUNDS.load(path, SOUNDS.measure(path))) < 20e6
+        assert peak_memory(lambda: SOUNDS.load(File(path), SOUNDS.measure(File(path)))) < 20e6
     else:
         assert peak_memory(lambda: refused(SOUNDS, path)) < 20e6
         assert refused(SOUNDS, path) == "undecodable_audio"
@@ -396,7 +396,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(modality: Images | S
         for name in ("pipe", "link", "zero", "loop", "dangling", "folder", "socket", "absent"):
             assert refused(modality, tmp_path / name) == "missing_file", name
             with pytest.raises(MediaError):
-                modality.load(tmp_path / name, (4, 4))
+                modality.load(File(tmp_path / name), (4, 4))
 
 
 def test_a_file_that_becomes_a_pipe_between_two_looks_is_refused(
@@ -415,7 +415,7 @@ def test_messages_are_one_line_whatever_the_path(tmp_path: Path) -> None:
         path.write_bytes(b"nothing")
         for modality in (IMAGES, SOUNDS):
             with pytest.raises(MediaError) as caught:
-                modality.measure(path)
+                modality.measure(File(path))
             assert str(caught.value).isprintable() and shown(path) in str(caught.value)
 
 
@@ -460,8 +460,8 @@ def test_any_bytes_load_whole_or_are_refused(kind: str, rounds: int, tmp_path: P
     for _ in range(rounds):
         path.write_bytes(mangle(content, rng))
         try:
-            shape = modality.measure(path)
-            features = modality.load(path, shape)
+            shape = modality.measure(File(path))
+            features = modality.load(File(path), shape)
         except MediaError as error:
             assert str(error).startswith(str(path)) and str(error).isprintable()
             continue

@@ -5,7 +5,7 @@ import pytest
 from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.data.media.table import modalities, row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.phases import make_phases
 from jaxmllm.setup.prepare import planning_mesh
 from jaxmllm.setup.sizing import alignment, attention_block

@@ -13,7 +13,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.table import modalities
+from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.runtime.checkpoint import CheckpointError
 from jaxmllm.training.data_stamps import check_data

@@ -32,7 +32,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.config.strict_yaml import write_text
-from jaxmllm.data.media.table import modalities, row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
@@ -178,7 +178,7 @@ def examples(config: Config, _: Scene) -> Any:
     ground = lay_groundwork(config, MESH)
     corpora = [ground.corpus, *ground.held_out]
     indexes = [
-        (index.source, index.path, index.root, index.targets.tolist(), len(index.rejected))
+        (index.name, repr(index.source), index.targets.tolist(), len(index.rejected))
         for corpus in corpora
         for index in corpus.indexes
     ]
@@ -240,10 +240,11 @@ NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
 WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
 STAGED = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", "data.batch_size=8")
 SOURCES = "data.{split}=[{{name: a, path: {data}/train.jsonl}}, {{{first}}}]"
-PLAIN = "name: b, path: {data}/train.jsonl, root: {data}, weight: 1.0, targets: assistant"
+PLAIN = "name: b, path: {data}/train.jsonl, format: jsonl, root: {data}, weight: 1.0, targets: assistant"
 CHANGED = {
     "name": PLAIN.replace("name: b", "name: c"),
     "path": PLAIN.replace("{data}/train", "{data}/test"),
+    "format": PLAIN.replace("format: jsonl", "format: absent"),
     "root": PLAIN.replace("root: {data}", "root: {data}/.."),
     "weight": PLAIN.replace("1.0", "3.0"),
     "targets": PLAIN.replace("assistant", "all"),

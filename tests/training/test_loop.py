@@ -20,6 +20,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals
@@ -254,7 +255,7 @@ def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_ou
     told = []
     batches, names = evaluation_steps(filler, 10), corpus.sources
     result = evaluate(alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append)
-    bad = {i: [media for media in corpus.example(i).media if Path(media.path) in broken] for i in range(24)}
+    bad = {i: [media for media in corpus.example(i).media if media.reference.path in broken] for i in range(24)}
     masked = [i for i, media in bad.items() if media]
     assert result["failed_media"] == sum(map(len, bad.values())) == sum(map(len, told)) > 1
     assert all(sum(str(path) in line for lines in told for line in lines) >= 1 for path in broken)
@@ -271,7 +272,7 @@ def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_ou
 def test_an_evaluation_of_nothing_has_no_loss(alone, damaged_held_out):
     folder, broken = damaged_held_out
     corpus = setup_corpus(alone, folder, alone.held_out)
-    masked = [i for i in range(24) if any(Path(media.path) in broken for media in corpus.example(i).media)]
+    masked = [i for i in range(24) if any(media.reference.path in broken for media in corpus.example(i).media)]
     result = evaluate(alone.programs, alone.params, [alone.step(masked, corpus)], corpus.sources, corpus.source_of)
     assert result["loss"] is None and result["exact_match"] == {} and result["masked_examples"] == len(masked)
     empty = evaluate(alone.programs, alone.params, [], corpus.sources, corpus.source_of)
@@ -389,13 +390,13 @@ def setup_corpus(setup, folder, corpus=None):
     """A corpus of `setup` (that of training), read from another folder of the same layout."""
     corpus = corpus or setup.corpus
     (index,) = corpus.indexes
-    copy = folder / index.path.name
-    copy.write_bytes(index.path.read_bytes())
-    return dataclasses.replace(corpus, indexes=(dataclasses.replace(index, path=copy, root=folder),))
+    copy = folder / index.source.path.name
+    copy.write_bytes(index.source.path.read_bytes())
+    return dataclasses.replace(corpus, indexes=(dataclasses.replace(index, source=JsonLines(copy, folder)),))
 
 
 def shares_media(corpus, i: int, j: int) -> bool:
-    return bool({m.path for m in corpus.example(i).media} & {m.path for m in corpus.example(j).media})
+    return bool({m.reference for m in corpus.example(i).media} & {m.reference for m in corpus.example(j).media})
 
 
 def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):

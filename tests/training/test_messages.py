@@ -93,7 +93,7 @@ def test_a_process_waits_until_its_messages_are_published(board_and_processes: t
 def test_warnings_are_kept_and_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     replaced, log = WarningLog(), WarningLog()
-    logger = logging.getLogger("jaxmllm.data.index.build")
+    logger = logging.getLogger("jaxmllm.data.index.builder")
     logger.warning("the index %s\nis damaged", "x")
     logger.info("nothing to keep")
     assert log.take() == [r"warning: the index x\nis damaged"] and log.take() == replaced.take() == []

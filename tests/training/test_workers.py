@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.data.index.build import DataError
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.setup.build import build_run
 from jaxmllm.training.loop import train

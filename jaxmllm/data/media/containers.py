@@ -8,23 +8,20 @@ with bounded reads where only the header is of interest (`check_wave`, `check_la
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
 from itertools import islice
-from pathlib import Path
 from typing import Literal
 
-from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.media.mpeg import after_id3, is_frame, only_zeros, read
+from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
 _BLOCK = 1 << 20  # bytes read at once
 
 
-def container(file: FileIO) -> str:
+def container(file: Stream) -> str:
     """WAV, FLAC, OGG or MP3 by the first bytes (behind ID3 tags); empty for anything else."""
     head = read(file, after_id3(file), 12)
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
@@ -40,14 +37,14 @@ STREAMED = 0x7FFF_F000  # chunk sizes from here on are what programs write that 
 _CHUNKS = 1000  # before the samples and after them, at most
 
 
-def check_wave(file: FileIO, path: Path) -> None:
+def check_wave(file: Stream, media: MediaReference) -> None:
     """Compare the data chunk with the file. A size that says "unknown" (STREAMED and more) is not compared: what
     follows is the clip, whole or not.
 
     Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length (what follows the
     chunk is no chunk, so it may be sound), joined_audio (another clip follows).
     """
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
     place = 12
     stored_64 = None
@@ -67,16 +64,18 @@ def check_wave(file: FileIO, path: Path) -> None:
             if begin + count > size:
                 raise MediaError(
                     "truncated_audio",
-                    f"{path} holds {size - begin} of the {count} bytes of samples that its header says: the file is "
+                    f"{media} holds {size - begin} of the {count} bytes of samples that its header says: the file is "
                     "cut; copy it again",
                 )
-            _check_after_data(file, begin + count, size, order, path)
+            _check_after_data(file, begin + count, size, order, media)
             return
         place = begin + count + count % 2
     # No samples: libsndfile will say so.
 
 
-def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "little"], path: Path) -> None:
+def _check_after_data(
+    file: Stream, end: int, size: int, order: Literal["big", "little"], media: MediaReference
+) -> None:
     """What follows the samples, from byte `end` on, must be chunks, an ID3v1 tag or zeros."""
     place = end
     for _ in range(_CHUNKS):
@@ -86,7 +85,7 @@ def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "
         if head[:3] == b"TAG" and size - place == 128:
             return
         if (head[:4] in (b"RIFF", b"RIFX") and head[8:] == b"WAVE") or head[:4] == b"data":
-            raise _joined(path)
+            raise _joined(media)
         count = int.from_bytes(head[4:8], order)
         if len(head) >= 8 and _is_chunk_name(head[:4]) and place + 8 + count <= size:
             place += 8 + count
@@ -96,7 +95,7 @@ def _check_after_data(file: FileIO, end: int, size: int, order: Literal["big", "
             break
     raise MediaError(
         "wrong_audio_length",
-        f"{path} goes on for {size - end} bytes after the samples that its header tells of, and they may be sound; "
+        f"{media} goes on for {size - end} bytes after the samples that its header tells of, and they may be sound; "
         "write the clip again",
     )
 
@@ -135,7 +134,7 @@ class _Page:
         return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
 
 
-def check_last_page(file: FileIO, path: Path) -> None:
+def check_last_page(file: Stream, media: MediaReference) -> None:
     """Check that the file ends with a whole page of the streams that it begins with; reads only both ends.
 
     That page need not be marked as the last one: programs that were stopped leave such files, data sets hold them, and
@@ -146,7 +145,7 @@ def check_last_page(file: FileIO, path: Path) -> None:
     first = _page(file, 0)
     if first is None:
         return  # libsndfile will say what is wrong with it
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     begin = max(0, size - 2 * _LARGEST_PAGE)
     tail = read(file, begin, size - begin)
     for match in re.finditer(b"OggS", tail):
@@ -154,14 +153,14 @@ def check_last_page(file: FileIO, path: Path) -> None:
         if pages and pages[0].intact:
             break
     else:
-        raise _cut(path, "its end holds no whole page")
+        raise _cut(media, "its end holds no whole page")
     if not only_zeros(file, pages[-1].end):
-        raise _cut(path, f"the page at byte {pages[-1].end} is not whole")
+        raise _cut(media, f"the page at byte {pages[-1].end} is not whole")
     if pages[-1].serial not in _serials(file, first):
-        raise _joined(path)
+        raise _joined(media)
 
 
-def check_pages(file: FileIO, path: Path) -> None:
+def check_pages(file: Stream, media: MediaReference) -> None:
     """Check every page: its checksum, its number, and that the file ends with a whole one.
 
     Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages, which libsndfile
@@ -172,25 +171,25 @@ def check_pages(file: FileIO, path: Path) -> None:
     for page in _pages(file, 0):
         if page.flags & _FIRST:
             if begun:
-                raise _joined(path)
+                raise _joined(media)
             numbers[page.serial] = page.number
         begun = begun or not page.flags & _FIRST
         if not page.intact or numbers.get(page.serial) != page.number:
             raise MediaError(
-                "undecodable_audio", f"{path} is damaged or lacks a part before byte {page.end}; copy it again"
+                "undecodable_audio", f"{media} is damaged or lacks a part before byte {page.end}; copy it again"
             )
         numbers[page.serial] += 1
         end = page.end
     if not only_zeros(file, end):
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if size - end < _LARGEST_PAGE and read(file, end, 4) == b"OggS":
-            raise _cut(path, f"the page at byte {end} is not whole")
+            raise _cut(media, f"the page at byte {end} is not whole")
         raise MediaError(
-            "undecodable_audio", f"{path} holds something else than OGG pages at byte {end}; copy it again"
+            "undecodable_audio", f"{media} holds something else than OGG pages at byte {end}; copy it again"
         )
 
 
-def _page(file: FileIO, place: int) -> _Page | None:
+def _page(file: Stream, place: int) -> _Page | None:
     """The whole page at a place of the file, if there is one."""
     head = read(file, place, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
@@ -204,14 +203,14 @@ def _page(file: FileIO, place: int) -> _Page | None:
     return _Page(place, head[5], serial, number, content)
 
 
-def _pages(file: FileIO, place: int) -> Iterator[_Page]:
+def _pages(file: Stream, place: int) -> Iterator[_Page]:
     """Whole pages that follow one another from a place of the file on."""
     while (page := _page(file, place)) is not None:
         yield page
         place = page.end
 
 
-def _serials(file: FileIO, first: _Page) -> set[int]:
+def _serials(file: Stream, first: _Page) -> set[int]:
     """Streams that begin at the beginning of the file, side by side."""
     serials = {first.serial}
     for page in islice(_pages(file, first.end), _STREAMS):
@@ -229,7 +228,7 @@ _FLAC_HEAD = 16  # bytes of the longest frame header
 _NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)  # first byte of a number of 1, -, 2, 3, .. bytes
 
 
-def check_flac(file: FileIO, samples: int, path: Path) -> None:
+def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
     """Look for frames beyond the `samples` of the header, and for a second clip (RFC 9639, section 9).
 
     Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
@@ -247,12 +246,12 @@ def check_flac(file: FileIO, samples: int, path: Path) -> None:
             if number == (samples if varying else expected) and (varying or frames == expected):
                 raise MediaError(
                     "wrong_audio_length",
-                    f"{path} goes on at byte {place + match.start()} after the {samples} samples that its header tells "
-                    "of; encode the clip again",
+                    f"{media} goes on at byte {place + match.start()} after the {samples} samples that its header "
+                    "tells of; encode the clip again",
                 )
             frames += number == frames and not varying
         if second:
-            raise _joined(path)
+            raise _joined(media)
 
 
 def _flac_number(head: bytes) -> int | None:
@@ -284,7 +283,7 @@ def _crc_8(data: bytes) -> int:
 # ---------------------------------------------------------------------------- reading
 
 
-def _overlapping(file: FileIO, place: int) -> Iterator[tuple[int, bytes]]:
+def _overlapping(file: Stream, place: int) -> Iterator[tuple[int, bytes]]:
     """(place, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
     while data := read(file, place, _BLOCK):
         yield place, data
@@ -293,13 +292,13 @@ def _overlapping(file: FileIO, place: int) -> Iterator[tuple[int, bytes]]:
         place += _BLOCK - 2 * _FLAC_HEAD
 
 
-def _joined(path: Path) -> MediaError:
+def _joined(media: MediaReference) -> MediaError:
     return MediaError(
         "joined_audio",
-        f"{path} holds several clips one after the other, and decoders end after the first; encode them as one, or "
+        f"{media} holds several clips one after the other, and decoders end after the first; encode them as one, or "
         "split the file",
     )
 
 
-def _cut(path: Path, what: str) -> MediaError:
-    return MediaError("truncated_audio", f"{path} is cut ({what}); copy it again, or encode it again")
+def _cut(media: MediaReference, what: str) -> MediaError:
+    return MediaError("truncated_audio", f"{media} is cut ({what}); copy it again, or encode it again")

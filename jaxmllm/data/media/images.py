@@ -13,20 +13,18 @@ Memory: reading a header takes a few megabytes and what metadata stand before th
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from io import FileIO
-from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.data.media.modality import MediaError, Shape, open_file
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
@@ -65,6 +63,7 @@ class Images:
 
     name = "vision"
     part = "image"
+    formats = FORMATS
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -88,11 +87,11 @@ class Images:
         features = self.patch_size**2 * 3
         return RowFormat(features, np.dtype(np.uint8), slots_per_token=slots, stride=1, alignment=slots)
 
-    def measure(self, path: Path) -> Shape:
+    def measure(self, media: MediaReference) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
         extreme_aspect_ratio."""
-        with open_file(path) as file, closing(_open(file, path)) as image:
-            return self._shape(image, path)
+        with media.open() as file, closing(_open(file, media)) as image:
+            return self._shape(image, media)
 
     def length(self, shape: Shape) -> int:
         return shape[0] * shape[1]
@@ -103,17 +102,17 @@ class Images:
     def tokens(self, shape: Shape) -> int:
         return shape[0] * shape[1] // self.merge**2
 
-    def load(self, path: Path, shape: Shape) -> NDArray[Any]:
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
-        with open_file(path) as file, closing(_open(file, path)) as image:
-            if (found := self._shape(image, path)) != shape:
-                raise MediaError("shape_changed", f"{path} was indexed as {shape} patches but is {found} now")
+        with media.open() as file, closing(_open(file, media)) as image:
+            if (found := self._shape(image, media)) != shape:
+                raise MediaError("shape_changed", f"{media} was indexed as {shape} patches but is {found} now")
             if image.format == "JPEG":
-                _check_scans(file, path)
+                _check_scans(file, media)
             try:
                 pixels = _pixels(image, shape[1] * self.patch_size, shape[0] * self.patch_size)
             except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
-                raise MediaError("undecodable_image", f"{path} does not decode: {error}") from error
+                raise MediaError("undecodable_image", f"{media} does not decode: {error}") from error
         return self._patches(pixels, shape)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
@@ -152,14 +151,14 @@ class Images:
         rows, columns = (short, long) if height <= width else (long, short)
         return rows * self.merge, columns * self.merge
 
-    def _shape(self, image: Image.Image, path: Path) -> Shape:
+    def _shape(self, image: Image.Image, media: MediaReference) -> Shape:
         width, height = image.size
         if width * height > MAX_SOURCE_PIXELS:
-            raise _too_many_pixels(path)
+            raise _too_many_pixels(media)
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise MediaError(
                 "extreme_aspect_ratio",
-                f"{path} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
+                f"{media} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
             )
         return self.grid(width, height) if _orientation(image) >= 5 else self.grid(height, width)
 
@@ -169,31 +168,31 @@ class Images:
         return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.format.features)
 
 
-def _open(file: FileIO, path: Path) -> Image.Image:
+def _open(file: Stream, media: MediaReference) -> Image.Image:
     """Read the header only."""
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     if size > MAX_FILE_BYTES:
         raise MediaError(
             "image_too_large",
-            f"{path} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the picture down",
+            f"{media} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the picture down",
         )
     try:
-        return Image.open(file, formats=FORMATS)
+        return Image.open(cast(IO[bytes], file), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise _too_many_pixels(path) from error
+        raise _too_many_pixels(media) from error
     except Exception as error:  # what broken headers raise depends on the format
         formats = ", ".join(FORMATS)
-        raise MediaError("broken_image_header", f"{path} has no readable {formats} header: {error}") from error
+        raise MediaError("broken_image_header", f"{media} has no readable {formats} header: {error}") from error
 
 
-def _too_many_pixels(path: Path) -> MediaError:
+def _too_many_pixels(media: MediaReference) -> MediaError:
     return MediaError(
         "image_too_large",
-        f"{path} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the picture down",
+        f"{media} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the picture down",
     )
 
 
-def _check_scans(file: FileIO, path: Path) -> None:
+def _check_scans(file: Stream, media: MediaReference) -> None:
     """Raise `MediaError` for a JPEG file that would take hours to decode."""
     position = file.tell()
     file.seek(0)
@@ -206,7 +205,7 @@ def _check_scans(file: FileIO, path: Path) -> None:
     if scans > MAX_SCANS:
         raise MediaError(
             "undecodable_image",
-            f"{path} draws its pixels in {scans} passes, and at most {MAX_SCANS} are taken; save it again",
+            f"{media} draws its pixels in {scans} passes, and at most {MAX_SCANS} are taken; save it again",
         )
 
 

@@ -1,58 +1,20 @@
 """What the data side must know of an encoder phase, in one record: adding a modality means adding one.
 
-A modality measures a file from its header, loads it into slots, and says where its tokens stand in a
+A modality measures an item from its header, loads it into slots, and says where its tokens stand in a
 conversation. Slots are what rows are packed with: patches of an image, log-mel frames of a clip.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from io import FileIO
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.data.messages import shown
+from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.row_format import RowFormat
 
 Shape = tuple[int, int]
-
-
-class MediaError(ValueError):
-    """A media file that cannot be used. `reason` is a short stable word for counting; the message names the file and
-    is one line, whatever stands in its path or in the words of a library (see `shown`)."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(shown(message))
-        self.reason = reason
-
-
-def open_file(path: Path) -> FileIO:
-    """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move its position.
-
-    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader waiting for ever or
-    fill its memory (a pipe, a socket, a device such as /dev/zero).
-    """
-    try:
-        # Asked before opening, which may wake a device, and once more of what was opened: paths can change in between.
-        if stat.S_ISREG(path.stat().st_mode):
-            file = FileIO(path, "rb", opener=_open_without_waiting)
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file
-            file.close()
-        raise MediaError("missing_file", f"{path} is no regular file (but a folder, a pipe or a device)")
-    except FileNotFoundError as error:
-        raise MediaError("missing_file", f"{path} does not exist") from error
-    except OSError as error:
-        raise MediaError("missing_file", f"{path} cannot be read: {error.strerror}") from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe would wait for a writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class Modality(Protocol):
@@ -70,12 +32,18 @@ class Modality(Protocol):
         ...
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """Names of the file formats that it reads. Where this grows, items that a cached index refused are measured
+        again."""
+        ...
+
+    @property
     def format(self) -> RowFormat:
         """What the slots of its rows hold and how they group."""
         ...
 
-    def measure(self, path: Path) -> Shape:
-        """Shape of the item from the file's header alone. Raises `MediaError`."""
+    def measure(self, media: MediaReference) -> Shape:
+        """Shape of the item from its header alone. Raises `MediaError`."""
         ...
 
     def length(self, shape: Shape) -> int:
@@ -90,7 +58,7 @@ class Modality(Protocol):
         """Language tokens the item becomes."""
         ...
 
-    def load(self, path: Path, shape: Shape) -> NDArray[Any]:
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """Decode: [length, F]. Raises `MediaError` when the body is broken or does not have `shape`."""
         ...
 

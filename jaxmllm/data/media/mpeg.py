@@ -9,12 +9,9 @@ So frames are counted here, and a count that is not stored is put in front of th
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
 DECODER_DELAY = 529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
 
@@ -42,7 +39,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Stream:
+class MpegStream:
     """Where the frames of a file begin, and what its info frame says, if `has_info`: `stored` frames follow, the stream
     has `stored_bytes` (None: it does not say). Decoders read the count if it is `understood` (not that of VBRI)."""
 
@@ -67,36 +64,36 @@ class Scan:
     end: int
 
 
-def open_stream(file: FileIO, path: Path) -> Stream:
+def open_stream(file: Stream, media: MediaReference) -> MpegStream:
     """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the stored size shows it,
     truncated_audio and joined_audio."""
     start = after_id3(file)
     head = read(file, start, _HEAD)
     first = _frame(head)
     if first is None:
-        raise MediaError("broken_audio_header", f"{path} holds no MP3 (MPEG Layer III) frame where its stream begins")
+        raise MediaError("broken_audio_header", f"{media} holds no MP3 (MPEG Layer III) frame where its stream begins")
     has_info, stored, stored_bytes = _info(head, first)
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     if stored_bytes is not None and stored_bytes > size:
         raise MediaError(
             "truncated_audio",
-            f"{path} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
+            f"{media} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
         )
     if stored_bytes is not None:
         second = read(file, start + stored_bytes, _HEAD)
         if (frame := _frame(second)) is not None and _info(second, frame)[0]:
-            raise _joined(path, f"a second stream begins at byte {start + stored_bytes}")
+            raise _joined(media, f"a second stream begins at byte {start + stored_bytes}")
     understood = stored is not None and head[36:40] != b"VBRI"
-    return Stream(start, first, has_info, stored, stored_bytes, understood)
+    return MpegStream(start, first, has_info, stored, stored_bytes, understood)
 
 
-def scan(file: FileIO, stream: Stream, path: Path, max_frames: int) -> Scan:
+def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: int) -> Scan:
     """Walk over the frames, at most `max_frames` of them.
 
     Raises `MediaError`: truncated_audio (the last frame is cut, or there are fewer than stored), joined_audio (another
     stream follows), wrong_audio_length (more frames than stored), undecodable_audio (bytes between frames).
     """
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     begin = stream.start + (stream.first.size if stream.has_info else 0)
     place = begin
     frames = 0
@@ -104,31 +101,31 @@ def scan(file: FileIO, stream: Stream, path: Path, max_frames: int) -> Scan:
         head = read(file, place, _HEAD)
         frame = _frame(head)
         if frame is None:
-            _check_tail(file, place, frames == stream.stored, path)
+            _check_tail(file, place, frames == stream.stored, media)
             break
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
-            raise _joined(path, f"{frame.rate} Hz in {frame.channels} channels begin at byte {place}")
+            raise _joined(media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {place}")
         if _info(head, frame)[0]:
-            raise _joined(path, f"a second stream begins at byte {place}")
+            raise _joined(media, f"a second stream begins at byte {place}")
         if place + frame.size > size:
             raise MediaError(
-                "truncated_audio", f"{path} ends within an MP3 frame, at byte {size}: the file is cut; copy it again"
+                "truncated_audio", f"{media} ends within an MP3 frame, at byte {size}: the file is cut; copy it again"
             )
         place += frame.size
         frames += 1
     if stream.stored is not None and frames < stream.stored:
         raise MediaError(
-            "truncated_audio", f"{path} has {frames} MP3 frames where its header says {stream.stored}; copy it again"
+            "truncated_audio", f"{media} has {frames} MP3 frames where its header says {stream.stored}; copy it again"
         )
     if stream.stored is not None and frames > stream.stored:
         raise MediaError(
             "wrong_audio_length",
-            f"{path} goes on after the {stream.stored} MP3 frames that its header tells of; encode the clip again",
+            f"{media} goes on after the {stream.stored} MP3 frames that its header tells of; encode the clip again",
         )
     return Scan(frames, begin, place)
 
 
-def info_frame(stream: Stream, frames: int) -> bytes:
+def info_frame(stream: MpegStream, frames: int) -> bytes:
     """A frame without sound that stores the number of frames that follow it, in the format of `stream`.
 
     What is decoded behind it has DECODER_DELAY samples less than the frames hold.
@@ -144,7 +141,7 @@ def info_frame(stream: Stream, frames: int) -> bytes:
     return bytes(body)
 
 
-def after_id3(file: FileIO) -> int:
+def after_id3(file: Stream) -> int:
     """Where the stream begins, behind ID3v2 tags: each stores its size in four bytes of seven bits."""
     place = 0
     for _ in range(_TAGS):
@@ -155,13 +152,13 @@ def after_id3(file: FileIO) -> int:
     return place
 
 
-def read(file: FileIO, place: int, count: int) -> bytes:
+def read(file: Stream, place: int, count: int) -> bytes:
     """Up to `count` bytes from byte `place` on."""
     file.seek(place)
     return file.read(count)
 
 
-def only_zeros(file: FileIO, place: int) -> bool:
+def only_zeros(file: Stream, place: int) -> bool:
     """Whether nothing but zeros follows up to the end of the file, and not many of them."""
     rest = read(file, place, _PADDING)
     return len(rest) < _PADDING and not rest.strip(b"\0")
@@ -207,7 +204,7 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
     return False, None, None
 
 
-def _check_tail(file: FileIO, place: int, complete: bool, path: Path) -> None:
+def _check_tail(file: Stream, place: int, complete: bool, media: MediaReference) -> None:
     """Raise `MediaError` unless what follows the last frame, from byte `place` on, are tags or zeros; where the stream
     is known to be `complete`, anything but another stream may follow."""
     for _ in range(_TAGS):
@@ -217,24 +214,24 @@ def _check_tail(file: FileIO, place: int, complete: bool, path: Path) -> None:
         if head[:3] == b"ID3" and len(head) >= 10:
             place += _id3_size(head)
             if is_frame(read(file, place, 4)):
-                raise _joined(path, f"a second stream begins at byte {place}")
+                raise _joined(media, f"a second stream begins at byte {place}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
             place += 32 + int.from_bytes(head[12:16], "little")
         elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, place):
             return
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
-            raise MediaError("truncated_audio", f"{path} ends within the header of an MP3 frame; copy it again")
+            raise MediaError("truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again")
         else:
             break
     raise MediaError(
-        "undecodable_audio", f"{path} holds something else than MP3 frames at byte {place}; encode it again"
+        "undecodable_audio", f"{media} holds something else than MP3 frames at byte {place}; encode it again"
     )
 
 
-def _joined(path: Path, what: str) -> MediaError:
+def _joined(media: MediaReference, what: str) -> MediaError:
     return MediaError(
         "joined_audio",
-        f"{path} holds several MP3 streams ({what}), and decoders end after the first; encode it as one or split it",
+        f"{media} holds several MP3 streams ({what}), and decoders end after the first; encode it as one or split it",
     )
 
 

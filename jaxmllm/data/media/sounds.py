@@ -15,10 +15,8 @@ memory goes with seconds and not with the rate or the channels of the file.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from io import BytesIO, FileIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,8 @@ from numpy.typing import NDArray
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
-from jaxmllm.data.media.modality import MediaError, Shape, open_file
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
 STEM_STRIDE = 4  # frames behind one token of the tower's attention
@@ -59,6 +58,7 @@ class Sounds:
 
     name = "audio"
     part = "audio"
+    formats = ("WAV", "FLAC", "OGG", "MP3")
 
     @functools.cached_property
     def format(self) -> RowFormat:
@@ -68,12 +68,12 @@ class Sounds:
             self.mel_bins, np.dtype(np.float32), slots_per_token=slots, stride=STEM_STRIDE, alignment=alignment
         )
 
-    def measure(self, path: Path) -> Shape:
+    def measure(self, media: MediaReference) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
         empty_audio, audio_too_long, and where it shows at the ends of the file, truncated_audio, joined_audio,
         wrong_audio_length."""
-        with open_file(path) as file:
-            return self._shape(self._header(file, path), path)
+        with media.open() as file:
+            return self._shape(self._header(file, media), media)
 
     def length(self, shape: Shape) -> int:
         return round_up(shape[0], self.format.alignment)
@@ -84,14 +84,14 @@ class Sounds:
     def tokens(self, shape: Shape) -> int:
         return ceil_divide(ceil_divide(shape[0], STEM_STRIDE), self.merge)
 
-    def load(self, path: Path, shape: Shape) -> NDArray[Any]:
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`, shape_changed,
         undecodable_audio (also samples that are not finite), samples_out_of_range (beyond MAX_PEAK)."""
-        with open_file(path) as file:
-            header = self._header(file, path)
-            if (found := self._shape(header, path)) != shape:
-                raise MediaError("shape_changed", f"{path} was indexed as {shape[0]} frames but has {found[0]} now")
-            samples = _decode(self._checked_body(file, header, path), header, self.sample_rate, path)
+        with media.open() as file:
+            header = self._header(file, media)
+            if (found := self._shape(header, media)) != shape:
+                raise MediaError("shape_changed", f"{media} was indexed as {shape[0]} frames but has {found[0]} now")
+            samples = _decode(self._checked_body(file, header, media), header, self.sample_rate, media)
         samples = _pad_or_cut(samples, self._samples(header))  # the resampler rounds by its own rule
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
         slots[: shape[0]] = log_mel(samples, self.sample_rate, self.window, self.hop, self.mel_bins)
@@ -110,62 +110,62 @@ class Sounds:
         line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
         return np.repeat(line[:, None], 3, axis=1)
 
-    def _header(self, file: FileIO, path: Path) -> _Header:
+    def _header(self, file: Stream, media: MediaReference) -> _Header:
         """Rate and length, without decoding."""
         kind = container(file)
-        if os.fstat(file.fileno()).st_size == 0:
-            raise MediaError("empty_audio", f"{path} is an empty file")
+        if size_of(file) == 0:
+            raise MediaError("empty_audio", f"{media} is an empty file")
         if kind == "WAV":
-            check_wave(file, path)
+            check_wave(file, media)
         elif kind == "OGG":
-            check_last_page(file, path)
+            check_last_page(file, media)
         elif kind == "MP3":
-            stream = mpeg.open_stream(file, path)
+            stream = mpeg.open_stream(file, media)
             if not stream.understood:
-                frames = self._scan(file, stream, path).frames if stream.stored is None else stream.stored
+                frames = self._scan(file, stream, media).frames if stream.stored is None else stream.stored
                 return _Header(kind, stream.first.rate, stream.samples(frames), stream)
         elif not kind:
-            raise MediaError("broken_audio_header", f"{path} is no WAV, FLAC, OGG or MP3 file")
-        with _open_sound(file.fileno(), path) as sound:
+            raise MediaError("broken_audio_header", f"{media} is no WAV, FLAC, OGG or MP3 file")
+        with _open_sound(file, media) as sound:
             return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
 
-    def _scan(self, file: FileIO, stream: mpeg.Stream, path: Path) -> mpeg.Scan:
+    def _scan(self, file: Stream, stream: mpeg.MpegStream, media: MediaReference) -> mpeg.Scan:
         """All frames of an MP3 stream, or one more than are of use."""
         longest = int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY) // stream.first.samples
-        return mpeg.scan(file, stream, path, (longest if stream.stored is None else stream.stored) + 1)
+        return mpeg.scan(file, stream, media, (longest if stream.stored is None else stream.stored) + 1)
 
-    def _checked_body(self, file: FileIO, header: _Header, path: Path) -> int | BytesIO:
+    def _checked_body(self, file: Stream, header: _Header, media: MediaReference) -> Stream:
         """What libsndfile may decode, as it then does not leave anything out. Reads the whole file."""
         if header.kind == "OGG":
-            check_pages(file, path)
+            check_pages(file, media)
         elif header.kind == "FLAC":
-            check_flac(file, header.frames, path)
+            check_flac(file, header.frames, media)
         elif header.stream is not None:
-            scan = self._scan(file, header.stream, path)
+            scan = self._scan(file, header.stream, media)
             begin = header.stream.start if header.stream.understood else scan.begin
             file.seek(begin)
             info = b"" if header.stream.understood else mpeg.info_frame(header.stream, scan.frames)
             return BytesIO(info + file.read(scan.end - begin))
-        return file.fileno()
+        return file
 
     def _samples(self, header: _Header) -> int:
         return ceil_divide(header.frames * self.sample_rate, header.rate)
 
-    def _shape(self, header: _Header, path: Path) -> Shape:
+    def _shape(self, header: _Header, media: MediaReference) -> Shape:
         if header.frames >= 2**62:  # what libsndfile says of streams that never stored their length
-            raise MediaError("broken_audio_header", f"{path} does not say how long it is; encode it again")
+            raise MediaError("broken_audio_header", f"{media} does not say how long it is; encode it again")
         if not MIN_RATE <= header.rate <= MAX_RATE:
             raise MediaError(
                 "unsupported_sample_rate",
-                f"{path} has {header.rate} samples per second, which is not within {MIN_RATE} and {MAX_RATE}: its "
+                f"{media} has {header.rate} samples per second, which is not within {MIN_RATE} and {MAX_RATE}: its "
                 "header is damaged, or it holds no sound; resample it",
             )
         if header.frames <= 0:
-            raise MediaError("empty_audio", f"{path} holds no samples")
+            raise MediaError("empty_audio", f"{media} holds no samples")
         if header.frames > self.max_seconds * header.rate:
             raise MediaError(
                 "audio_too_long",
-                f"{path} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
+                f"{media} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
         return ceil_divide(self._samples(header), self.hop), 1
@@ -220,34 +220,35 @@ class _Header:
     kind: str  # container
     rate: int
     frames: int  # samples of each channel
-    stream: mpeg.Stream | None = None  # of an MP3 file
+    stream: mpeg.MpegStream | None = None  # of an MP3 file
 
 
-def _open_sound(source: int | BytesIO, path: Path) -> soundfile.SoundFile:
-    """Let libsndfile open a file descriptor, or an MP3 file in memory."""
-    if isinstance(source, int):
-        os.lseek(source, 0, os.SEEK_SET)  # libsndfile begins where the descriptor stands
+def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
+    """Let libsndfile open a stream."""
+    file.seek(0)  # libsndfile begins where the stream stands
+    # It reads a file itself, by the descriptor, and anything else through calls of Python, which is slower.
+    source = file.fileno() if isinstance(file, FileIO) else file
     try:
         return soundfile.SoundFile(source, closefd=False)
     except Exception as error:  # LibsndfileError, and TypeError for raw samples
         what = getattr(error, "error_string", error)  # without the number of the descriptor
-        raise MediaError("broken_audio_header", f"{path} has no readable header: {what}") from error
+        raise MediaError("broken_audio_header", f"{media} has no readable header: {what}") from error
 
 
-def _decode(source: int | BytesIO, header: _Header, sample_rate: int, path: Path) -> NDArray[np.float32]:
+def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReference) -> NDArray[np.float32]:
     """All samples, mean over channels, resampled: [n]."""
     resampler = soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
     pieces = []
     count = 0
-    with _open_sound(source, path) as sound:
+    with _open_sound(file, media) as sound:
         while True:
             try:
                 block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
             except Exception as error:
                 what = getattr(error, "error_string", error)
-                raise MediaError("undecodable_audio", f"{path} does not decode: {what}") from error
+                raise MediaError("undecodable_audio", f"{media} does not decode: {what}") from error
             count += len(block)
-            _check_range(block, path)
+            _check_range(block, media)
             mono = block.mean(axis=1)
             pieces.append(mono if resampler is None else resampler.resample_chunk(mono, last=not len(block)))
             if not len(block):
@@ -255,20 +256,20 @@ def _decode(source: int | BytesIO, header: _Header, sample_rate: int, path: Path
     if count != header.frames:
         raise MediaError(
             "truncated_audio",
-            f"{path} holds {count} samples where its header says {header.frames}; copy it again, or encode it again",
+            f"{media} holds {count} samples where its header says {header.frames}; copy it again, or encode it again",
         )
     return np.concatenate(pieces)
 
 
-def _check_range(block: NDArray[np.float32], path: Path) -> None:
+def _check_range(block: NDArray[np.float32], media: MediaReference) -> None:
     # Before channels are averaged: opposite values would cancel. (np.maximum keeps NaN, Python's max may not.)
     peak = float(np.maximum(block.max(initial=0), -block.min(initial=0)))
     if not np.isfinite(peak):
-        raise MediaError("undecodable_audio", f"{path} holds samples that are not finite; write the clip again")
+        raise MediaError("undecodable_audio", f"{media} holds samples that are not finite; write the clip again")
     if peak > MAX_PEAK:
         raise MediaError(
             "samples_out_of_range",
-            f"{path} has samples up to {peak:.3g}, where full scale is 1 and {MAX_PEAK:g} the most that is taken; if "
+            f"{media} has samples up to {peak:.3g}, where full scale is 1 and {MAX_PEAK:g} the most that is taken; if "
             "they are integers written as floats, divide them by full scale (32768 for 16 bits)",
         )
 

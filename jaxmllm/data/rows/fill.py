@@ -27,7 +27,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +38,9 @@ from jaxmllm.balance.records import BatchItems, PhasePlan, PhaseSpec, PipelineRu
 from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.data.media.modality import MediaError, Modality, Shape
-from jaxmllm.data.messages import shown
+from jaxmllm.data.media.modality import Modality, Shape
+from jaxmllm.data.media.reference import MediaError, MediaReference
+from jaxmllm.data.printable import shown
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, finish_language_row
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
@@ -67,7 +67,7 @@ class Span(Protocol):
     @property
     def phase(self) -> str: ...
     @property
-    def path(self) -> str | Path: ...
+    def reference(self) -> MediaReference: ...
     @property
     def shape(self) -> Shape: ...
     @property
@@ -240,7 +240,7 @@ class _Batch:
             planned = (int(items.length[item]), int(items.tokens[item]), int(items.slot[item]))
             if found != planned:
                 raise MisalignmentError(
-                    f"{span.path} of example {number} has (slots, tokens, first token) {found}, "
+                    f"{span.reference} of example {number} has (slots, tokens, first token) {found}, "
                     f"but the plan was made for {planned}: {_REBUILD}"
                 )
             yield item, span
@@ -277,14 +277,16 @@ def _encoder_rows(
         row["segments"][rank, slots] = np.where(modality.real_slots(span.shape), plan.segment[item], 0)
         row["positions"][rank, slots] = modality.positions(span.shape)
         try:
-            features = modality.load(Path(span.path), span.shape)
+            features = modality.load(span.reference, span.shape)
         except MediaError as error:
             return str(error)
         expected = (slots.stop - slots.start, row_format.features)
         if features.shape != expected:
-            raise MisalignmentError(f"{span.path} was loaded as {features.shape}, but the plan has room for {expected}")
+            raise MisalignmentError(
+                f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
+            )
         if features.dtype.kind == "f" and not np.isfinite(features).all():
-            return shown(f"{span.path} was loaded as numbers that are not finite; leave it out, or write it again")
+            return shown(f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again")
         np.copyto(row["features"][rank, slots], features, casting="same_kind")
         first = slots.start // row_format.slots_per_token
         row["valid"][rank, first : first + int(items.tokens[item])] = True

@@ -1,0 +1,1 @@
+"""Conversations: from a record to token ids, targets and positions."""

@@ -25,21 +25,22 @@ nothing; where there are "messages", "text" and "content" are such.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.schema import Targets
-from jaxmllm.data.messages import shown
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.printable import shown
 
 ROLES = ("system", "user", "assistant", "tool")
 DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
 FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
 MEDIA_LISTS = {"image": "images", "audio": "audios"}  # part -> key of its list in the placeholder form
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
+
+Resolve = Callable[[str], MediaReference]  # what a record names -> where it is; may raise `ConversationError`
 
 _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 
@@ -59,10 +60,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Media:
-    """A media file; `part` is "image" or "audio", `path` is absolute, without symlinks, inside the root."""
+    """A media item; `part` is "image" or "audio"."""
 
     part: str
-    path: Path
+    reference: MediaReference
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ def parse_json(line: bytes) -> Any:
 
 
 def parse_conversation(
-    record: Any, root: Path, *, default_id: str, default_source: str, targets: Targets = "assistant"
+    record: Any, resolve: Resolve, *, default_id: str, default_source: str, targets: Targets = "assistant"
 ) -> Conversation:
-    """Read a decoded record; media paths are relative to `root`, `targets` is what shall be learned of it.
+    """Read a decoded record; `targets` is what shall be learned of it.
 
     Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role, unknown_part,
-    placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, path_escapes_root.
+    placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, and what `resolve` raises.
     """
     if not isinstance(record, dict):
         raise ConversationError("wrong_type", f"a record must be a JSON object, not {_kind(record)}")
@@ -110,13 +111,13 @@ def parse_conversation(
     if form == "messages":
         messages = _field(record, "messages", list, "the record")
         _check_placeholders([message.get("content") for message in messages if isinstance(message, dict)], lists)
-        turns = tuple(_turn(message, f"messages[{i}]", pending, root) for i, message in enumerate(messages))
+        turns = tuple(_turn(message, f"messages[{i}]", pending, resolve) for i, message in enumerate(messages))
     else:
         content = _field(record, form, str if form == "text" else (str, list), "the record")
         if form == "text" and record.get("content") is not None:
             raise ConversationError("wrong_type", "the record has both 'text' and 'content'; a document is one of them")
         _check_placeholders([content], lists)
-        turns = (Turn(DOCUMENT, _parts(content, form, pending, root)),)
+        turns = (Turn(DOCUMENT, _parts(content, form, pending, resolve)),)
     if targets == "assistant" and not any(turn.role == "assistant" for turn in turns):
         raise ConversationError(
             "no_assistant_turn",
@@ -127,39 +128,21 @@ def parse_conversation(
     return Conversation(_label(record, "id", default_id), _label(record, "source", default_source), turns, targets)
 
 
-def resolve_media(path: str, root: Path) -> Path:
-    """The absolute path of a media file, with symlinks followed.
-
-    Raises `ConversationError("path_escapes_root")` where that is not below `root`.
-    """
-    if "\0" in path or not path:
-        raise ConversationError("wrong_type", f"{path!r} is no file path")
-    top = os.path.realpath(root)
-    real = os.path.realpath(os.path.join(top, path))
-    if os.path.isabs(path) or not real.startswith(top.rstrip(os.sep) + os.sep):
-        raise ConversationError(
-            "path_escapes_root",
-            f"media path {path!r} leaves the root {top}; paths must be relative and stay below it "
-            "(the source's 'root' sets it)",
-        )
-    return Path(real)
-
-
-def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], root: Path) -> Turn:
+def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: Resolve) -> Turn:
     if not isinstance(message, dict):
         raise ConversationError("wrong_type", f"{where} must be an object, not {_kind(message)}")
     role = _field(message, "role", str, where)
     if role not in ROLES:
         raise ConversationError("unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}")
     content = _field(message, "content", (str, list), where)
-    return Turn(role, _parts(content, f"{where}.content", pending, root))
+    return Turn(role, _parts(content, f"{where}.content", pending, resolve))
 
 
 def _parts(
-    content: str | list[Any], where: str, pending: dict[str, Iterator[str]], root: Path
+    content: str | list[Any], where: str, pending: dict[str, Iterator[str]], resolve: Resolve
 ) -> tuple[Text | Media, ...]:
     pieces = _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
-    return tuple(_join(pieces, root, where))
+    return tuple(_join(pieces, resolve, where))
 
 
 def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
@@ -181,7 +164,7 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
         yield kind, _field(part, kind, str, here)
 
 
-def _join(parts: Iterable[tuple[str, str]], root: Path, where: str) -> Iterator[Text | Media]:
+def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Iterator[Text | Media]:
     """Merge neighbouring texts and drop empty ones, so that both forms give the same conversation."""
     text = ""
     for kind, value in parts:
@@ -192,7 +175,7 @@ def _join(parts: Iterable[tuple[str, str]], root: Path, where: str) -> Iterator[
         if text:
             yield Text(text)
         text = ""
-        yield Media(kind, resolve_media(value, root))
+        yield Media(kind, resolve(value))
     if text:
         yield Text(text)
 

@@ -1,0 +1,1 @@
+"""Loading ahead: worker processes that compute elements by number, and the memory that brings them over."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmllm.data.media.images import MAX_ASPECT_RATIO, Images
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import File, MediaError
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 
@@ -17,9 +17,9 @@ IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 def reason(path: Path, shape: tuple[int, int] | None = None, images: Images = IMAGES) -> str:
     with pytest.raises(MediaError) as caught:
         if shape is None:
-            images.measure(path)
+            images.measure(File(path))
         else:
-            images.load(path, shape)
+            images.load(File(path), shape)
     assert str(path) in str(caught.value)
     return caught.value.reason
 
@@ -31,7 +31,7 @@ def picture(height: int, width: int) -> Image.Image:
 def flat(image: Image.Image, path: Path) -> list[float]:
     """Mean colour after loading."""
     image.save(path)
-    return IMAGES.load(path, IMAGES.measure(path)).reshape(-1, 3).mean(0).tolist()
+    return IMAGES.load(File(path), IMAGES.measure(File(path))).reshape(-1, 3).mean(0).tolist()
 
 
 @given(height=st.integers(1, 400), width=st.integers(1, 400), least=st.integers(1, 40), spare=st.integers(0, 60))
@@ -67,9 +67,9 @@ def test_grid_of_extreme_shapes() -> None:
 def test_patches_against_a_loop(tmp_path: Path) -> None:
     image = picture(16, 24)
     image.save(tmp_path / "a.png")
-    shape = IMAGES.measure(tmp_path / "a.png")
+    shape = IMAGES.measure(File(tmp_path / "a.png"))
     assert shape == (4, 6)
-    got, positions = IMAGES.load(tmp_path / "a.png", shape), IMAGES.positions(shape)
+    got, positions = IMAGES.load(File(tmp_path / "a.png"), shape), IMAGES.positions(shape)
     pixels, slot = np.asarray(image), 0
     for group_row in range(2):
         for group_column in range(3):
@@ -131,10 +131,10 @@ def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Pa
         upright = upright.transpose(method)
     image.save(tmp_path / name, exif=exif, quality=95)
     upright.save(tmp_path / "upright.png")
-    shape = IMAGES.measure(tmp_path / name)
-    assert shape == IMAGES.measure(tmp_path / "upright.png") == ((6, 4) if orientation >= 5 else (4, 6))
-    got = IMAGES.load(tmp_path / name, shape).astype(int)
-    assert np.abs(got - IMAGES.load(tmp_path / "upright.png", shape)).mean() < 5
+    shape = IMAGES.measure(File(tmp_path / name))
+    assert shape == IMAGES.measure(File(tmp_path / "upright.png")) == ((6, 4) if orientation >= 5 else (4, 6))
+    got = IMAGES.load(File(tmp_path / name), shape).astype(int)
+    assert np.abs(got - IMAGES.load(File(tmp_path / "upright.png"), shape)).mean() < 5
 
 
 def test_measure_reads_the_header_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +144,18 @@ def test_measure_reads_the_header_only(tmp_path: Path, monkeypatch: pytest.Monke
         picture(16, 24).save(tmp_path / name, exif=exif)
     picture(16, 24).save(tmp_path / "plain.png")
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
-    assert [IMAGES.measure(tmp_path / name) for name in ("a.png", "a.jpg", "plain.png")] == [(6, 4), (6, 4), (4, 6)]
+    assert [IMAGES.measure(File(tmp_path / name)) for name in ("a.png", "a.jpg", "plain.png")] == [
+        (6, 4),
+        (6, 4),
+        (4, 6),
+    ]
 
 
 def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
     gradient = np.linspace(0, 255, 1600).astype(np.uint8)
     Image.fromarray(np.broadcast_to(gradient, (1200, 1600)).copy()).save(tmp_path / "a.jpg")
-    shape = IMAGES.measure(tmp_path / "a.jpg")
-    got = IMAGES.load(tmp_path / "a.jpg", shape)
+    shape = IMAGES.measure(File(tmp_path / "a.jpg"))
+    got = IMAGES.load(File(tmp_path / "a.jpg"), shape)
     columns = got.reshape(shape[0] // 2, shape[1] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
     np.testing.assert_allclose(columns, np.linspace(0, 255, len(columns)), atol=6)
 
@@ -181,15 +185,15 @@ def test_broken_bodies_are_found_when_loading(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg"):
         image.save(tmp_path / name)
         whole = (tmp_path / name).read_bytes()
-        shape = IMAGES.measure(tmp_path / name)
+        shape = IMAGES.measure(File(tmp_path / name))
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-        assert IMAGES.measure(tmp_path / name) == shape
+        assert IMAGES.measure(File(tmp_path / name)) == shape
         assert reason(tmp_path / name, shape) == "undecodable_image"
     image.save(tmp_path / "b.png")
     damaged = bytearray((tmp_path / "b.png").read_bytes())
     damaged[200:240] = bytes(40)
     (tmp_path / "b.png").write_bytes(damaged)
-    assert reason(tmp_path / "b.png", IMAGES.measure(tmp_path / "b.png")) == "undecodable_image"
+    assert reason(tmp_path / "b.png", IMAGES.measure(File(tmp_path / "b.png"))) == "undecodable_image"
 
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
@@ -209,8 +213,8 @@ def test_decompression_bombs(tmp_path: Path) -> None:
 def test_extreme_aspect_ratio(tmp_path: Path) -> None:
     Image.new("RGB", (MAX_ASPECT_RATIO, 1)).save(tmp_path / "thin.png")
     Image.new("RGB", (MAX_ASPECT_RATIO + 1, 1)).save(tmp_path / "thinner.png")
-    shape = IMAGES.measure(tmp_path / "thin.png")
-    assert IMAGES.load(tmp_path / "thin.png", shape).shape == (IMAGES.length(shape), 48)
+    shape = IMAGES.measure(File(tmp_path / "thin.png"))
+    assert IMAGES.load(File(tmp_path / "thin.png"), shape).shape == (IMAGES.length(shape), 48)
     assert reason(tmp_path / "thinner.png") == "extreme_aspect_ratio"
 
 

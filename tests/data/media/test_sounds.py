@@ -10,8 +10,8 @@ import soundfile
 import soxr
 
 from jaxmllm.config.schema import AudioDataConfig
-from jaxmllm.data.media.modality import MediaError
 from jaxmllm.data.media.mpeg import DECODER_DELAY
+from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
 
 SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
@@ -29,9 +29,9 @@ def tone(hertz: float, seconds: float, rate: int) -> np.ndarray:
 def reason(path: Path, shape: tuple[int, int] | None = None) -> str:
     with pytest.raises(MediaError) as caught:
         if shape is None:
-            SOUNDS.measure(path)
+            SOUNDS.measure(File(path))
         else:
-            SOUNDS.load(path, shape)
+            SOUNDS.load(File(path), shape)
     assert str(path) in str(caught.value)
     return caught.value.reason
 
@@ -83,9 +83,9 @@ def test_mel_filters_peak_in_order() -> None:
 def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_path: Path) -> None:
     mono = tone(1000, 0.7, rate)
     soundfile.write(tmp_path / name, np.stack([mono] * channels, axis=1), rate)
-    shape = SOUNDS.measure(tmp_path / name)
+    shape = SOUNDS.measure(File(tmp_path / name))
     assert shape == (70, 1)
-    got = SOUNDS.load(tmp_path / name, shape)
+    got = SOUNDS.load(File(tmp_path / name), shape)
     assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features) and got.dtype == SOUNDS.format.dtype
     assert not got[70:].any() and np.isfinite(got).all()
     band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
@@ -96,16 +96,18 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     left = noise(4000)
     soundfile.write(tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT")
     soundfile.write(tmp_path / "silence.wav", np.zeros(4000), 16_000, subtype="FLOAT")
-    np.testing.assert_array_equal(*(SOUNDS.load(tmp_path / f"{name}.wav", (25, 1)) for name in ("stereo", "silence")))
+    np.testing.assert_array_equal(
+        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (25, 1)) for name in ("stereo", "silence"))
+    )
 
 
 def test_lengths_and_positions(tmp_path: Path) -> None:
     for samples, frames in [(1, 1), (159, 1), (160, 1), (161, 2), (32 * 160, 32), (32 * 160 + 1, 33)]:
         soundfile.write(tmp_path / "a.wav", noise(samples), 16_000)
-        shape = SOUNDS.measure(tmp_path / "a.wav")
+        shape = SOUNDS.measure(File(tmp_path / "a.wav"))
         assert shape == (frames, 1)
-        assert len(SOUNDS.load(tmp_path / "a.wav", shape)) == SOUNDS.length(shape) == math.ceil(frames / 8) * 8
-        assert len(SPLIT.load(tmp_path / "a.wav", shape)) == SPLIT.length(shape) == math.ceil(frames / 32) * 32
+        assert len(SOUNDS.load(File(tmp_path / "a.wav"), shape)) == SOUNDS.length(shape) == math.ceil(frames / 8) * 8
+        assert len(SPLIT.load(File(tmp_path / "a.wav"), shape)) == SPLIT.length(shape) == math.ceil(frames / 32) * 32
         assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
     assert [SOUNDS.tokens((frames, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
     assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(8)]
@@ -119,9 +121,9 @@ def test_short_clips_at_odd_rates(tmp_path: Path) -> None:
     for rate in (4000, 11_025, 22_050, 96_000):
         for samples in (1, 2, 7, 50):
             soundfile.write(tmp_path / "a.wav", noise(samples), rate)
-            shape = SOUNDS.measure(tmp_path / "a.wav")
+            shape = SOUNDS.measure(File(tmp_path / "a.wav"))
             assert shape[0] == math.ceil(math.ceil(samples * 16_000 / rate) / 160)
-            assert np.isfinite(SOUNDS.load(tmp_path / "a.wav", shape)).all()
+            assert np.isfinite(SOUNDS.load(File(tmp_path / "a.wav"), shape)).all()
 
 
 def test_empty_audio(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_empty_audio(tmp_path: Path) -> None:
 def test_too_long(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros(8000 * 5 + 1), 8000)
     with pytest.raises(MediaError, match=r"data\.audio\.max_seconds = 5") as caught:
-        SOUNDS.measure(tmp_path / "a.wav")
+        SOUNDS.measure(File(tmp_path / "a.wav"))
     assert caught.value.reason == "audio_too_long"
 
 
@@ -167,7 +169,7 @@ def test_samples_out_of_range(tmp_path: Path) -> None:
         samples = (peak * np.sign(noise(800))).astype(np.float32)
         soundfile.write(path, samples, 16_000, subtype="FLOAT")
         expected = reference_log_mel(samples, 16_000, 400, 160, 40)
-        np.testing.assert_allclose(SOUNDS.load(path, (5, 1))[:5], expected, atol=2e-4)
+        np.testing.assert_allclose(SOUNDS.load(File(path), (5, 1))[:5], expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("peak", [1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
@@ -187,8 +189,8 @@ def test_sample_rates(tmp_path: Path) -> None:
         assert reason(path) == "unsupported_sample_rate"
     for rate in (MIN_RATE, MAX_RATE):
         soundfile.write(path, noise(rate), rate)
-        assert SOUNDS.measure(path) == (100, 1)
-        assert np.isfinite(SOUNDS.load(path, (100, 1))).all()
+        assert SOUNDS.measure(File(path)) == (100, 1)
+        assert np.isfinite(SOUNDS.load(File(path), (100, 1))).all()
 
 
 def test_the_configured_rate_has_the_bounds_of_files() -> None:
@@ -202,13 +204,13 @@ def test_the_configured_rate_has_the_bounds_of_files() -> None:
 @pytest.mark.parametrize("rate", [8000, 11_025, 44_100, 96_000])
 def test_decoding_in_blocks_is_decoding_at_once(rate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     soundfile.write(tmp_path / "a.flac", np.stack([tone(440, 1.3, rate), tone(880, 1.3, rate)], axis=1), rate)
-    shape = SOUNDS.measure(tmp_path / "a.flac")
-    whole = SOUNDS.load(tmp_path / "a.flac", shape)
+    shape = SOUNDS.measure(File(tmp_path / "a.flac"))
+    whole = SOUNDS.load(File(tmp_path / "a.flac"), shape)
     mono = soundfile.read(tmp_path / "a.flac", dtype="float32")[0].mean(axis=1)
     at_once = log_mel(soxr.resample(mono, rate, 16_000), 16_000, 400, 160, 40)
     monkeypatch.setattr("jaxmllm.data.media.sounds._BLOCK", 1000)
     monkeypatch.setattr("jaxmllm.data.media.sounds._FRAMES", 7)
-    np.testing.assert_allclose(SOUNDS.load(tmp_path / "a.flac", shape), whole, atol=1e-4)
+    np.testing.assert_allclose(SOUNDS.load(File(tmp_path / "a.flac"), shape), whole, atol=1e-4)
     # The resampler may round the last sample away, which the last frames see.
     np.testing.assert_allclose(whole[: shape[0] - 3], at_once[: shape[0] - 3], atol=1e-4)
 
@@ -225,9 +227,9 @@ def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_
     for count in (1, 100, 959, 960, 961, 4096, 5000):
         options = {"format": "OGG", "subtype": "OPUS"} if name == "a.opus" else {}
         soundfile.write(tmp_path / name, noise(count), rate, **options)
-        shape = SOUNDS.measure(tmp_path / name)
+        shape = SOUNDS.measure(File(tmp_path / name))
         assert shape == (math.ceil(math.ceil(count * 16_000 / rate) / 160), 1)
-        assert SOUNDS.load(tmp_path / name, shape).shape == (SOUNDS.length(shape), 40)
+        assert SOUNDS.load(File(tmp_path / name), shape).shape == (SOUNDS.length(shape), 40)
 
 
 def strip_info_frame(mp3: bytes) -> bytes:
@@ -246,15 +248,15 @@ def test_mp3_without_a_stored_length(rate: int, loud_first: bool, tmp_path: Path
     mp3 = buffer.getvalue()
     bare = strip_info_frame(mp3)
     (tmp_path / "a.mp3").write_bytes(mp3)
-    stored = SOUNDS.load(tmp_path / "a.mp3", SOUNDS.measure(tmp_path / "a.mp3"))[:200]
+    stored = SOUNDS.load(File(tmp_path / "a.mp3"), SOUNDS.measure(File(tmp_path / "a.mp3")))[:200]
     id3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
     ape = b"APETAGEX" + (2000).to_bytes(4, "little") + (32).to_bytes(4, "little") + bytes(16)
     for content in (bare, id3 + id3 + bare, bare + b"TAG" + bytes(125), bare + ape + id3 + bytes(10)):
         (tmp_path / "a.mp3").write_bytes(content)
-        shape = SOUNDS.measure(tmp_path / "a.mp3")
+        shape = SOUNDS.measure(File(tmp_path / "a.mp3"))
         samples = shape[0] * rate / 100
         assert len(clip) <= samples <= len(clip) + 2 * 1152 + 2 * rate / 100
-        got = SOUNDS.load(tmp_path / "a.mp3", shape)
+        got = SOUNDS.load(File(tmp_path / "a.mp3"), shape)
         # The whole clip is there, later by what the encoder put in front of it.
         loud = [(np.diff(features[:, 10:].mean(axis=1) > 0) != 0).sum() for features in (got[: shape[0]], stored)]
         assert loud[0] >= 1 and abs(got[: shape[0]].mean() - stored.mean()) < 0.15
@@ -264,11 +266,13 @@ def test_mp3_without_a_stored_length(rate: int, loud_first: bool, tmp_path: Path
 def test_many_channels(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.tile(noise(800)[:, None], (1, 1000)), 16_000)
     soundfile.write(tmp_path / "mono.wav", noise(800), 16_000)
-    np.testing.assert_allclose(*(SOUNDS.load(tmp_path / f"{name}.wav", (5, 1)) for name in ("a", "mono")), atol=1e-4)
+    np.testing.assert_allclose(
+        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (5, 1)) for name in ("a", "mono")), atol=1e-4
+    )
 
 
 def test_eight_bit_wave_from_another_writer(tmp_path: Path) -> None:
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 1, 8000, 0, "NONE", ""))
         file.writeframes(bytes(range(256)) * 10)
-    assert SOUNDS.measure(tmp_path / "a.wav") == (32, 1)
+    assert SOUNDS.measure(File(tmp_path / "a.wav")) == (32, 1)

@@ -25,10 +25,10 @@ from jaxmllm.balance.records import (
     RouteSpec,
     StepPlan,
 )
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, MisalignmentError, fill
 from jaxmllm.data.rows.masks import AttentionSpec
-from jaxmllm.data.text.tokenizers import MediaSpan, Rendered
+from jaxmllm.data.text.render import MediaSpan, Rendered
 from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
 from tests.attention.masks import tile_map
@@ -49,18 +49,29 @@ class FakeModality:
     def length(self, shape):
         return round_up(shape[0], self.format.slots_per_token)
 
-    def load(self, path, shape):
-        if "broken" in path.name:
-            raise MediaError("decode", f"{path}: broken body")
+    def load(self, media, shape):
+        if "broken" in media.path.name:
+            raise MediaError("decode", f"{media}: broken body")
         slots = np.arange(self.length(shape))
         values = np.where(self.real_slots(shape), shape[1] + slots / 64, 0)
-        return np.stack([values, values], 1).astype(self.format.dtype)[: -1 if "short" in path.name else None]
+        return np.stack([values, values], 1).astype(self.format.dtype)[: -1 if "short" in media.path.name else None]
 
     def positions(self, shape):
         return np.stack([np.arange(self.length(shape)), np.full(self.length(shape), shape[1])], 1).astype(np.int32)
 
     def real_slots(self, shape):
         return np.arange(self.length(shape)) < shape[0]
+
+
+@dataclass(frozen=True)
+class Recording(FakeModality):
+    """Notes which items are loaded."""
+
+    loaded: list[str] = dataclasses.field(default_factory=list)
+
+    def load(self, media, shape):
+        self.loaded.append(str(media))
+        return super().load(media, shape)
 
 
 def row_format(slots_per_token, stride):
@@ -87,8 +98,8 @@ def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendere
         phase = ("vision", "audio")[rng.integers(2)]
         shape = (int(rng.integers(1, 25)), number * 8 + k + 1)
         tokens = -(-shape[0] // MODALITIES[phase].format.slots_per_token)
-        path = Path(f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}")
-        spans.append(MediaSpan(phase, path, shape, slot, tokens))
+        name = f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}"
+        spans.append(MediaSpan(phase, File(Path(name)), shape, slot, tokens))
         slot += tokens + int(rng.integers(0, 3))
     length = slot + int(rng.integers(1, 6))
     targets = np.where(rng.random(length) < 0.5, rng.integers(0, 99, length), -1)
@@ -222,7 +233,7 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
                 continue
             item, inside = found
             span = span_of(case, phase, item)
-            broken = "broken" in span.path.name
+            broken = "broken" in span.reference.path.name
             expected["positions"][r, slot] = inside, span.shape[1]
             if inside < span.shape[0]:
                 expected["segments"][r, slot] = plan.segment[item]
@@ -303,10 +314,10 @@ def test_every_slot_of_the_batch_is_filled_exactly_once():
 def test_items_that_do_not_decode_are_counted_and_named():
     case = make_case(3, broken=True)
     broken = [
-        str(span.path)
+        str(span.reference)
         for number in case.examples.tolist()
         for span in case.corpus.example(number).media
-        if "broken" in span.path.name
+        if "broken" in span.reference.path.name
     ]
     step = case.fill()
     assert len(broken) >= 3
@@ -320,9 +331,9 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
 
     @dataclass(frozen=True)
     class Overflowing(FakeModality):
-        def load(self, path, shape):
-            features = super().load(Path("whole"), shape)
-            if "broken" in path.name:
+        def load(self, media, shape):
+            features = super().load(File(Path("whole")), shape)
+            if "broken" in media.path.name:
                 features[-1, 1] = value
             return features
 
@@ -366,14 +377,6 @@ def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
 
 def test_media_of_other_hosts_are_not_decoded():
     case = make_case(6)
-    loaded = []
-
-    @dataclass(frozen=True)
-    class Recording(FakeModality):
-        def load(self, path, shape):
-            loaded.append(path)
-            return super().load(path, shape)
-
     recording = Recording("vision", MODALITIES["vision"].format)
     local = LocalRanks({"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)})
     step = fill(
@@ -381,25 +384,19 @@ def test_media_of_other_hosts_are_not_decoded():
         {**MODALITIES, "vision": recording}, local, ATTENTION,
     )  # fmt: skip
     mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
-    assert sorted(loaded) == sorted(span_of(case, "vision", n).path for n in mine) and len(loaded) > 0
+    wanted = [str(span_of(case, "vision", n).reference) for n in mine]
+    assert sorted(recording.loaded) == sorted(wanted) and wanted
     assert all(row["features"].shape[0] == 0 for row in step.rows["audio"])
 
 
 @pytest.mark.parametrize("last", [0, 3, None])
 def test_filling_ends_soon_after_it_is_cancelled(last):
     """Before media are loaded, between them, and after all of them."""
-    loaded = []
-
-    @dataclass(frozen=True)
-    class Recording(FakeModality):
-        def load(self, path, shape):
-            loaded.append(path)
-            return super().load(path, shape)
-
     case = make_case(6)
+    loaded = []
     count = sum(len(items.length) for name, items in case.items.phases.items() if name != "language")
     last = count if last is None else last
-    recording = {name: Recording(name, fake.format) for name, fake in MODALITIES.items()}
+    recording = {name: Recording(name, fake.format, loaded) for name, fake in MODALITIES.items()}
     where = (case.corpus, recording, EVERYWHERE, ATTENTION)
     with pytest.raises(CancelledError):
         fill(
@@ -419,6 +416,9 @@ def test_steps_without_a_modality_have_no_rows_of_it():
     assert all((row["media"] == -1).all() for row in step.rows["language"])
 
 
+SHORT = File(Path("short"))
+
+
 def with_media(case: Case, change) -> Case:
     """The same plan over a corpus whose first media item has changed since."""
     number, example = next((i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media)
@@ -433,7 +433,10 @@ def with_media(case: Case, change) -> Case:
         (lambda m: (dataclasses.replace(m[0], shape=(99, 1)), *m[1:]), r"\((100|104), .*made for"),
         (lambda m: (dataclasses.replace(m[0], tokens=77), *m[1:]), r", 77, .*made for"),
         (lambda m: (dataclasses.replace(m[0], slot=55), *m[1:]), r", 55\).*made for"),
-        (lambda m: (dataclasses.replace(m[0], path=Path("short")), *m[1:]), r"short was loaded as .*room for"),
+        (
+            lambda m: (dataclasses.replace(m[0], reference=File(Path("short"))), *m[1:]),
+            r"short was loaded as .*room for",
+        ),
     ],
 )
 def test_media_that_differ_from_the_plan_are_refused(change, message):

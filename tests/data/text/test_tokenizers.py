@@ -5,41 +5,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.reference import File
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, Media, Text, Turn
+from jaxmllm.data.text.conversation import Conversation, ConversationError, Media, Text, Turn
+from jaxmllm.data.text.render import render
 from jaxmllm.data.text.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
-    MediaSpan,
     Tokenizer,
     TokenizerError,
     load_tokenizer,
-    render,
 )
 
 MODALITIES: dict[str, Modality] = {
     "vision": Images(patch_size=14, merge=2, min_pixels=784, max_pixels=784 * 64),
     "audio": Sounds(16_000, 400, 160, 80, chunk_frames=64, merge=2, max_seconds=60.0),
 }
-PICTURE, SOUND = Media("image", Path("/a.png")), Media("audio", Path("/b.wav"))
-TALK = Conversation(
-    "x",
-    "s",
-    (
-        Turn("system", (Text("Be kind."),)),
-        Turn("user", (Text("Look "), PICTURE, Text("listen"), SOUND)),
-        Turn("assistant", (Text("Ça va"),)),
-        Turn("user", (Text("More?"),)),
-        Turn("assistant", (Text("No"), PICTURE, Text("yes"))),
-    ),
-)
-SHAPES = [(4, 6), (20, 1), (2, 2)]
+PICTURE, SOUND = Media("image", File(Path("/a.png"))), Media("audio", File(Path("/b.wav")))
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
 
@@ -69,65 +56,6 @@ def test_text_survives_and_ids_stay_in_the_vocabulary(tokenizer: Tokenizer) -> N
     assert not special & set(ids)
     assert max(*ids, *special) < tokenizer.vocab_size
     assert tokenizer.decode([*ids, layout.turn_end]) == text
-
-
-def reference(talk: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
-    """Token by token: (id, is it learned, position)."""
-    layout, shapes = tokenizer.layout, iter(SHAPES)
-    rows: list[tuple[int, bool, tuple[int, int, int]]] = []
-    at = 0
-
-    def put(ids: Any, learned: bool) -> None:
-        nonlocal at
-        for i in ids:
-            rows.append((i, learned, (at, at, at)))
-            at += 1
-
-    for turn in talk.turns:
-        learned = turn.role == "assistant"
-        put(layout.headers[turn.role], False)
-        for part in turn.parts:
-            if isinstance(part, Text):
-                put(tokenizer.encode(part.text), learned)
-                continue
-            frame, (height, width) = layout.media[part.part], next(shapes)
-            put(frame.begin, False)
-            if part.part == "image":
-                cells = [(row, column) for row in range(height // 2) for column in range(width // 2)]
-                rows += [(frame.pad, False, (at, at + row, at + column)) for row, column in cells]
-                at += max(height // 2, width // 2)
-            else:
-                put([frame.pad] * 3, False)  # 20 frames, 5 attention tokens, 3 language tokens
-            put(frame.end, False)
-        put([layout.turn_end], learned)
-        put(layout.separator, False)
-    tokens = [i for i, _, _ in rows]
-    targets = [i if learned else -1 for i, learned, _ in rows[1:]] + [-1]
-    return tokens, targets, [position for _, _, position in rows]
-
-
-def test_render_against_a_loop(tokenizer: Tokenizer) -> None:
-    got = render(TALK, tokenizer, MODALITIES, SHAPES)
-    tokens, targets, positions = reference(TALK, tokenizer)
-    assert got.tokens.tolist() == tokens
-    assert got.targets.tolist() == targets
-    assert got.positions.tolist() == [list(position) for position in positions]
-    assert {array.dtype for array in (got.tokens, got.targets, got.positions)} == {np.dtype(np.int32)}
-    assert [(span.phase, span.shape, span.tokens) for span in got.media] == [
-        ("vision", (4, 6), 6),
-        ("audio", (20, 1), 3),
-        ("vision", (2, 2), 1),
-    ]
-    pads = {tokenizer.layout.media[part].pad for part in ("image", "audio")}
-    assert all(set(got.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads for span in got.media)
-    assert got.media[1] == MediaSpan("audio", Path("/b.wav"), (20, 1), got.media[1].slot, 3)
-
-
-def test_answers_are_learned_with_their_end_and_without_headers() -> None:
-    tokenizer = ByteTokenizer()
-    got = render(TALK, tokenizer, MODALITIES, SHAPES)
-    end = tokenizer.layout.turn_end
-    assert got.targets[got.targets >= 0].tolist() == [*"Ça va".encode(), end, *b"No", *b"yes", end]
 
 
 def test_chat_layout_of_a_file(tmp_path: Path) -> None:
@@ -160,42 +88,6 @@ def test_unusable_tokenizer_files(tmp_path: Path) -> None:
     for name in ("broken.json", "absent.json"):
         with pytest.raises(TokenizerError, match=rf"data.tokenizer: .*{name}"):
             load_tokenizer(tmp_path / name)
-
-
-def test_media_without_an_encoder() -> None:
-    with pytest.raises(ConversationError, match=r"no encoder of the model takes it \(encoders: vision\)") as caught:
-        render(TALK, ByteTokenizer(), {"vision": MODALITIES["vision"]}, SHAPES)
-    assert caught.value.reason == "no_encoder"
-
-
-def test_wrong_number_of_shapes() -> None:
-    with pytest.raises(ValueError, match="3 media items, but 1 shapes"):
-        render(TALK, ByteTokenizer(), MODALITIES, SHAPES[:1])
-
-
-# ---------------------------------------------------------------------------- documents and tools
-
-
-def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenizer) -> None:
-    turns = (Turn("user", (Text("Hear "), SOUND)), Turn("tool", (Text("a bell"),)), Turn("assistant", (Text("Yes"),)))
-    talk = Conversation("x", "s", turns, "all")
-    got = render(talk, tokenizer, MODALITIES, [(20, 1)])
-    end = tokenizer.layout.turn_end
-    texts = [[*tokenizer.encode(text), end] for text in ("Hear ", "a bell", "Yes")]
-    assert got.targets[got.targets >= 0].tolist() == [i for ids in texts for i in ids]
-    tokens, _, positions = reference(talk, tokenizer)
-    assert got.tokens.tolist() == tokens and got.positions.tolist() == [list(position) for position in positions]
-
-
-def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
-    page = Conversation("x", "s", (Turn(DOCUMENT, (Text("A cat."), PICTURE, Text("It sleeps."))),), "all")
-    got = render(page, tokenizer, MODALITIES, [(2, 4)])
-    frame, end, encode = tokenizer.layout.media["image"], tokenizer.layout.turn_end, tokenizer.encode
-    before, after = encode("A cat."), encode("It sleeps.")
-    assert got.tokens.tolist() == [*before, *frame.begin, frame.pad, frame.pad, *frame.end, *after, end]
-    assert got.targets[got.targets >= 0].tolist() == [*before[1:], *after, end]  # nothing comes before the first token
-    (span,) = got.media
-    assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()
 
 
 def test_the_tool_role_has_an_id_that_no_other_token_has() -> None:

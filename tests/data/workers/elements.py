@@ -67,7 +67,7 @@ class Filler:
             self.die()
 
     def data_error(self):
-        from jaxmllm.data.index.build import DataError
+        from jaxmllm.data.sources.source import DataError
 
         raise DataError("data.jsonl:7: not the record 'a' that was indexed")
 

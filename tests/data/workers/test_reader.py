@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmllm.data.index.build import DataError
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.workers import reader
 from jaxmllm.data.workers.reader import CLOSE_SECONDS, Interrupted, Loader, LoadError
 from tests.data.workers.elements import Numbers, alive, children

@@ -11,7 +11,7 @@ import yaml
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.data.media.modality import MediaError
+from jaxmllm.data.media.reference import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.setup.prepare import lay_groundwork
@@ -91,13 +91,14 @@ def test_evaluation_counts_the_same(piped, alone):
 
 def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
     bad = alone.of_kind(["vision"])[0]
-    path, modality = alone.corpus.example(bad).media[0].path, alone.corpus.modalities["vision"]
+    reference = alone.corpus.example(bad).media[0].reference
+    modality = alone.corpus.modalities["vision"]
     load = type(modality).load
 
-    def broken(self, file, shape):
-        if str(file) == str(path):
-            raise MediaError(file, "broken")
-        return load(self, file, shape)
+    def broken(self, media, shape):
+        if media == reference:
+            raise MediaError("undecodable_image", f"{media} is broken")
+        return load(self, media, shape)
 
     monkeypatch.setattr(type(modality), "load", broken)
     examples = [bad, *alone.of_kind(["audio"])[:4], *alone.of_kind([])[:4]]

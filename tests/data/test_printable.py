@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmllm.data.messages import MAX_SHOWN, shown
+from jaxmllm.data.printable import MAX_SHOWN, shown
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""The length index of one source as a value: columns over its examples, their media items and the distinct media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.config.schema import Targets
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.printable import shown
+from jaxmllm.data.sources.source import Source
+
+EXAMPLE_COLUMNS: Final = ("id", "offset", "line", "label", "language_length", "targets", "checksum")
+ITEM_COLUMNS: Final = ("item_phase", "item_media", "item_shape", "item_length", "item_real", "item_tokens", "item_slot")
+MEDIA_COLUMNS: Final = ("phase", "stamp", "shape")
+
+MediaKey = tuple[str, str]  # phase, address
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A record that is left out: `line` (from 1) of the file `path`, a stable `reason`, and a message."""
+
+    id: str
+    path: str
+    line: int
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return shown(f"{self.path}:{self.line}: {self.message} [{self.reason}]")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the header of a media item said: a shape, or reason and message of the failure."""
+
+    stamp: tuple[int, int]  # see `Source.media_stamp`
+    shape: Shape | None
+    failure: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class MediaTable:
+    """The D distinct media items of a source and what their headers said."""
+
+    address: tuple[str, ...]  # [D] see `Source.media`
+    phase: NDArray[np.int8]  # [D]
+    stamp: Longs  # [D, 2] see `Source.media_stamp`
+    shape: Ints  # [D, 2]; -1 where the header is of no use
+    failure: Mapping[int, tuple[str, str]]  # reason and message there
+
+    def measured(self, row: int) -> Measured:
+        """What the header of one item said."""
+        size, time = self.stamp[row].tolist()
+        if row in self.failure:
+            return Measured((size, time), None, self.failure[row])
+        height, width = self.shape[row].tolist()
+        return Measured((size, time), (height, width))
+
+
+@dataclass(frozen=True)
+class LengthIndex:
+    """N examples of one source and their K media items; example n has items item_start[n] .. item_start[n + 1]."""
+
+    name: str  # configured
+    source: Source
+    learned: Targets  # what `targets` counts
+    phases: tuple[str, ...]  # encoder phases; item_phase counts in it
+    labels: tuple[str, ...]  # the records' own source labels; label counts in it
+    id: NDArray[np.str_]  # [N]
+    offset: Longs  # [N] what the source finds the record by
+    line: Longs  # [N] from 1
+    label: Ints  # [N]
+    language_length: Longs  # [N] tokens
+    targets: Longs  # [N] tokens with a target
+    checksum: Longs  # [N] CRC-32 of the record's text
+    item_start: Longs  # [N + 1]
+    item_phase: NDArray[np.int8]  # [K]
+    item_media: Ints  # [K] row of `media`
+    item_shape: Ints  # [K, 2]
+    item_length: Longs  # [K] slots
+    item_real: Longs  # [K] slots that hold data
+    item_tokens: Longs  # [K] language tokens
+    item_slot: Longs  # [K] where these start in the example's sequence
+    media: MediaTable
+    rejected: tuple[Rejected, ...]  # in the order of records
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def place(self, example: int) -> str:
+        """Where a person finds an example: FILE:LINE."""
+        path, line = self.source.place(int(self.line[example]))
+        return f"{shown(path)}:{line}"
+
+    def shapes(self, example: int) -> tuple[Shape, ...]:
+        """Shapes of an example's media in reading order."""
+        items = self.item_shape[self.item_start[example] : self.item_start[example + 1]]
+        return tuple((height, width) for height, width in items.tolist())
+
+    def without(self, refused: Sequence[tuple[int, str, str]]) -> LengthIndex:
+        """The index with some examples moved to `rejected`: (example, reason, message) of each, once per example."""
+        if not refused:
+            return self
+        keep = np.ones(len(self), np.bool_)
+        keep[[example for example, _, _ in refused]] = False
+        counts = np.diff(self.item_start)
+        keep_items = np.repeat(keep, counts)
+        moved = [
+            Rejected(str(self.id[example]), *self.source.place(int(self.line[example])), *failure)
+            for example, *failure in refused
+        ]
+        columns = {name: getattr(self, name)[keep] for name in EXAMPLE_COLUMNS}
+        columns |= {name: getattr(self, name)[keep_items] for name in ITEM_COLUMNS}
+        rejected = tuple(sorted((*self.rejected, *moved), key=lambda refusal: (refusal.path, refusal.line)))
+        return replace(self, **columns, item_start=starts(counts[keep]), rejected=rejected)
+
+
+def starts(counts: Sequence[int] | NDArray[Any]) -> Longs:
+    """Where each of some neighbouring groups begins, and where the last one ends: [N + 1]."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

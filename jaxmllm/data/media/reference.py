@@ -1,0 +1,154 @@
+"""Where the bytes of one media item are: a file, or a range of a file; a source may bring references of its own.
+
+source.media(address) --> reference --open()--> stream of bytes --> header, body
+                              |
+                              +--str()--> the printable place that messages name
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from jaxmllm.data.printable import shown
+
+
+class MediaError(ValueError):
+    """A media item that cannot be used. `reason` is a short stable word for counting; the message names the item and
+    is one line, whatever stands in its path or in the words of a library (see `shown`)."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(shown(message))
+        self.reason = reason
+
+
+class Stream(Protocol):
+    """Bytes that can be read from any position, as from an open file."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def tell(self) -> int: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class MediaReference(Protocol):
+    """One media item of a source. `str` is the place that messages name; references travel to worker processes."""
+
+    @property
+    def address(self) -> str:
+        """What the source finds it by: `source.media(address)` is this reference."""
+        ...
+
+    def open(self) -> Stream:
+        """Its bytes. Raises `MediaError("missing_file")`."""
+        ...
+
+
+@dataclass(frozen=True)
+class File:
+    """A whole file. The `address` is empty where no source needs to find it again."""
+
+    path: Path
+    address: str = ""
+
+    def open(self) -> io.FileIO:
+        return open_file(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """`size` bytes of a file from byte `start` on, such as a member of an archive; `name` is what messages call it."""
+
+    path: Path
+    start: int
+    size: int
+    name: str
+    address: str = ""
+
+    def open(self) -> _RangeStream:
+        return _RangeStream(open_file(self.path), self.start, self.size)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+class _RangeStream(io.RawIOBase):
+    """A range of an open file, which is closed with it. It ends early where the file does."""
+
+    def __init__(self, file: io.FileIO, start: int, size: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        # By absolute position: whoever else reads through the descriptor does not move this stream.
+        data = os.pread(self._file.fileno(), count, self._start + self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"position {origin + offset} lies before the stream")
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_file(path: Path) -> io.FileIO:
+    """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move its position.
+
+    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader waiting for ever or
+    fill its memory (a pipe, a socket, a device such as /dev/zero).
+    """
+    try:
+        # Asked before opening, which may wake a device, and once more of what was opened: paths can change in between.
+        if stat.S_ISREG(path.stat().st_mode):
+            file = io.FileIO(path, "rb", opener=_open_without_waiting)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            file.close()
+        raise MediaError("missing_file", f"{path} is no regular file (but a folder, a pipe or a device)")
+    except FileNotFoundError as error:
+        raise MediaError("missing_file", f"{path} does not exist") from error
+    except OSError as error:
+        raise MediaError("missing_file", f"{path} cannot be read: {error.strerror}") from error
+
+
+def size_of(stream: Stream) -> int:
+    """Bytes of a stream, whose position stays."""
+    position = stream.tell()
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(position)
+    return size
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe would wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,0 +1,98 @@
+"""JSONL files: one record per line, media in files below a root folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from jaxmllm.config.schema import SourceConfig
+from jaxmllm.data.media.reference import File
+from jaxmllm.data.printable import shown
+from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
+from jaxmllm.data.text.conversation import ConversationError
+
+MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being held in memory
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A JSONL file, whose media paths are relative to `root`. Both paths are absolute and without symlinks."""
+
+    path: Path
+    root: Path
+
+    @classmethod
+    def of(cls, config: SourceConfig) -> JsonLines:
+        """The source of an entry of data.sources."""
+        path = Path(config.path).resolve()
+        return cls(path, path.parent if config.root is None else Path(config.root).resolve())
+
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def stamp(self) -> str:
+        """Digest of the whole file."""
+        if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe or a device could be read for ever
+            raise DataError(f"{shown(self.path)} is no regular file")
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    def records(self) -> Iterator[RawRecord]:
+        """The lines that are not blank."""
+        offset = 0
+        with self.path.open("rb") as file:
+            for line in count(1):
+                text = file.readline(MAX_LINE + 1)
+                if not text:
+                    return
+                size = len(text)
+                if size > MAX_LINE:
+                    while (piece := file.readline(MAX_LINE)) and not piece.endswith(b"\n"):
+                        size += len(piece)
+                    size += len(piece)
+                    message = f"a line of {size} bytes; a record has at most {MAX_LINE}: split it"
+                    yield RawRecord(line, offset, size, b"", ("line_too_long", message))
+                elif text.strip():
+                    yield RawRecord(line, offset, size, text)
+                offset += size
+
+    def record(self, offset: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.readline(MAX_LINE)
+
+    def place(self, line: int) -> tuple[str, int]:
+        return str(self.path), line
+
+    def resolve(self, name: str) -> File:
+        """The file of a path in a record, with symlinks followed.
+
+        Raises `ConversationError`: wrong_type, and path_escapes_root where that is not below the root.
+        """
+        if "\0" in name or not name:
+            raise ConversationError("wrong_type", f"{name!r} is no file path")
+        top = os.path.realpath(self.root)
+        real = os.path.realpath(os.path.join(top, name))
+        below = top.rstrip(os.sep) + os.sep
+        if os.path.isabs(name) or not real.startswith(below):
+            raise ConversationError(
+                "path_escapes_root",
+                f"media path {name!r} leaves the root {top}; paths must be relative and stay below it "
+                "(the source's 'root' sets it)",
+            )
+        return File(Path(real), real[len(below) :])
+
+    def media(self, address: str) -> File:
+        return File(self.root / address, address)
+
+    def media_stamp(self, address: str) -> tuple[int, int]:
+        try:
+            status = os.stat(os.path.join(self.root, address))
+        except OSError:
+            return MISSING
+        return status.st_size, status.st_mtime_ns

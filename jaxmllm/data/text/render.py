@@ -1,0 +1,123 @@
+"""Conversation -> token ids, next-token targets and three-axis positions.
+
+    <header: user> What is this? <begin> pad pad pad <end> <turn end> <header: assistant> A cat. <turn end>
+    targets:                                                                           A cat. <turn end>  -
+
+A document has neither header nor separator, only its content and <turn end>. With targets `all`, the texts and ends
+of all turns are learned.
+
+A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE (arXiv
+2409.12191): text advances time, height and width together, media spread over the axes, and the text after them
+continues at the maximum + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.data.media.modality import Modality, Shape
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, Media
+from jaxmllm.data.text.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """A media item of a rendered conversation: its `tokens` language tokens start at `slot`."""
+
+    phase: str
+    reference: MediaReference
+    shape: Shape
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a sequence of L tokens."""
+
+    tokens: NDArray[np.int32]  # [L]
+    targets: NDArray[np.int32]  # [L] the next token where it is learned, else -1
+    positions: NDArray[np.int32]  # [L, 3] time, height, width
+    media: tuple[MediaSpan, ...]
+
+
+def render(
+    conversation: Conversation, tokenizer: Tokenizer, modalities: Mapping[str, Modality], shapes: Sequence[Shape]
+) -> Rendered:
+    """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by phase name.
+
+    Raises `ConversationError("no_encoder")` for a media part that no modality takes, or of what the tokenizer raises,
+    and ValueError when the number of shapes is not that of the media.
+    """
+    media = conversation.media
+    if len(shapes) != len(media):
+        raise ValueError(f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes")
+    layout, remaining, sequence = tokenizer.layout, iter(shapes), _Sequence()
+    for turn in conversation.turns:
+        learned = turn.role == "assistant" or conversation.targets == "all"
+        spoken = turn.role != DOCUMENT
+        if spoken:
+            sequence.add_text(layout.headers[turn.role])
+        for part in turn.parts:
+            if isinstance(part, Media):
+                modality = modality_of(part.part, modalities)
+                frame = layout.media[part.part]
+                sequence.add_text(frame.begin)
+                sequence.add_media(part.reference, modality, next(remaining), frame.pad)
+                sequence.add_text(frame.end)
+            else:
+                sequence.add_text(tokenizer.encode(part.text), learned)
+        sequence.add_text((layout.turn_end,), learned)
+        if spoken:
+            sequence.add_text(layout.separator)
+    return sequence.finish()
+
+
+def modality_of(part: str, modalities: Mapping[str, Modality]) -> Modality:
+    """The modality that takes a media part. Raises `ConversationError("no_encoder")`."""
+    for modality in modalities.values():
+        if modality.part == part:
+            return modality
+    have = ", ".join(modalities) or "none"
+    raise ConversationError("no_encoder", f"holds an {part}, but no encoder of the model takes it (encoders: {have})")
+
+
+class _Sequence:
+    """Grows the arrays of a `Rendered`."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.learned: list[bool] = []
+        self.positions: list[NDArray[np.int32]] = []
+        self.media: list[MediaSpan] = []
+        self.next_position = 0
+
+    def add_text(self, ids: Sequence[int], learned: bool = False) -> None:
+        if not ids:
+            return
+        self.tokens += ids
+        self.learned += [learned] * len(ids)
+        line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
+        self._advance(np.repeat(line[:, None], 3, axis=1))
+
+    def add_media(self, reference: MediaReference, modality: Modality, shape: Shape, pad: int) -> None:
+        count = modality.tokens(shape)
+        self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), count))
+        self.tokens += [pad] * count
+        self.learned += [False] * count
+        self._advance(modality.token_positions(shape, self.next_position))
+
+    def finish(self) -> Rendered:
+        tokens = np.array(self.tokens, np.int32)
+        targets = np.full_like(tokens, -1)
+        targets[:-1] = np.where(self.learned[1:], tokens[1:], -1)
+        return Rendered(tokens, targets, np.concatenate(self.positions), tuple(self.media))
+
+    def _advance(self, positions: NDArray[np.int32]) -> None:
+        self.positions.append(positions)
+        self.next_position = int(positions.max()) + 1

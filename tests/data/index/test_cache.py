@@ -1,0 +1,107 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from jaxmllm.data.index.builder import build_index
+from jaxmllm.data.index.length_index import LengthIndex
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.text.tokenizers import ByteTokenizer
+from tests.data.index.examples import IMAGES, ask, image, index_of, same, sound, write
+
+
+def test_the_cache_is_used_until_something_changes(media: Path, measured: list[str]) -> None:
+    records = [ask(image("a.png"), sound("c.wav")), ask(image("a.png"), image("later.png"))]
+    source, cache = write(media / "train.jsonl", *records), media / "cache"
+
+    def read_again() -> tuple[LengthIndex, list[str]]:
+        measured.clear()
+        return index_of(source, cache), sorted(measured)
+
+    first, names = read_again()
+    assert names == ["a.png", "c.wav", "later.png"] and len(first.rejected) == 1
+    again, names = read_again()
+    assert names == [] and same(first, again)
+    os.utime(media / "train.jsonl", ns=(1, 1))  # a fresh copy of the same content
+    assert read_again()[1] == []
+
+    Image.new("RGB", (16, 16)).save(media / "later.png")
+    index, names = read_again()
+    assert names == ["later.png"] and len(index) == 2 and index.rejected == ()
+
+    Image.new("RGB", (40, 40)).save(media / "a.png")
+    index, names = read_again()
+    assert names == ["a.png"] and index.item_shape[0].tolist() == [10, 10]
+
+    write(media / "train.jsonl", *records, ask(image("b.png")))
+    index, names = read_again()
+    assert names == ["b.png"] and len(index) == 3
+    assert len(list(cache.iterdir())) == 1 and not list(media.glob("*.npz"))
+
+
+def test_other_settings_have_another_cache(media: Path, measured: list[str]) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    small = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 2)
+    for images, shape in [(IMAGES, [4, 6]), (small, [2, 2]), (IMAGES, [4, 6])]:
+        index = build_index(source, ByteTokenizer(), {"vision": images})
+        assert index.item_shape[0].tolist() == shape
+    assert measured == ["a.png", "a.png"] and len(list(media.glob("train.*.index.npz"))) == 2
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty", "text"])
+def test_a_damaged_cache_is_built_anew(harm: str, media: Path, measured: list[str]) -> None:
+    source = write(media / "train.jsonl", *(ask(image("a.png"), id=i) for i in range(50)))
+    first = index_of(source)
+    (file,) = media.glob("*.index.npz")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    file.write_bytes({"cut": content[:-100], "flip": content, "empty": b"", "text": b"hello"}[harm])
+    assert same(index_of(source), first)
+    assert measured == ["a.png", "a.png"]
+    index_of(source)
+    assert measured == ["a.png", "a.png"]
+
+
+def test_a_cache_that_cannot_be_written_is_only_a_warning(media: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    (media / "taken").write_text("")
+    assert len(index_of(source, media / "taken")) == 1
+    assert "data.index_cache" in caplog.text
+
+
+def test_drafts_of_killed_builds_are_swept(media: Path) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    index_of(source)
+    (file,) = media.glob("*.index.npz")
+    file.unlink()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = socket.gethostname()
+    drafts = {
+        "dead": f"{here}.{ended.pid}.abc",
+        "old": "elsewhere.1.abc",
+        "of a process": f"{here}.{os.getpid()}.abc",
+        "of a host": "elsewhere.2.abc",
+    }
+    for name in drafts.values():
+        (media / f"{file.name}.{name}").mkdir()
+        (media / f"{file.name}.{name}" / "half").write_bytes(b"x")
+    os.utime(media / f"{file.name}.{drafts['old']}", (0, 0))
+    index_of(source)
+    left = {path.name.removeprefix(f"{file.name}.") for path in media.glob("*.index.npz.*")}
+    assert left == {drafts["of a process"], drafts["of a host"]}
+
+
+def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(media: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(media / "train.jsonl", ask(image("a.png")))
+    first = index_of(source)
+    (file,) = media.glob("*.index.npz")
+    file.unlink()
+    os.mkfifo(file)
+    assert same(index_of(source), first)
+    assert len(index_of(source, media / ("x" * 300))) == 1
+    assert "data.index_cache" in caplog.text
