@@ -20,7 +20,6 @@ from jaxmllm.arrays import Ints, Longs
 from jaxmllm.phases import Phase
 
 Mode = Literal["none", "tokens", "language", "phases"]
-Backend = Literal["padded", "ragged"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,21 @@ class ExchangeGrid:
     def shape(self) -> tuple[int, int, int]:
         return self.encoder.shape[0], self.encoder.shape[1], self.language.shape[1]
 
+    @property
+    def peers(self) -> int:
+        """A: exchange ranks of a group, which send each other tokens; x is peer x // groups of group x % groups."""
+        return self.encoder.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """E * L."""
+        return self.encoder.shape[1] * self.language.shape[1]
+
+    @property
+    def ranks(self) -> int:
+        """X: all exchange ranks."""
+        return self.peers * self.groups
+
 
 @dataclass(frozen=True)
 class RouteSpec:
@@ -116,14 +130,7 @@ class RouteSpec:
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
     pair_slots: int  # Q: tokens one exchange rank sends another in one hop
     hops: int = 16  # H: most hops of a round, at least 2
-    backend: Backend = "padded"
-
-    @property
-    def buffers(self) -> tuple[int, int]:
-        """U of the buffers that the hops of a round fill, forward and transposed."""
-        if self.backend == "ragged":
-            return self.language_pool, self.encoder_pool
-        return (self.grid.shape[0] * self.pair_slots * self.hops,) * 2
+    backend: str = "padded"  # of `BACKENDS`, in exchange/tables.py
 
 
 def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
@@ -175,11 +182,11 @@ class PhasePlan:
 class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
-    A run is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
-    `arrival` .. of `receiver`. If the two differ, a run goes there at once where it is `direct`, as up
+    A span is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
+    `arrival` .. of `receiver`. If the two differ, a span goes there at once where it is `direct`, as up
     to `direct_tokens` of a pair do; otherwise its tokens are spread over relay ranks in the hops of the first leg and
     forwarded in those of the second (relay.py). `ordinal` is the number of its first token among those of the pair or,
-    where it is not direct, among all that the sender spreads. Ragged: all runs are direct, in one hop of any size.
+    where it is not direct, among all that the sender spreads. Ragged: all spans are direct, in one hop of any size.
     """
 
     source: int
@@ -202,22 +209,28 @@ class RouteRound:
 
 @dataclass(frozen=True)
 class Hop:
-    """Index table of one all-to-all for exchange ranks x. Padded: `index` [x, A, Q], what is sent to each place.
-    Ragged: `index` [x, W], what is sent, by place; `sizes` [x, 4, A]: where in `index` the tokens of each place begin
-    and how many they are, where they land there, and how many come from it."""
+    """Index tables of one all-to-all for exchange ranks x; their shapes are those of the backend.
+
+    Padded: `index` [x, A, Q], what is sent to each peer. Ragged: `index` [x, W], what is sent, by peer; `sizes`
+    [x, 4, A]: where in `index` the tokens of each peer begin and how many they are, where they land there, and how many
+    come from it.
+    """
 
     index: Ints
     sizes: Ints | None = None
+
+    @property
+    def arrays(self) -> tuple[Ints, ...]:
+        return (self.index,) if self.sizes is None else (self.index, self.sizes)
 
 
 @dataclass(frozen=True)
 class RouteTables:
     """A round as gathers, for exchange ranks x; -1 means nothing.
 
-    Forward:    the sources of hop h are encoder pool ++ buffer; what it receives fills the buffer, a padded hop's
-                A * Q slots from h * A * Q on;
+    Forward:    the sources of a hop are encoder pool ++ buffer, and what it receives fills the buffer;
                 language_pool[x, w] += (buffer ++ encoder_pool)[x, gather_forward[x, w]].
-    Transposed: the same with `send_backward`, and d_language_pool in place of the encoder pool;
+    Backward:   the same with `send_backward`, and d_language_pool in place of the encoder pool;
                 d_encoder_pool[x, w] += (buffer ++ d_language_pool)[x, gather_backward[x, w]].
     """
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.exchange.placement import place_items_near
-from jaxmllm.balance.exchange.routes import media_of_examples, plan_routes, route_statistics
+from jaxmllm.balance.exchange.routes import plan_routes, route_statistics
+from jaxmllm.balance.exchange.traffic import media_of_examples
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
@@ -36,11 +37,12 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     """Place every item of a global batch and route encoder outputs to the language phase.
 
     The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase, and for every encoder phase that
-    owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1 with that backend and 0 with the
-    padded one; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change
-    rank; `slots_moved` from one rank to another, padding and second legs included; per token that changes rank
-    `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those that change
-    node, and `node_tokens_over_arbitrary`, the same over what changes node when ranks are assigned at random.
+    owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1 with a backend whose chunks have any
+    size and 0 with equal chunks; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of
+    them that change rank; `slots_moved` from one rank to another, padding and second legs included; per token that
+    changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those
+    that change node, and `node_tokens_over_arbitrary`, the same over what changes node when ranks are assigned at
+    random.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums
-from jaxmllm.balance.exchange.relay import ways
-from jaxmllm.balance.exchange.routes import route_tables, run_hops, sequence_of_example
+from jaxmllm.balance.exchange.tables import backend_of, route_tables, run_hops
+from jaxmllm.balance.exchange.traffic import sequence_of_example
 from jaxmllm.balance.records import (
     BatchItems,
     PhaseItems,
@@ -136,23 +136,11 @@ def _validate_round(owner: str, round_: RouteRound, route: RouteSpec) -> None:
     _require((round_.start + round_.tokens <= route.encoder_pool).all(), owner, PAST_POOL)
     _require((round_.arrival + round_.tokens <= route.language_pool).all(), owner, PAST_POOL)
     _require(round_.hops <= route.hops, owner, "a round has too many hops")
-    if route.backend != "padded":
-        return
-    exchange_ranks = int(np.prod(route.grid.shape))
-    peers = len(route.grid.encoder)
-    everywhere = np.zeros(exchange_ranks, np.int64)
-    way = ways(round_, peers, exchange_ranks // peers, route.pair_slots, everywhere)
-    leaves = way.sender != way.receiver
-    relayed = way.relay != way.receiver
-    within = (
-        (way.lane[leaves] < round_.hops * route.pair_slots).all()
-        and (way.lane[leaves & relayed] < round_.first_leg * route.pair_slots).all()
-        and (way.onward[relayed] < round_.hops * route.pair_slots).all()
-    )
-    _require(within, owner, "a token is dealt so late that the round has no hop for it")
+    problem = backend_of(route).problem(round_, route)
+    _require(problem is None, owner, str(problem))
 
 
-PAST_POOL = "a run of tokens reaches beyond its pool"
+PAST_POOL = "a span of tokens reaches beyond its pool"
 
 
 def _within(numbers: Ints | Longs, end: int) -> bool:

@@ -291,7 +291,8 @@ class BalanceConfig(Section):
     mode: Literal["none", "tokens", "language", "phases"] = "phases"
     pool_slots: PositiveInt | Auto = "auto"  # routed tokens a rank holds in one buffer
     pair_slots: PositiveInt | Auto = "auto"  # tokens one rank sends another in one padded all-to-all
-    exchange: Literal["auto", "padded", "ragged"] = "auto"  # all-to-all; auto: ragged where the platform has it
+    # Backend: `padded`, `ragged` (balance/exchange/tables.py lists them); auto: ragged where the platform has it.
+    exchange: str = "auto"
     ranks_per_node: PositiveInt | Auto = "auto"  # devices of a node, for placement; auto: those of a process
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
     calibration: str | None = None  # file of `jaxmllm calibrate`; none: items are balanced by FLOPs

@@ -20,7 +20,7 @@ from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
-from jaxmllm.setup.sizing import largest_row
+from jaxmllm.setup.sizing import check_exchange, largest_row
 from sharding.mesh import abstract_mesh
 
 SAMPLED_EXAMPLES = 2048  # whose lengths decide the sizes that the config leaves to `auto` ...
@@ -42,6 +42,7 @@ class Groundwork:
 
 def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
     """Index the data and compose the model; an abstract mesh does, where nothing shall run."""
+    check_exchange(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable:

@@ -14,7 +14,8 @@ from jaxmllm.arrays import Ints
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
-from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
+from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
@@ -24,7 +25,7 @@ from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
-from sharding.exchange import Exchange
+from sharding.exchange import LayoutPair
 from sharding.rules import rank_nodes
 
 LARGEST = 64  # examples of most images or sound, which a pipeline must have room for
@@ -144,20 +145,27 @@ def rank_places(config: Config, model: MLLM) -> dict[str, Ints]:
     return {phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node) for phase in model.phases}
 
 
-def exchange_backend(config: Config, model: MLLM) -> Backend:
-    """Ragged where the devices' platform has a ragged all-to-all, if the config leaves it open."""
+def check_exchange(config: Config) -> None:
+    """Raise `ConfigError` for an exchange that is not there: the schema does not know the table of backends."""
+    known = ("auto", *BACKENDS)
+    if config.balance.exchange not in known:
+        raise ConfigError(f"balance.exchange: must be one of {', '.join(known)} (got {config.balance.exchange!r})")
+
+
+def exchange_backend(config: Config, model: MLLM) -> str:
+    """The config's backend of the exchange; `auto` is the first of the table that the devices' platform can run."""
+    check_exchange(config)
     if config.balance.exchange != "auto":
         return config.balance.exchange
     mesh = model.layout(LANGUAGE).mesh
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-    return "padded" if platform == "cpu" else "ragged"
+    return backend_for(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend())
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
     """How the ranks of each encoder phase lie on those of the language phase."""
     language = model.layout(LANGUAGE)
     return {
-        phase: ExchangeGrid(*Exchange(language.mesh, model.layout(phase), language).grid())
+        phase: ExchangeGrid(*LayoutPair(language.mesh, model.layout(phase), language).grid())
         for phase in model.config.encoders
     }
 

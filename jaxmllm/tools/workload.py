@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import STEM_STRIDE, phase_flops
-from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
@@ -210,7 +210,7 @@ def make_spec(
     row_classes: int = ROW_CLASSES,
     mix: Mapping[str, float] = DEFAULT_MIX,
     ranks_per_node: int | None = None,
-    backend: Backend = "padded",
+    backend: str = "padded",
 ) -> PlanSpec:
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase, chosen from
     `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""

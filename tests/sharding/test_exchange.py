@@ -1,6 +1,5 @@
 """The exchange against plain loops over tokens, on every geometry of encoder and language ranks."""
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmllm.balance.exchange.padded import PADDED
+from jaxmllm.balance.exchange.ragged import RAGGED
 from sharding.exchange import Exchange
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
@@ -34,26 +35,32 @@ class Case:
 
     exchange: Exchange
     moves: list[tuple[int, int, int, int]]
-    send: np.ndarray  # [H, X, A, Q]
-    pick: np.ndarray
-    place: np.ndarray  # [H, X, A, Q]
-    back: np.ndarray
+    send_forward: np.ndarray  # [H, X, A, Q]
+    gather_forward: np.ndarray
+    send_backward: np.ndarray  # [H, X, A, Q]
+    gather_backward: np.ndarray
 
     def buffers(self, pool):
-        return jax.tree.map(lambda x: np.zeros((len(self.pick), BUFFER[self.pairs], *x.shape[2:]), x.dtype), pool)
+        return jax.tree.map(
+            lambda x: np.zeros((len(self.gather_forward), BUFFER[self.pairs], *x.shape[2:]), x.dtype), pool
+        )
 
     @property
     def pairs(self):
-        return self.send.shape[2]
+        return self.send_forward.shape[2]
 
     @cached_property
     def forward(self):
-        return jax.jit(functools.partial(self._run, self.exchange.hop, self.exchange.deliver, self.send, self.pick))
+        return jax.jit(
+            functools.partial(
+                self._run, self.exchange.hop, self.exchange.deliver, self.send_forward, self.gather_forward
+            )
+        )
 
     @cached_property
     def transposed(self):
         hop, deliver = self.exchange.hop_back, self.exchange.deliver_back
-        return jax.jit(functools.partial(self._run, hop, deliver, self.place, self.back))
+        return jax.jit(functools.partial(self._run, hop, deliver, self.send_backward, self.gather_backward))
 
     def _run(self, hop, deliver, hops, gather, source, target):
         buffer = self.buffers(source)
@@ -66,7 +73,8 @@ def make_case(name, seed=0):
     """The tables as balance/records.py documents them, filled one token at a time. Tokens that change their exchange
     rank go straight in a random hop or, every other one, by a random third in two hops."""
     encoder_axes, language_axes, (shared, encoder_only, language_only) = GEOMETRIES[name]
-    exchange = Exchange(MESH, make_layout(MESH, {"batch": encoder_axes}), make_layout(MESH, {"batch": language_axes}))
+    layouts = make_layout(MESH, {"batch": encoder_axes}), make_layout(MESH, {"batch": language_axes})
+    exchange = Exchange(MESH, *layouts, PADDED.hop_on_device)
     encoder_grid, language_grid = exchange.grid()
     assert encoder_grid.shape == (shared, encoder_only) and language_grid.shape == (shared, language_only)
     rng = np.random.default_rng(seed)
@@ -177,8 +185,9 @@ def test_garbage_in_unused_slots_stays_there():
 def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
     """Both backends, both directions; shapes alone, for nothing is run."""
     case = make_case(name)
-    exchange = dataclasses.replace(case.exchange, ragged=ragged)
-    shared, ranks = case.pairs, len(case.pick)
+    hop_on_device = RAGGED.hop_on_device if ragged else PADDED.hop_on_device
+    exchange = Exchange(MESH, case.exchange.encoder, case.exchange.language, hop_on_device)
+    shared, ranks = case.pairs, len(case.gather_forward)
     for hop, deliver, layout, other, slots, arrivals in (
         (exchange.hop, exchange.deliver, exchange.encoder, exchange.language, ENCODER_SLOTS, LANGUAGE_SLOTS),
         (exchange.hop_back, exchange.deliver_back, exchange.language, exchange.encoder, LANGUAGE_SLOTS, ENCODER_SLOTS),

@@ -23,8 +23,8 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.arrays import Ints, Longs, sums_by
-from jaxmllm.balance.exchange.routes import media_of_examples
 from jaxmllm.balance.exchange.trade import Places, bring_home
+from jaxmllm.balance.exchange.traffic import media_of_examples
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs, rank_floor
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks

@@ -1,21 +1,21 @@
-"""Dealing uneven traffic evenly over the equal chunks of a padded all-to-all.
+"""Spreading uneven traffic evenly over the equal chunks of a padded all-to-all.
 
 One all-to-all (a hop) moves `pair_slots` tokens between every two ranks, wanted or not. The tokens of an image all go
-to one rank, so few pairs have traffic, and that much. So every sender deals its tokens to all ranks in turn, like
-cards, and those pass them on:
+to one rank, so few pairs have traffic, and those have much. So every sender spreads its tokens over all peers in turn,
+like cards, and those forward them:
 
-    sender --early hops--> relay --late hops--> receiver        a relay may be the sender or the receiver itself
+    sender --hops of the first leg--> relay --hops of the second leg--> receiver
 
-Token p of those that a sender deals goes by relay (p + place of the sender) % A: every chunk of the early hops is
-filled alike, and those of the late hops nearly so, since the tokens of an item, dealt in turn, too come from all relays
-alike. A rank's chunks are as full as it sends or receives much, so hops are as many as the busiest ranks need:
-about (most sent + most received) / (A * pair_slots). The plan holds one record an item, nothing a pair of ranks, and
-takes linear time; that is what lets it be made for thousands of ranks.
+Token p of those that a sender spreads goes by relay (p + the sender's peer number) % A, which may be the sender or the
+receiver itself. So all chunks of the first leg are equally full, and those of the second leg nearly so, since the
+tokens of an item were spread in turn, too, and come from all relays equally. A rank's chunks are as full as it sends or
+receives much, so hops are as many as the busiest ranks need: about (most sent + most received) / (A * pair_slots).
+The plan holds one record per item, nothing per pair of ranks, and takes linear time; that is what lets it be made for
+thousands of ranks.
 
-Where most pairs have traffic, as among few ranks, the first `direct` tokens of each go straight to their receiver.
+Where most pairs have traffic, as among few ranks, the first `direct_tokens` of each pair go to their receiver at once.
 
-Letters: A places along which the exchange runs; N items that leave their rank; K runs; T tokens; X exchange ranks, of
-which the A of one plane exchange with each other: exchange rank x has place x // planes and plane x % planes.
+Letters: A peers; N items that leave their rank; K spans; T tokens; X exchange ranks (see backend.py).
 """
 
 from __future__ import annotations
@@ -23,201 +23,234 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxmllm.arrays import Longs, running_sums
+from jaxmllm.arrays import Longs, ceil_divide, running_sums
+from jaxmllm.balance.exchange.backend import Spans, tokens_of
 from jaxmllm.balance.records import RouteRound
-
-DENSE = 4  # tokens may go straight where at least one in so many pairs of ranks has traffic
-SHARES = (0.5, 1.0, 1.5, 2.0)  # of a pair's mean tokens, tried for those that go straight
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """Items, or parts of them, by round: all [K]."""
+class DirectSearch:
+    """How many tokens of each pair go to their receiver at once."""
 
-    round: Longs
-    item: Longs
-    first: Longs  # token of the item
-    tokens: Longs
-    direct: NDArray[np.bool_]
-    ordinal: Longs  # of the first token in its round, among those of the pair or, if dealt, among those dealt
-    hops: list[tuple[int, int]]  # early and late, of each round
-    direct_tokens: int  # of each pair and round, which may go to their receiver at once
+    dense_part: int = 4  # none, unless at least 1/4 of all pairs of ranks have traffic
+    shares: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)  # that are tried, of the mean pair's tokens; none and all are, too
 
 
-def deal(
-    sender: Longs, receiver: Longs, tokens: Longs, places: int, planes: int, pair_slots: int, most_hops: int
-) -> Dealt:
-    """Deal all tokens in as few rounds as halving finds.
+DIRECT = DirectSearch()
+
+
+def split_over_relays(
+    sender: Longs, receiver: Longs, tokens: Longs, *, peers: int, groups: int, pair_slots: int, max_hops: int
+) -> Spans:
+    """Spread all tokens over relays, in as few rounds as doubling finds.
 
     Args:
-      sender, receiver: [N] different exchange ranks of one plane, ordered by sender and receiver.
+      sender, receiver: [N] different exchange ranks of one group, ordered by sender and receiver.
       tokens: [N], above 0.
       pair_slots: tokens from one rank to another in one hop.
-      most_hops: of one round; at least 2.
+      max_hops: of one round; at least 2.
     """
     if not len(tokens):
-        return Dealt(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
-    rounds, ranks = 1, places * planes
-    direct = _direct(sender, receiver, tokens, places, planes)
+        return Spans(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
+    rounds = 1
+    direct_tokens = _choose_direct_tokens(sender, receiver, tokens, peers=peers, groups=groups)
     while True:
-        turn, item, first, amount = _parts(tokens, rounds)
-        before = running_sums((turn * ranks + sender[item]) * ranks + receiver[item], amount)  # of the pair
-        straight = np.clip(direct - before, 0, amount)
-        dealt = np.flatnonzero(amount > straight)
-        by_turn, by_sender, rest = turn[dealt], sender[item[dealt]], (amount - straight)[dealt]
-        number = running_sums(by_turn * ranks + by_sender, rest)
-        early = direct + _most(by_turn, -(-(number + rest) // places), rounds)
-        color = (number + by_sender // planes) % places
-        goal, most = _most_dealt(by_turn * ranks + receiver[item[dealt]], color, rest, places)
-        late = _most(goal // ranks, most, rounds)
-        hops = [(-(-int(a) // pair_slots), -(-int(b) // pair_slots)) for a, b in zip(early, late, strict=True)]
-        if max(a + b for a, b in hops) <= most_hops:
-            break
-        rounds, direct = 2 * rounds, direct // 2
-    whole = np.flatnonzero(straight)
-    return Dealt(
-        round=np.concatenate([turn[whole], by_turn]),
-        item=np.concatenate([item[whole], item[dealt]]),
-        first=np.concatenate([first[whole], (first + straight)[dealt]]),
-        tokens=np.concatenate([straight[whole], rest]),
-        direct=np.arange(len(whole) + len(dealt)) < len(whole),
-        ordinal=np.concatenate([before[whole], number]),
-        hops=hops,
-        direct_tokens=direct,
+        spans = _split(
+            sender,
+            receiver,
+            tokens,
+            peers=peers,
+            groups=groups,
+            pair_slots=pair_slots,
+            rounds=rounds,
+            direct_tokens=direct_tokens,
+        )
+        if max(first + second for first, second in spans.hops) <= max_hops:
+            return spans
+        rounds *= 2
+        direct_tokens //= 2
+
+
+def _split(
+    sender: Longs,
+    receiver: Longs,
+    tokens: Longs,
+    *,
+    peers: int,
+    groups: int,
+    pair_slots: int,
+    rounds: int,
+    direct_tokens: int,
+) -> Spans:
+    """The spans of a number of equal rounds, and the hops that each needs."""
+    ranks = peers * groups
+    round_, item, first, amount = _cut_into_rounds(tokens, rounds)
+    of_pair = running_sums((round_ * ranks + sender[item]) * ranks + receiver[item], amount)  # earlier tokens
+    direct = np.clip(direct_tokens - of_pair, 0, amount)
+
+    relayed = np.flatnonzero(amount > direct)
+    relayed_round = round_[relayed]
+    relayed_sender = sender[item[relayed]]
+    relayed_receiver = receiver[item[relayed]]
+    relayed_amount = (amount - direct)[relayed]
+    of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_amount)
+
+    first_leg = direct_tokens + _max_by(relayed_round, ceil_divide(of_sender + relayed_amount, peers), rounds)
+    first_relay = (of_sender + relayed_sender // groups) % peers
+    goal, goal_tokens = _most_of_one_color(
+        relayed_round * ranks + relayed_receiver, first_relay, relayed_amount, colors=peers
+    )
+    second_leg = _max_by(goal // ranks, goal_tokens, rounds)
+
+    whole = np.flatnonzero(direct)
+    return Spans(
+        round=np.concatenate([round_[whole], relayed_round]),
+        item=np.concatenate([item[whole], item[relayed]]),
+        first=np.concatenate([first[whole], (first + direct)[relayed]]),
+        tokens=np.concatenate([direct[whole], relayed_amount]),
+        direct=np.arange(len(whole) + len(relayed)) < len(whole),
+        ordinal=np.concatenate([of_pair[whole], of_sender]),
+        hops=[
+            (ceil_divide(int(slots), pair_slots), ceil_divide(int(relay_slots), pair_slots))
+            for slots, relay_slots in zip(first_leg, second_leg, strict=True)
+        ],
+        direct_tokens=direct_tokens,
     )
 
 
-def whole_items(sender: Longs, receiver: Longs, tokens: Longs, ranks: int) -> Dealt:
-    """All tokens straight to their receivers in one round and one hop of any size; arguments as for `deal`."""
-    nothing = np.zeros_like(tokens)
-    number = running_sums(sender * ranks + receiver, tokens)
-    hops = [(int(len(tokens) > 0), 0)]
-    return Dealt(nothing, np.arange(len(tokens)), nothing, tokens, tokens > 0, number, hops, 0)
-
-
-def _direct(sender: Longs, receiver: Longs, tokens: Longs, places: int, planes: int) -> int:
-    """How many tokens of each pair best go straight, judged by the busiest ranks."""
-    ranks = places * planes
+def _choose_direct_tokens(sender: Longs, receiver: Longs, tokens: Longs, *, peers: int, groups: int) -> int:
+    """How many tokens per pair to send directly, judged by the busiest ranks."""
+    ranks = peers * groups
+    pairs = ranks * (peers - 1)
     begins = np.flatnonzero(np.diff(sender * ranks + receiver, prepend=-1))
-    if len(begins) * DENSE < ranks * (places - 1):
+    if len(begins) * DIRECT.dense_part < pairs:
         return 0
-    volume, sender, receiver = np.add.reduceat(tokens, begins), sender[begins], receiver[begins]
-    mean = int(volume.sum()) / (ranks * (places - 1))
+    volume = np.add.reduceat(tokens, begins)
+    mean = int(volume.sum()) / pairs
 
-    def lanes(direct: int) -> int:
-        rest = np.maximum(volume - direct, 0)
-        busiest = (np.bincount(rank, weights=rest).max() for rank in (sender, receiver))
-        return direct * places + int(sum(busiest))
+    def slots(direct_tokens: int) -> int:
+        """Slots of all chunks of a rank that no hop saves."""
+        relayed = np.maximum(volume - direct_tokens, 0)
+        most_sent = np.bincount(sender[begins], weights=relayed).max()
+        most_received = np.bincount(receiver[begins], weights=relayed).max()
+        return direct_tokens * peers + int(most_sent + most_received)
 
-    return min((0, *(int(share * mean) for share in SHARES), int(volume.max())), key=lanes)
+    shares = (int(share * mean) for share in DIRECT.shares)
+    return min((0, *shares, int(volume.max())), key=slots)
 
 
-def _parts(tokens: Longs, rounds: int) -> tuple[Longs, Longs, Longs, Longs]:
+def _cut_into_rounds(tokens: Longs, rounds: int) -> tuple[Longs, Longs, Longs, Longs]:
     """(round, item, first token, tokens) of items cut into equal parts; which round takes which part differs from item
-    to item, so that single tokens spread, too."""
-    item, turn = np.tile(np.arange(len(tokens)), rounds), np.repeat(np.arange(rounds), len(tokens))
-    part = (turn + item) % rounds
-    first, end = (tokens[item] * edge // rounds for edge in (part, part + 1))
+    to item, so that items of a single token are spread over the rounds as well."""
+    item = np.tile(np.arange(len(tokens)), rounds)
+    round_ = np.repeat(np.arange(rounds), len(tokens))
+    part = (round_ + item) % rounds
+    first = tokens[item] * part // rounds
+    end = tokens[item] * (part + 1) // rounds
     kept = np.flatnonzero(end > first)
-    return turn[kept], item[kept], first[kept], (end - first)[kept]
+    return round_[kept], item[kept], first[kept], (end - first)[kept]
 
 
-def _most(group: Longs, amount: Longs, groups: int) -> Longs:
-    most = np.zeros(groups, np.int64)
-    np.maximum.at(most, group, amount)
-    return most
+def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
+    """Largest amount of each group, 0 without any: [groups]."""
+    largest = np.zeros(groups, np.int64)
+    np.maximum.at(largest, group, amount)
+    return largest
 
 
-def _most_dealt(group: Longs, color: Longs, tokens: Longs, colors: int) -> tuple[Longs, Longs]:
+def _most_of_one_color(group: Longs, color: Longs, tokens: Longs, *, colors: int) -> tuple[Longs, Longs]:
     """Most tokens of one color in each group, when every item's tokens take the colors in turn from `color` on.
 
-    Whole turns count for every color; what is left over is an arc on the circle of colors, and the most arcs over one
-    color are found by going round it once.
+    Full circles count for every color. What is left over is an arc on the circle of colors, and the most arcs over one
+    color are found by one walk around it.
 
     Returns:
       (groups that occur, ascending; most tokens of one color in each).
     """
     if not len(tokens):
         return tokens, tokens
-    turns, rest = np.divmod(tokens, colors)
+    circles, rest = np.divmod(tokens, colors)
     end = color + rest
     wraps = end > colors
-    at = np.concatenate([color, np.minimum(end, colors), np.zeros_like(color[wraps]), end[wraps] - colors])
+    position = np.concatenate([color, np.minimum(end, colors), np.zeros_like(color[wraps]), end[wraps] - colors])
     change = np.repeat([1, -1, 1, -1], [len(color), len(color), wraps.sum(), wraps.sum()])
     owner = np.concatenate([group, group, group[wraps], group[wraps]])
-    order = np.argsort((owner * (colors + 1) + at) * 2 + (change > 0), kind="stable")  # ends before beginnings
-    over = np.cumsum(change[order])  # every group ends with 0
+    order = np.argsort((owner * (colors + 1) + position) * 2 + (change > 0), kind="stable")  # ends before beginnings
+    arcs = np.cumsum(change[order])  # over the color; 0 at the end of every group
     begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
-    whole = np.zeros(int(group.max()) + 1, np.int64)
-    np.add.at(whole, group, turns)
-    found = owner[order][begins]
-    return found, whole[found] + np.maximum.reduceat(over, begins)
+    of_circles = np.zeros(int(group.max()) + 1, np.int64)
+    np.add.at(of_circles, group, circles)
+    groups = owner[order][begins]
+    return groups, of_circles[groups] + np.maximum.reduceat(arcs, begins)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Runs token by token, with the legs of each: all [T]. A lane numbers the slots between two ranks through all
-    hops: lane n is slot n % pair_slots of hop n // pair_slots."""
+class TokenPaths:
+    """The way of each token: all [T]. The slots between two ranks are counted through all hops of a round: slot n is
+    slot n % pair_slots of hop n // pair_slots."""
 
     start: Longs
     arrival: Longs
     sender: Longs
     receiver: Longs
-    relay: Longs  # the receiver if there is but one leg
-    lane: Longs  # from the sender
-    onward: Longs  # from the relay
+    relay: Longs  # the receiver, where there is no second leg
+    send_slot: Longs  # between sender and relay
+    relay_slot: Longs  # between relay and receiver
 
 
-def whole_runs(round_: RouteRound, which: NDArray[np.bool_]) -> Tokens:
-    """The tokens of some runs, all straight to their receivers, in lanes by number."""
-    run = np.repeat(np.flatnonzero(which), round_.tokens[which])
-    step = running_sums(run, np.ones_like(run))
-    sender, receiver = round_.sender[run].astype(np.int64), round_.receiver[run].astype(np.int64)
-    lane = round_.ordinal[run] + step
-    return Tokens(
-        round_.start[run] + step, round_.arrival[run] + step, sender, receiver, receiver, lane, np.zeros_like(run)
-    )
-
-
-def ways(round_: RouteRound, places: int, planes: int, pair_slots: int, local: Longs) -> Tokens:
+def token_paths(round_: RouteRound, *, peers: int, groups: int, pair_slots: int, local: Longs) -> TokenPaths:
     """The way of every token that begins, passes or ends at some exchange ranks.
 
     Args:
       local: [X], negative where an exchange rank is of no interest.
     """
-    run, step = _passing(round_, places, planes, local)
-    sender, receiver = round_.sender[run].astype(np.int64), round_.receiver[run].astype(np.int64)
-    number, straight = round_.ordinal[run] + step, round_.direct[run]
-    dealt = (sender != receiver) & ~straight
-    relay = np.where(dealt, (number + sender // planes) % places * planes + sender % planes, receiver)
-    # A late lane counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
-    line = (np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens)[run] + step
-    pair = np.where(dealt, relay * places + receiver // planes, -1)
+    span, step = _passing(round_, peers=peers, groups=groups, local=local)
+    sender = round_.sender[span].astype(np.int64)
+    receiver = round_.receiver[span].astype(np.int64)
+    ordinal = round_.ordinal[span] + step
+    direct = round_.direct[span]
+    spread = (sender != receiver) & ~direct
+    relay = np.where(spread, (ordinal + sender // groups) % peers * groups + sender % groups, receiver)
+
+    # A relay slot counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
+    earlier = np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens
+    line = earlier[span] + step
+    pair = np.where(spread, relay * peers + receiver // groups, -1)
     order = np.argsort(pair * (int(round_.tokens.sum(dtype=np.int64)) + 1) + line)
-    onward = np.empty_like(line)
-    onward[order] = running_sums(pair[order], np.ones_like(line))
-    onward += round_.first_leg * pair_slots
-    lane = np.where(straight, number, round_.direct_tokens + number // places)
-    own = dealt & (relay == sender)
-    lane, relay = np.where(own, onward, lane), np.where(own, receiver, relay)
-    return Tokens(round_.start[run] + step, round_.arrival[run] + step, sender, receiver, relay, lane, onward)
+    relay_slot = np.empty_like(line)
+    relay_slot[order] = running_sums(pair[order], np.ones_like(line))
+    relay_slot += round_.first_leg * pair_slots
 
-
-def _passing(round_: RouteRound, places: int, planes: int, local: Longs) -> tuple[Longs, Longs]:
-    """(run, number in the run) of every token that begins, passes or ends at a local rank."""
-    near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
-    whole = np.repeat(np.flatnonzero(near), round_.tokens[near])
-    far, ranks = np.flatnonzero(~near & ~round_.direct), np.flatnonzero(local >= 0)
-    far, rank = np.repeat(far, len(ranks)), np.tile(ranks, len(far))
-    alike = round_.sender[far] % planes == rank % planes
-    far, rank = far[alike], rank[alike]
-    first = (rank // planes - round_.ordinal[far] - round_.sender[far] // planes) % places
-    count = np.maximum(round_.tokens[far] - first + places - 1, 0) // places
-    each = np.repeat(np.arange(len(far)), count)
-    passing = first[each] + places * running_sums(each, np.ones_like(each))
-    return (
-        np.concatenate([whole, far[each]]),
-        np.concatenate([running_sums(whole, np.ones_like(whole)), passing]),
+    # A sender that is its own relay takes part in the second leg alone.
+    own_relay = spread & (relay == sender)
+    send_slot = np.where(direct, ordinal, round_.direct_tokens + ordinal // peers)
+    return TokenPaths(
+        start=round_.start[span] + step,
+        arrival=round_.arrival[span] + step,
+        sender=sender,
+        receiver=receiver,
+        relay=np.where(own_relay, receiver, relay),
+        send_slot=np.where(own_relay, relay_slot, send_slot),
+        relay_slot=relay_slot,
     )
+
+
+def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tuple[Longs, Longs]:
+    """(span, number in the span) of every token that begins, passes or ends at a local rank."""
+    near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
+    near_span, near_step = tokens_of(np.flatnonzero(near), round_.tokens)
+
+    # Of the other spans, a local rank of the group relays every A-th token.
+    far = np.flatnonzero(~near & ~round_.direct)
+    ranks = np.flatnonzero(local >= 0)
+    span = np.repeat(far, len(ranks))
+    rank = np.tile(ranks, len(far))
+    same_group = round_.sender[span] % groups == rank % groups
+    span = span[same_group]
+    rank = rank[same_group]
+    first = (rank // groups - round_.ordinal[span] - round_.sender[span] // groups) % peers
+    count = np.maximum(round_.tokens[span] - first + peers - 1, 0) // peers
+    visit = np.repeat(np.arange(len(span)), count)
+    far_step = first[visit] + peers * running_sums(visit, np.ones_like(visit))
+    return np.concatenate([near_span, span[visit]]), np.concatenate([near_step, far_step])

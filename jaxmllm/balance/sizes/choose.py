@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmllm.arrays import Ints, Longs
-from jaxmllm.balance.records import Backend, BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.capacities import checked_capacities, checked_long_capacity, choose_capacities
 from jaxmllm.balance.sizes.exchange_sizes import choose_routes
@@ -30,7 +30,7 @@ def choose_sizes(
     grids: Mapping[str, ExchangeGrid],
     balance: BalanceConfig,
     nodes: Mapping[str, Ints] | None = None,
-    backend: Backend = "padded",
+    backend: str = "padded",
 ) -> PlanSpec:
     """Fill in every size that the config leaves to `auto`, and check the others.
 

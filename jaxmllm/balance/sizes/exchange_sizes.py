@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxmllm.arrays import Ints
-from jaxmllm.balance.exchange.routes import lanes_needed, media_tokens
+from jaxmllm.balance.exchange import padded
+from jaxmllm.balance.exchange.traffic import media_tokens, moving_tokens
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec, RouteSpec, shared_exchange
 from jaxmllm.balance.sizes.inputs import with_head_room
 from jaxmllm.balance.step_plan import place_items
 from jaxmllm.config.schema import BalanceConfig, ConfigError
 from jaxmllm.phases import LANGUAGE
 
-# Pair slots are such that a usual round takes 16 hops: more of fewer slots waste less, fewer cost less time.
-USUAL_HOPS = 16
-MOST_HOPS = 40  # of a round; what needs more takes a second round
 POOL_ALIGNMENT = 8  # tokens
 
 
@@ -50,7 +47,7 @@ def choose_routes(
         for batch, plan in zip(samples, plans, strict=True)
     ]
     language_pool = _pool(LANGUAGE, arriving, max(language.capacities[0], language.long_capacity), balance)
-    unsized = {phase: RouteSpec(grid, 0, language_pool, 0, MOST_HOPS) for phase, grid in grids.items()}
+    unsized = {phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS) for phase, grid in grids.items()}
     owner_of = shared_exchange(unsized)
     routes = {}
     for phase, route in unsized.items():
@@ -88,18 +85,13 @@ def _pair_slots(
     longest: Mapping[str, int],
     grid: ExchangeGrid,
 ) -> int:
-    """Slots with which `USUAL_HOPS` move what the phases moved in the samples. Where nothing moved, they move the
-    longest item."""
-    lanes = [
-        lanes_needed({phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid)
+    """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then serves any of them."""
+    moves = [
+        moving_tokens({phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    if any(lanes):
-        usual = float(np.mean(lanes))
-    else:
-        longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)
-        usual = 2 * longest_tokens / grid.shape[0]
-    return max(1, math.ceil(usual / USUAL_HOPS))
+    longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)
+    return padded.choose_pair_slots(moves, grid, longest_tokens)
 
 
 def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
-from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.exchange.tables import route_tables
 from jaxmllm.balance.records import BatchItems, PhasePlan, PhaseSpec, PipelineRun, PlanSpec, RouteTables, StepPlan
 from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline

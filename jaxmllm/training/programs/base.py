@@ -23,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import PlanSpec, shared_exchange
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
@@ -105,7 +106,7 @@ class Programs(abc.ABC):
         self.mesh = self.layouts[LANGUAGE].mesh
         self.exchange_owner = shared_exchange(spec.routes)  # by encoder phase
         self.exchanges = {
-            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], route.backend == "ragged")
+            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], backend_of(route).hop_on_device)
             for phase, route in spec.routes.items()
         }
         self.attention = attention

@@ -8,7 +8,6 @@ Encoders of equal rank grids share pools and one exchange, which the first of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import Hop, RouteSpec, RouteTables
 from jaxmllm.models.rows import TokenPool
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
@@ -29,7 +29,7 @@ Call = Callable[[str, str], Callable[..., Any]]  # function, subject -> compiled
 
 @dataclass(frozen=True)
 class DeviceTables:
-    """`RouteTables` whose arrays are on the devices; for each hop its index and, if ragged, its sizes."""
+    """`RouteTables` whose arrays are on the devices; for each hop its `arrays`."""
 
     send_forward: list[tuple[jax.Array, ...]]
     gather_forward: jax.Array
@@ -58,7 +58,7 @@ class ExchangePrograms:
             return put_ranks(table, self.exchange.tables, self._ranks)
 
         def put_hops(hops: tuple[Hop, ...]) -> list[tuple[jax.Array, ...]]:
-            return [tuple(put(table) for table in (hop.index, hop.sizes) if table is not None) for hop in hops]
+            return [tuple(put(table) for table in hop.arrays) for hop in hops]
 
         return DeviceTables(
             send_forward=put_hops(tables.send_forward),
@@ -89,7 +89,7 @@ class ExchangePrograms:
         """Programs of both directions; the way back only where gradients go back."""
         exchange, pool, language_pool = self.exchange, self.pool, self.language_pool
         send_forward, gather_forward, send_backward, gather_backward = self._abstract_tables()
-        buffer, d_buffer = (self._abstract_buffer(slots) for slots in self.route.buffers)
+        buffer, d_buffer = (self._abstract_buffer(slots) for slots in backend_of(self.route).buffer_slots(self.route))
         d_pool, d_language = pool.tokens, language_pool.tokens
         number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(exchange.mesh, P()))
         jobs = {
@@ -116,14 +116,13 @@ class ExchangePrograms:
     def _abstract_tables(self) -> tuple[Any, Any, Any, Any]:
         """Shapes of `DeviceTables`, with those of one hop for each direction."""
         route = self.route
-        peers = route.grid.shape[0]
-        encoder = self._ints(route.encoder_pool)
-        language = self._ints(route.language_pool)
-        if route.backend == "ragged":
-            sizes = self._ints(4, peers)
-            return (encoder, sizes), language, (language, sizes), encoder
-        padded = self._ints(peers, route.pair_slots)
-        return (padded,), language, (padded,), encoder
+
+        def hop(pool_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+            return tuple(self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots))
+
+        forward = hop(route.encoder_pool), self._ints(route.language_pool)
+        backward = hop(route.language_pool), self._ints(route.encoder_pool)
+        return *forward, *backward
 
     def _abstract_buffer(self, slots: int) -> TokenPool:
         def stretched(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -138,4 +137,4 @@ class ExchangePrograms:
 
     @property
     def _ranks(self) -> int:
-        return math.prod(self.route.grid.shape)
+        return self.route.grid.ranks

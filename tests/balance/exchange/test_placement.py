@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.balance.exchange import placement
 from jaxmllm.balance.exchange.placement import place_rows
-from jaxmllm.balance.exchange.routes import media_tokens
+from jaxmllm.balance.exchange.traffic import media_tokens
 from jaxmllm.balance.step_plan import place_items, plan_step
 
 

@@ -1,4 +1,4 @@
-"""A dealt exchange: every token gets there, and no lane carries two."""
+"""A relayed exchange: every token gets there, and no slot carries two."""
 
 from __future__ import annotations
 
@@ -6,59 +6,60 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.exchange.relay import _most_dealt, deal, ways
+from jaxmllm.balance.exchange.relay import _most_of_one_color, split_over_relays, token_paths
 from jaxmllm.balance.records import RouteRound
 
 
-def random_traffic(seed: int, places: int, planes: int, items: int, largest: int):
+def random_traffic(seed: int, peers: int, groups: int, items: int, largest: int):
     """Items that leave their exchange rank, ordered by sender."""
     random = np.random.default_rng(seed)
-    sender = random.integers(0, places * planes, items)
-    receiver = (sender // planes + random.integers(1, places, items)) % places * planes + sender % planes
+    sender = random.integers(0, peers * groups, items)
+    receiver = (sender // groups + random.integers(1, peers, items)) % peers * groups + sender % groups
     order = np.lexsort((receiver, sender))
     sender, receiver = sender[order], receiver[order]
     return sender, receiver, random.integers(1, largest + 1, items)
 
 
-def rounds_of(sender, receiver, tokens, dealt):
+def rounds_of(sender, receiver, tokens, spans):
     """The rounds as the plan holds them; a token starts and arrives at its number in the line of all tokens."""
     line = np.cumsum(tokens) - tokens
-    for number, (early, late) in enumerate(dealt.hops):
-        own = dealt.round == number
-        item = dealt.item[own]
-        start = line[item] + dealt.first[own]
+    for number, (first_leg, second_leg) in enumerate(spans.hops):
+        own = spans.round == number
+        item = spans.item[own]
+        start = line[item] + spans.first[own]
         ends = sender[item], receiver[item]
-        columns = dealt.tokens[own], start, start, *ends, dealt.ordinal[own], dealt.direct[own]
-        yield RouteRound(0, 0, early, late, dealt.direct_tokens, *columns)
+        columns = spans.tokens[own], start, start, *ends, spans.ordinal[own], spans.direct[own]
+        yield RouteRound(0, 0, first_leg, second_leg, spans.direct_tokens, *columns)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    places=st.integers(2, 6),
-    planes=st.integers(1, 3),
+    peers=st.integers(2, 6),
+    groups=st.integers(1, 3),
     items=st.integers(0, 30),
     largest=st.sampled_from([1, 5, 60]),
     slots=st.sampled_from([1, 5, 64]),
     most=st.sampled_from([2, 3, 16]),
 )
-def test_every_token_gets_there_and_no_lane_carries_two(seed, places, planes, items, largest, slots, most):
-    sender, receiver, tokens = random_traffic(seed, places, planes, items, largest)
-    dealt = deal(sender, receiver, tokens, places, planes, slots, most)
+def test_every_token_gets_there_and_no_slot_carries_two(seed, peers, groups, items, largest, slots, most):
+    sender, receiver, tokens = random_traffic(seed, peers, groups, items, largest)
+    sizes = {"peers": peers, "groups": groups, "pair_slots": slots}
+    spans = split_over_relays(sender, receiver, tokens, **sizes, max_hops=most)
     owner = np.repeat(np.arange(items), tokens)
     got = []
-    for round_ in rounds_of(sender, receiver, tokens, dealt):
+    for round_ in rounds_of(sender, receiver, tokens, spans):
         assert round_.hops <= most
         taken = set()
-        way = ways(round_, places, planes, slots, np.arange(places * planes))
+        way = token_paths(round_, **sizes, local=np.arange(peers * groups))
         for n, token in enumerate(way.start.tolist()):
             got.append(token)
             s, relay, r = int(way.sender[n]), int(way.relay[n]), int(way.receiver[n])
             assert (s, r) == (sender[owner[token]], receiver[owner[token]])
-            assert s % planes == relay % planes == r % planes and relay != s
-            legs = [(s, relay, int(way.lane[n]))]
+            assert s % groups == relay % groups == r % groups and relay != s
+            legs = [(s, relay, int(way.send_slot[n]))]
             if relay != r:
-                legs.append((relay, r, int(way.onward[n])))
+                legs.append((relay, r, int(way.relay_slot[n])))
                 assert legs[0][2] // slots < legs[1][2] // slots
             for leg in legs:
                 assert leg not in taken and 0 <= leg[2] < round_.hops * slots
@@ -76,21 +77,22 @@ def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, l
     for item in range(items):
         for token in range(tokens[item]):
             counts[group[item], (color[item] + token) % colors] += 1
-    found, most = _most_dealt(group, color, tokens, colors)
+    found, most = _most_of_one_color(group, color, tokens, colors=colors)
     assert found.tolist() == np.unique(group).tolist()
     assert most.tolist() == counts[found].max(axis=1).tolist()
 
 
-def test_ways_of_some_ranks_are_those_of_all():
+def test_paths_of_some_ranks_are_those_of_all():
     sender, receiver, tokens = random_traffic(3, 5, 2, 25, 40)
-    dealt = deal(sender, receiver, tokens, 5, 2, 4, 99)
-    (round_,) = rounds_of(sender, receiver, tokens, dealt)
+    sizes = {"peers": 5, "groups": 2, "pair_slots": 4}
+    spans = split_over_relays(sender, receiver, tokens, **sizes, max_hops=99)
+    (round_,) = rounds_of(sender, receiver, tokens, spans)
 
     def through(rank, local):
-        way = ways(round_, 5, 2, 4, local)
+        way = token_paths(round_, **sizes, local=local)
         ours = (way.relay == rank) | (way.receiver == rank)
-        onward = np.where(way.relay == way.receiver, -1, way.onward)
-        columns = (way.start, way.sender, way.relay, way.receiver, way.lane, onward)
+        onward = np.where(way.relay == way.receiver, -1, way.relay_slot)
+        columns = (way.start, way.sender, way.relay, way.receiver, way.send_slot, onward)
         return sorted(zip(*(column[ours].tolist() for column in columns), strict=True))
 
     for rank in range(10):
@@ -99,23 +101,25 @@ def test_ways_of_some_ranks_are_those_of_all():
 
 
 def test_hops_are_what_the_busiest_ranks_need():
-    """Items of one size to random receivers, so few pairs have traffic: dealing fills nearly all of the busiest."""
+    """Items of one size to random receivers, so few pairs have traffic: relays fill nearly all of the busiest."""
     sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
-    dealt = deal(sender, receiver, tokens * 64, 32, 1, 1, 1000)
-    (hops,) = dealt.hops
+    spans = split_over_relays(sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000)
+    (hops,) = spans.hops
     out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
-    assert dealt.direct_tokens == 0 and not dealt.direct.any()
+    assert spans.direct_tokens == 0 and not spans.direct.any()
     assert hops[0] == -(-out.max() // 32)
     assert -(-into.max() // 32) <= hops[1] <= 1.15 * into.max() / 32
 
 
-def test_even_traffic_goes_straight():
+def test_even_traffic_is_direct():
     sender, receiver = np.nonzero(~np.eye(6, dtype=bool))
-    dealt = deal(sender, receiver, np.full(30, 12), 6, 1, 4, 99)
-    assert dealt.direct.all() and dealt.hops == [(3, 0)]
+    spans = split_over_relays(sender, receiver, np.full(30, 12), peers=6, groups=1, pair_slots=4, max_hops=99)
+    assert spans.direct.all() and spans.hops == [(3, 0)]
 
 
 def test_one_item_of_a_great_many_tokens_is_cut_into_rounds():
-    dealt = deal(np.array([0]), np.array([2]), np.array([1000]), 4, 1, 5, 4)
-    assert len(dealt.hops) == 32 and dealt.tokens.sum() == 1000
-    assert max(early + late for early, late in dealt.hops) <= 4
+    spans = split_over_relays(
+        np.array([0]), np.array([2]), np.array([1000]), peers=4, groups=1, pair_slots=5, max_hops=4
+    )
+    assert len(spans.hops) == 32 and spans.tokens.sum() == 1000
+    assert max(sum(legs) for legs in spans.hops) <= 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.exchange.tables import BACKENDS, backend_of, route_tables
 from jaxmllm.balance.records import shared_exchange
 from jaxmllm.balance.step_plan import place_items, plan_step
 
@@ -60,7 +60,7 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
     pool=st.sampled_from([0, 16, 4096]),
     pair=st.sampled_from([1, 3, 32]),
     hops=st.sampled_from([2, 3, 7]),
-    backend=st.sampled_from(["padded", "ragged"]),
+    backend=st.sampled_from(sorted(BACKENDS)),
     node=st.sampled_from([None, 1, 2]),
     mode=st.sampled_from(["phases", "none"]),
 )
@@ -81,6 +81,7 @@ def test_every_token_arrives_and_every_gradient_returns(
     for owner in dict.fromkeys(owner_of.values()):
         route = spec.routes[owner]
         shape = route.grid.shape
+        forward_slots, backward_slots = backend_of(route).buffer_slots(route)
         on = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
         encoder_rank = [route.grid.encoder[a, e] for a, e, _ in on]
         language_rank = [route.grid.language[a, n] for a, _, n in on]
@@ -109,14 +110,14 @@ def test_every_token_arrives_and_every_gradient_returns(
             assert len(tables.send_forward) == len(tables.send_backward) == round_.hops <= hops
             out, into = (made[round_.source], encoder_rank), (wanted[round_.target], language_rank)
             there, back = (arrived[round_.target], language_rank), (returned[round_.source], encoder_rank)
-            run(out[0], tables.send_forward, tables.gather_forward, out[1], *there, route, route.buffers[0])
-            run(into[0], tables.send_backward, tables.gather_backward, into[1], *back, route, route.buffers[1])
+            run(out[0], tables.send_forward, tables.gather_forward, out[1], *there, route, forward_slots)
+            run(into[0], tables.send_backward, tables.gather_backward, into[1], *back, route, backward_slots)
         assert np.array_equal(arrived, wanted)
         assert np.array_equal(returned, made)
     assert not any(plan.routes[phase].rounds for phase, owner in owner_of.items() if phase != owner)
 
 
-@pytest.mark.parametrize("backend", ["padded", "ragged"])
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
     batch = make.batch(4, 24, text=5)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
@@ -137,7 +138,7 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
                 np.testing.assert_array_equal(mine.sizes, full.sizes[[6, 1]])
 
 
-@pytest.mark.parametrize("backend", ["padded", "ragged"])
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_statistics_of_an_exchange_against_plain_loops(make, backend):
     batch = make.batch(9, 40)
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}

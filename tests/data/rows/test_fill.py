@@ -12,7 +12,7 @@ import pytest
 
 from jaxmllm.arrays import round_up
 from jaxmllm.attention.mask import causal_ids, item_ids
-from jaxmllm.balance.exchange.routes import route_tables
+from jaxmllm.balance.exchange.tables import route_tables
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,

@@ -1,0 +1,143 @@
+"""The ragged exchange: one all-to-all with chunks of any size, where the platform has it.
+
+Tokens lie in the order of their receivers when they leave and in that of their senders when they arrive. The way back
+is the same with the two exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
+from jaxmllm.balance.exchange.backend import Backend, Spans, fill, take, tokens_of
+from jaxmllm.balance.records import ExchangeGrid, Hop, RouteRound, RouteSpec, RouteTables
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Ragged(Backend):
+    """Every token goes to its receiver at once, in one hop per round."""
+
+    ragged = True
+
+    def available(self, platform: str) -> bool:
+        return platform != "cpu"
+
+    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Spans:
+        nothing = np.zeros_like(tokens)
+        return Spans(
+            round=nothing,
+            item=np.arange(len(tokens)),
+            first=nothing,
+            tokens=tokens,
+            direct=tokens > 0,
+            ordinal=running_sums(sender * route.grid.ranks + receiver, tokens),
+            hops=[(int(len(tokens) > 0), 0)],
+            direct_tokens=0,
+        )
+
+    def tables(self, round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
+        groups = route.grid.groups
+        sent, landing_there = _volumes(round_.sender, round_.receiver, round_.tokens, ranks, route.grid)
+        expected, landing_back = _volumes(round_.receiver, round_.sender, round_.tokens, ranks, route.grid)
+        leaving = np.cumsum(sent, axis=1) - sent
+        landing = np.cumsum(expected, axis=1) - expected
+
+        near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
+        span, step = tokens_of(np.flatnonzero(near), round_.tokens)
+        sender = round_.sender[span].astype(np.int64)
+        receiver = round_.receiver[span].astype(np.int64)
+        start = round_.start[span] + step
+        arrival = round_.arrival[span] + step
+        ordinal = round_.ordinal[span] + step
+        moves = sender != receiver
+        sent_at = leaving[local[sender], receiver // groups] + ordinal  # where the sender is local
+        lands_at = landing[local[receiver], sender // groups] + ordinal  # where the receiver is local
+
+        send_forward = np.full((len(ranks), route.encoder_pool), -1, np.int32)
+        send_backward = np.full((len(ranks), route.language_pool), -1, np.int32)
+        gather_forward = np.full_like(send_backward, -1)
+        gather_backward = np.full_like(send_forward, -1)
+        forward_slots, backward_slots = self.buffer_slots(route)
+        fill(send_forward, local[sender], moves, sent_at, start)
+        fill(send_backward, local[receiver], moves, lands_at, arrival)
+        arrives = np.where(moves, lands_at, forward_slots + start)
+        returns = np.where(moves, sent_at, backward_slots + arrival)
+        fill(gather_forward, local[receiver], True, arrival, arrives)
+        fill(gather_backward, local[sender], True, start, returns)
+
+        sizes_forward = np.stack([leaving, sent, landing_there, expected], axis=1).astype(np.int32)
+        sizes_backward = np.stack([landing, expected, landing_back, sent], axis=1).astype(np.int32)
+        return RouteTables(
+            source=round_.source,
+            target=round_.target,
+            send_forward=(Hop(send_forward, sizes_forward),) * round_.hops,
+            gather_forward=gather_forward,
+            send_backward=(Hop(send_backward, sizes_backward),) * round_.hops,
+            gather_backward=gather_backward,
+        )
+
+    def buffer_slots(self, route: RouteSpec) -> tuple[int, int]:
+        return route.language_pool, route.encoder_pool
+
+    def hop_shapes(self, route: RouteSpec, pool_slots: int) -> tuple[tuple[int, ...], ...]:
+        return (pool_slots,), (4, route.grid.peers)
+
+    def slots_moved(self, rounds: Sequence[RouteRound], route: RouteSpec) -> int:
+        return sum(int(round_.tokens[round_.sender != round_.receiver].sum(dtype=np.int64)) for round_ in rounds)
+
+    def hop_on_host(self, source: Longs, buffer: Longs, number: int, hop: Hop, route: RouteSpec) -> None:
+        assert hop.sizes is not None
+        groups = route.grid.groups
+        chunks = take(np.concatenate([source, buffer], axis=1), hop.index)
+        for rank, peer in np.ndindex(len(source), route.grid.peers):
+            begin, amount, land, _ = hop.sizes[rank, :, peer]
+            receiver = peer * groups + rank % groups
+            buffer[receiver, land : land + amount] = chunks[rank, begin : begin + amount]
+
+    def hop_on_device(
+        self,
+        pool: jax.Array,
+        buffer: jax.Array,
+        number: jax.Array,
+        tables: tuple[jax.Array, ...],
+        axes: tuple[str, ...],
+    ) -> jax.Array:
+        import jax
+
+        from sharding.pools import gather_either
+
+        if not axes:
+            return buffer
+        index, sizes = tables
+        begin, sent, land, expected = sizes
+        chunks = gather_either(pool, buffer, index)
+        return jax.lax.ragged_all_to_all(chunks, buffer, begin, sent, land, expected, axis_name=axes)
+
+
+def _volumes(
+    rank_of: Ints, peer_of: Ints, tokens: Ints, ranks: Sequence[int], grid: ExchangeGrid
+) -> tuple[Longs, Longs]:
+    """What some exchange ranks send each peer, and how much lower peers send the same receiver: [x, A] each.
+
+    Args:
+      rank_of: [K] exchange rank that sends each span (or receives, for the way back).
+      peer_of: [K] exchange rank at its other end.
+    """
+    groups = grid.groups
+    volume = np.zeros((len(ranks), grid.peers), np.int64)
+    lower_volume = np.zeros_like(volume)
+    moves = rank_of != peer_of
+    for row, rank in enumerate(ranks):
+        own = moves & (rank_of == rank)
+        volume[row] = sums_by(peer_of[own] // groups, tokens[own].astype(np.int64), grid.peers)
+        lower = moves & (rank_of % groups == rank % groups) & (rank_of // groups < rank // groups)
+        lower_volume[row] = sums_by(peer_of[lower] // groups, tokens[lower].astype(np.int64), grid.peers)
+    return volume, lower_volume
+
+
+RAGGED = Ragged()
