@@ -61,6 +61,6 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-sample/.made: jaxmllm/tools/sample_data.py | $(VENV)/.runtime
+sample/.made: jaxmllm/tools/sample_data.py jaxmllm/tools/sample_media.py | $(VENV)/.runtime
 	$(PY) -m jaxmllm sample-data sample
 	@touch $@

@@ -125,6 +125,6 @@ def _token_bytes(config: Config) -> int:
 
 def _generate(examples: int, seed: int, model: ModelConfig = MODEL) -> tuple[list[BatchItems], BatchItems]:
     """Batches to choose sizes from, and another one to plan."""
-    count = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
-    batches = [generate([seed, index], examples, mix_for(model), model) for index in range(count + 1)]
+    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
+    batches = [generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)]
     return batches[:-1], batches[-1]

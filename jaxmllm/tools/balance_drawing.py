@@ -63,7 +63,7 @@ def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | N
             _draw_load(load, view, order, scale)
             _draw_rows(rows, view, order)
             for axes, subject in ((load, "Load"), (rows, "Rows")):
-                _tidy(axes, view.load.shape[1], last=line == len(phases) - 1, first=column == 0)
+                _tidy(axes, view.load.shape[1], rank_label=line == len(phases) - 1, tick_labels=column == 0)
                 if line == 0:
                     heading = f"{subject} {'after' if column else 'before'} (mode {mode})"
                     axes.set_title(heading, loc="left", fontsize=10.5, pad=24, color=INK, fontweight="bold")
@@ -141,15 +141,15 @@ def _caption(axes: Axes, text: str) -> None:
     axes.text(0, 1.03, text, transform=axes.transAxes, fontsize=9.5, color=INK, va="bottom")
 
 
-def _tidy(axes: Axes, ranks: int, last: bool, first: bool) -> None:
+def _tidy(axes: Axes, ranks: int, rank_label: bool, tick_labels: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=9, length=3, labelleft=first)
+    axes.tick_params(colors=INK, labelsize=9, length=3, labelleft=tick_labels)
     axes.set_xlim(-0.6, ranks - 0.4)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    if last:
+    if rank_label:
         axes.set_xlabel("rank" if ranks <= IN_ORDER else "ranks, costliest first", color=INK, fontsize=10)
 
 

@@ -91,10 +91,10 @@ class Report:
         """Print the tables."""
         before, after = self.views
         lengths = lengths_table(self.lengths, self.views[after])
-        print_table(f"{self.title}: lengths", LENGTH_COLUMNS, lengths, left=1)
+        print_table(f"{self.title}: lengths", LENGTH_COLUMNS, lengths, left_aligned=1)
         print(correlations(self.lengths) + "\n")
-        print_table("Balance", COLUMNS, table(self.views), left=2)
-        print_table("Exchange of encoder outputs", ROUTE_COLUMNS, route_table(self.routes), left=1)
+        print_table("Balance", COLUMNS, table(self.views), left_aligned=2)
+        print_table("Exchange of encoder outputs", ROUTE_COLUMNS, route_table(self.routes), left_aligned=1)
         print(f"predicted: a step takes {self.ratio:.2f} times as long with mode {before} as with {after}")
 
     def page(self) -> Page:
@@ -103,12 +103,12 @@ class Report:
         glossary = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in GLOSSARY.items())
         sections = (
             "<h2>Figures</h2>",
-            html_table(COLUMNS, table(self.views), left=2),
+            html_table(COLUMNS, table(self.views), left_aligned=2),
             f"<dl>{glossary}</dl>",
             "<h2>Exchange of encoder outputs</h2>",
-            html_table(ROUTE_COLUMNS, route_table(self.routes), left=1),
+            html_table(ROUTE_COLUMNS, route_table(self.routes), left_aligned=1),
             "<h2>Lengths of this batch</h2>",
-            html_table(LENGTH_COLUMNS, lengths_table(self.lengths, self.views[after]), left=1),
+            html_table(LENGTH_COLUMNS, lengths_table(self.lengths, self.views[after]), left_aligned=1),
             f"<p>{html.escape(correlations(self.lengths))}</p>",
         )
         return Page(

@@ -272,7 +272,7 @@ def _ratio(linear: float, quadratic: float) -> str:
 
 
 def show(calibration: Calibration, title: str) -> None:
-    print_table(title, COLUMNS, table(calibration), left=2)
+    print_table(title, COLUMNS, table(calibration), left_aligned=2)
     print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
     poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR]
     if poor:

@@ -44,22 +44,22 @@ def measuring_parser(description: str | None, name: str | None = None) -> argpar
 # ---------------------------------------------------------------------------- tables
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 0) -> None:
-    """Print rows under their columns, the first `left` columns left-aligned, the others right-aligned."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0) -> None:
+    """Print rows under their columns, the first `left_aligned` columns to the left, the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index < left_aligned else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(_text, row))
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 
-def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 0) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0) -> str:
     """The same table in HTML."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     lines = ("".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    table = f'<table class="left-{left}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    table = f'<table class="left-{left_aligned}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="wide">{table}</div>'
 
 

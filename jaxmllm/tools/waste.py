@@ -219,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     phase_ranks = {phase: ground.model.layout(phase).ranks for phase in ground.model.phases}
-    shown = ", ".join(f"{count} {phase}" for phase, count in phase_ranks.items())
-    title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {shown}"
+    ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
+    title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
     print_table(title, COLUMNS, [list(record.values()) for record in records])
     write_json(
         options.json,

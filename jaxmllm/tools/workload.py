@@ -8,11 +8,11 @@
     multi_image          two to eight images with text between them
 
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision slots are patches,
-merge**2 of them a token; audio slots are frames of 10 ms, padded to whole tokens; the language sequence of an example
+merge**2 of them per token; audio slots are frames of 10 ms, padded to whole tokens; the language sequence of an example
 counts its text, the tokens of its media and two frame tokens around each. Media stand evenly between equal pieces of
 the text. Examples are independent draws from the mix; one seed makes one batch.
 
-Without another, the model is of 0.6B vision, 0.6B audio and 8B language parameters, all trained.
+Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all trained.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class LogNormal:
 
     median: float
     sigma: float
-    least: float
-    most: float
+    low: float
+    high: float
 
-    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-        drawn = random.lognormal(np.log(self.median), self.sigma, count)
-        while (outside := np.flatnonzero((drawn < self.least) | (drawn > self.most))).size:
+    def draw(self, random: np.random.Generator, size: int) -> NDArray[np.float64]:
+        drawn = random.lognormal(np.log(self.median), self.sigma, size)
+        while (outside := np.flatnonzero((drawn < self.low) | (drawn > self.high))).size:
             drawn[outside] = random.lognormal(np.log(self.median), self.sigma, outside.size)
         return drawn
 
 
 @dataclass(frozen=True)
 class LogUniform:
-    """Every factor between the bounds equally likely."""
+    """Every factor between the bounds is equally likely."""
 
-    least: float
-    most: float
+    low: float
+    high: float
 
-    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-        return np.exp(random.uniform(np.log(self.least), np.log(self.most), count))
+    def draw(self, random: np.random.Generator, size: int) -> NDArray[np.float64]:
+        return np.exp(random.uniform(np.log(self.low), np.log(self.high), size))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Task:
     images: tuple[int, int] = (0, 0)  # fewest and most of an example, all equally likely
     image: LogUniform = LogUniform(64, 2560)  # tokens of an image
     clip: LogNormal | None = None  # seconds
-    speech: LogNormal | None = None  # tokens of transcript a second of the clip, added to the text
+    speech: LogNormal | None = None  # tokens of transcript per second of the clip, added to the text
 
     @property
     def encoders(self) -> set[str]:
@@ -140,13 +140,16 @@ def generate(
     random = np.random.default_rng(seed)
     task_of = random.choice(len(weights), examples, p=weights / weights.sum())
     text = np.zeros(examples, np.int64)
-    none = np.zeros(0, np.int64)
-    images, clips = _Media(none, none), _Media(none, none)
-    for number, name in enumerate(mix):
-        members, task = np.flatnonzero(task_of == number), TASKS[name]
+    empty = np.zeros(0, np.int64)
+    images = _Media(empty, empty)
+    clips = _Media(empty, empty)
+    # The order of the draws is part of what a seed means: figures in the docs were made with it.
+    for index, name in enumerate(mix):
+        members = np.flatnonzero(task_of == index)
+        task = TASKS[name]
         tokens = task.text.draw(random, len(members))
-        fewest, most = task.images
-        owner = np.repeat(members, random.integers(fewest, most + 1, len(members)))
+        fewest_images, most_images = task.images
+        owner = np.repeat(members, random.integers(fewest_images, most_images + 1, len(members)))
         images = images.with_more(owner, np.rint(task.image.draw(random, len(owner))))
         if task.clip is not None:
             seconds = task.clip.draw(random, len(members))
@@ -164,12 +167,12 @@ def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[
 
 
 def describe(batch: BatchItems) -> dict[str, float]:
-    """How ragged a batch is; belongs beside every figure that was measured on it.
+    """How ragged a batch is; belongs next to every figure that was measured on it.
 
     Returns:
       For "vision", "audio", "language", by item: `<phase>/items`, `<phase>/mean` (slots), `<phase>/cv` (standard
       deviation / mean), `<phase>/max_over_mean`, `<phase>/inner_padding` (share of slots that are padding inside
-      items). Between the amounts of one example, zeros included: `correlation/<one>,<other>` for vision, audio,
+      items). Between the amounts of one example, zeros included: `correlation/<amount>,<amount>` for vision, audio,
       text and language; over the examples with media of a kind alone: `correlation/text|<phase>`. Left out where
       undefined.
     """
@@ -190,8 +193,8 @@ def describe(batch: BatchItems) -> dict[str, float]:
     for phase in encoders:
         tokens = batch.phases[phase].tokens.astype(np.int64)
         amounts["text"] -= sums_by(batch.phases[phase].example, tokens, examples)
-    for one, other in combinations(amounts, 2):
-        _correlate(statistics, f"{one},{other}", amounts[one], amounts[other])
+    for name_x, name_y in combinations(amounts, 2):
+        _correlate(statistics, f"{name_x},{name_y}", amounts[name_x], amounts[name_y])
     for phase in encoders:
         has = amounts[phase] > 0
         _correlate(statistics, f"text|{phase}", amounts["text"][has], amounts[phase][has])
@@ -257,7 +260,7 @@ class _Media:
 
 
 def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> BatchItems:
-    """Each example has media of at most one kind, so each kind finds its places alone."""
+    """Each example has media of at most one kind, so the slots of a kind do not depend on the other."""
     phases = {}
     if model.vision is not None:
         patches = images.size * _slots_per_token("vision", model)
@@ -269,32 +272,35 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
     length = text.copy()
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
-    nothing, examples = np.zeros(len(text), np.int32), np.arange(len(text))
-    phases[LANGUAGE] = PhaseItems(length, length, examples.astype(np.int32), nothing, nothing)
+    examples = np.arange(len(text))
+    zeros = np.zeros(len(text), np.int32)
+    phases[LANGUAGE] = PhaseItems(length, length, examples.astype(np.int32), tokens=zeros, slot=zeros)
     return BatchItems(examples, int(text.sum()), phases)
 
 
 def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Longs) -> PhaseItems:
     ones = np.ones_like(example)
-    before = running_sums(example, ones)  # items of the same example
-    of_example = sums_by(example, ones, len(text))[example]
-    words = text[example] * (before + 1) // (of_example + 1)
-    slot = words + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
+    items_before = running_sums(example, ones)  # of the same example
+    items_of_example = sums_by(example, ones, len(text))[example]
+    text_before = text[example] * (items_before + 1) // (items_of_example + 1)
+    slot = text_before + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
     return PhaseItems(length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32))
 
 
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:
-    images, image = task.images[1], round(task.image.most)
-    seconds, frames = 0 if task.clip is None else task.clip.most, _slots_per_token("audio", model)
+    images = task.images[1]
+    image = round(task.image.high)
+    seconds = 0 if task.clip is None else task.clip.high
+    frames = _slots_per_token("audio", model)
     clip = math.ceil(seconds * FRAMES_PER_SECOND / frames)
     if phase == "vision":
         return image * _slots_per_token("vision", model) if images else 0
     if phase == "audio":
         return clip * frames
-    length = task.text.most + images * (image + FRAME_TOKENS)
+    length = task.text.high + images * (image + FRAME_TOKENS)
     if task.clip is not None:
         length += FRAME_TOKENS + clip
-        length += 0 if task.speech is None else task.clip.most * task.speech.most
+        length += 0 if task.speech is None else task.clip.high * task.speech.high
     return math.ceil(length)
 
 
@@ -306,6 +312,6 @@ def _slots_per_token(phase: str, model: ModelConfig) -> int:
     return 1
 
 
-def _correlate(statistics: dict[str, float], name: str, one: Longs, other: Longs) -> None:
-    if len(one) > 1 and one.std() and other.std():
-        statistics[f"correlation/{name}"] = float(np.corrcoef(one, other)[0, 1])
+def _correlate(statistics: dict[str, float], name: str, x: Longs, y: Longs) -> None:
+    if len(x) > 1 and x.std() and y.std():
+        statistics[f"correlation/{name}"] = float(np.corrcoef(x, y)[0, 1])

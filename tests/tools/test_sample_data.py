@@ -7,7 +7,8 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.tools.sample_data import COLOURS, KINDS, OPPOSITES, SOUNDS, answer_of, main, make_sample
+from jaxmllm.tools.sample_data import KINDS, OPPOSITES, answer_of, main, make_sample
+from jaxmllm.tools.sample_media import COLOURS, SOUNDS
 
 TRAIN, TEST = 480, 160
 
