@@ -16,15 +16,14 @@ one record for every setting and phase, and one without a phase for every settin
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), items placed near their texts / dealt at random
-    slots / needed    slots that the padded exchange sends from rank to rank, both legs of dealt tokens included, /
+    slots / needed    slots that the padded exchange sends from rank to rank, both legs included, /
                       media tokens that the language phase needs
     slots / moved     the same / those of them that are made on another rank
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
-Modes are compared at up to 32 examples a rank.
-Modes: `none` leaves examples where sampling put them, `tokens` balances the total tokens of examples, `language` the
-language phase alone, `phases` every phase.
+Modes are compared at up to 32 examples per rank: `none` leaves examples where sampling put them, `tokens` balances the
+total tokens of examples, `language` the language phase alone, `phases` every phase.
 """
 
 from __future__ import annotations
@@ -48,21 +47,24 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
 
-Setting = tuple[int, int]  # ranks, examples a rank
+Setting = tuple[int, int]  # ranks, examples per rank
 
 SETTINGS: tuple[Setting, ...] = (
     *((ranks, per_rank) for ranks in (8, 64, 512, 2560) for per_rank in (8, 32)),
     *((ranks, 128) for ranks in (8, 64, 512)),
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
-COMPARED = 32  # most examples a rank at which modes are compared
+COMPARED = 32  # examples per rank up to which modes are compared
 PROXIES = ("step_proxy", "step_proxy_padded")
 NODE = 8  # ranks
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
-SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes ...
-SAMPLED_BATCHES = (2, 32)  # ... in as many batches as that makes, within these bounds
-MEASURED_EXAMPLES, MEASURED_BATCHES = 1 << 13, (3, 16)
+SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes, in as many batches as they fill ...
+FEWEST_SAMPLED = 2  # ... but not fewer than this
+MOST_SAMPLED = 32  # ... and not more
+MEASURED_EXAMPLES = 1 << 13  # of a setting, in batches with these bounds
+FEWEST_MEASURED = 3
+MOST_MEASURED = 16
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
 GENERATOR = "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
 
@@ -71,25 +73,25 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     """One record for every phase, then one for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
-    fewest, most = SAMPLED_BATCHES
-    count = min(max(SAMPLED_EXAMPLES // examples, fewest), most)
-    samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(count)]
+    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_SAMPLED), MOST_SAMPLED)
+    samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(sampled)]
     held_out = [generate([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
     proxy: dict[str, dict[str, float]] = {}
     for mode in MODES if per_rank <= COMPARED else (BALANCED,):
         spec = make_spec(ranks, samples, mode, row_classes, ranks_per_node=NODE, backend="ragged")
         plans = [plan_step(batch, spec) for batch in held_out]
-        proxy[mode] = _over([step_proxy(*each, spec) for each in zip(plans, held_out, strict=True)], statistics.fmean)
+        figures = [step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)]
+        proxy[mode] = _reduce(figures, statistics.fmean)
     # BALANCED is the last of the modes: `spec` and `plans` are its own.
-    where = {"ranks": ranks, "per_rank": per_rank, "batches": batches}
-    by_phase = []
+    setting_record = {"ranks": ranks, "per_rank": per_rank, "batches": batches}
+    records = []
     for phase, rows in spec.phases.items():
-        each = [
+        figures = [
             phase_figures(plan.phases[phase], batch.phases[phase], rows)
             for plan, batch in zip(plans, held_out, strict=True)
         ]
         capacities = {"phase": phase, "capacities": list(rows.capacities)}
-        by_phase.append(where | capacities | _over(each, statistics.fmean))
+        records.append(setting_record | capacities | _reduce(figures, statistics.fmean))
 
     routes = [route_figures(plan, ranks) for plan in plans]
     times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
@@ -100,14 +102,13 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
         for batch in held_out
         for _ in range(repeats)
     ]
-    whole = where | _over(times, statistics.median) | _over(routes, statistics.fmean)
+    step = setting_record | _reduce(times, statistics.median) | _reduce(routes, statistics.fmean)
     for name in PROXIES:
-        whole[name] = {mode: figures[name] for mode, figures in proxy.items()}
-        whole[f"{name}_over_{BALANCED}"] = {
-            mode: figures[name] / proxy[BALANCED][name] for mode, figures in proxy.items()
-        }
-    whole["workload"] = describe(held_out[0])
-    return [*by_phase, whole]
+        step[name] = {mode: figures[name] for mode, figures in proxy.items()}
+        balanced = proxy[BALANCED][name]
+        step[f"{name}_over_{BALANCED}"] = {mode: figures[name] / balanced for mode, figures in proxy.items()}
+    step["workload"] = describe(held_out[0])
+    return [*records, step]
 
 
 def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -115,7 +116,8 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
     if not len(items.length):
         return {}
     cost = row_costs(plan, items.length, spec)
-    by_rank, mean = cost.sum(axis=0), float(cost.sum()) / spec.ranks
+    by_rank = cost.sum(axis=0)
+    mean = float(cost.sum()) / spec.ranks
     largest = float(item_costs(spec, items.length).max())
     return {
         "gap_to_floor": float(by_rank.max()) / max(mean, largest),
@@ -138,8 +140,10 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
     """FLOPs of the costliest rows, without and with the padding of rows."""
     bare = padded = 0.0
     for name, phase in spec.phases.items():
-        rows, length = plan.phases[name], batch.phases[name].length.astype(float)
-        slots, squares = np.zeros((rows.microbatches, phase.ranks)), np.zeros((rows.microbatches, phase.ranks))
+        rows = plan.phases[name]
+        length = batch.phases[name].length.astype(float)
+        slots = np.zeros((rows.microbatches, phase.ranks))
+        squares = np.zeros((rows.microbatches, phase.ranks))
         np.add.at(slots, (rows.microbatch, rows.rank), length)
         np.add.at(squares, (rows.microbatch, rows.rank), length**2)
         attention = phase.quadratic * squares
@@ -173,7 +177,8 @@ def _routed(plan: StepPlan, name: str) -> float:
 def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
     """Milliseconds of one plan on one core."""
     with one_core():
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         plan_step(batch, spec)
         return {"plan_ms": 1e3 * (time.perf_counter() - wall), "plan_cpu_ms": 1e3 * (time.process_time() - cpu)}
 
@@ -192,15 +197,14 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _over(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, Any]:
+def _reduce(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, Any]:
     names = dict.fromkeys(name for record in records for name in record)
     return {name: reduce([record[name] for record in records if name in record]) for name in names}
 
 
 def measured_batches(setting: Setting) -> int:
-    """More of small batches, which differ more."""
-    fewest, most = MEASURED_BATCHES
-    return min(max(MEASURED_EXAMPLES // (setting[0] * setting[1]), fewest), most)
+    """More batches where they are small, because small ones differ more."""
+    return min(max(MEASURED_EXAMPLES // (setting[0] * setting[1]), FEWEST_MEASURED), MOST_MEASURED)
 
 
 def parse_setting(text: str) -> Setting:
@@ -251,7 +255,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     pairs = {name.removeprefix("correlation/"): r for name, r in workload.items() if name.startswith("correlation/")}
     print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
 
-    where = ("ranks", "per_rank", "batches")
+    setting = ("ranks", "per_rank", "batches")
     figures = ("gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction", "rows")
     columns = [
         "ranks",
@@ -262,17 +266,21 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "max/mean",
         "synchronised",
         "real tokens",
-        "rows a rank",
+        "rows per rank",
     ]
-    shown = [
-        [*(row.get(name) for name in (*where, "phase")), *(_digits(row.get(n)) for n in figures)] for row in by_phase
+    table = [
+        [*(row.get(name) for name in (*setting, "phase")), *(_digits(row.get(name)) for name in figures)]
+        for row in by_phase
     ]
-    print_table(f"Phases, balance.mode: {BALANCED}", columns, shown)
+    print_table(f"Phases, balance.mode: {BALANCED}", columns, table)
 
     ratios = [mode for mode in MODES if mode != BALANCED]
     columns = ["ranks", "per rank", "batches", *ratios, *(f"{mode} padded" for mode in ratios)]
     table = [
-        [*(row[name] for name in where), *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios)]
+        [
+            *(row[name] for name in setting),
+            *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios),
+        ]
         for row in steps
         if MODES[0] in row[PROXIES[0]]
     ]
@@ -288,7 +296,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "slots / needed": "slots_moved_over_needed",
         "slots / moved": "slots_moved_over_moved",
     }
-    table = [[*(row[name] for name in where), *(row.get(name) for name in costs.values())] for row in steps]
+    table = [[*(row[name] for name in setting), *(row.get(name) for name in costs.values())] for row in steps]
     print_table("Steps", ["ranks", "per rank", "batches", *costs], table)
 
 

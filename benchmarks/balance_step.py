@@ -50,7 +50,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     """Seconds of every step by mode, and what the plans predict."""
     ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
     corpora = [ground.corpus, *ground.held_out]
-    programs, fillers = {}, {}
+    programs = {}
+    fillers = {}
     for mode in MODES:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
@@ -62,18 +63,18 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     state = programs[MODES[0]].init(config.run.seed)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     predicted: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for number in range(WARM_UP + steps):
-        examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + number)
+    for step in range(WARM_UP + steps):
+        examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + step)
         items = ground.corpus.gather(examples)
-        for mode in MODES if number % 2 else MODES[::-1]:
-            batch = programs[mode].put(fillers[mode](number, examples))
+        for mode in MODES if step % 2 else MODES[::-1]:
+            batch = programs[mode].put(fillers[mode](step, examples))
             jax.block_until_ready((batch.rows, batch.tables))
-            multihost_utils.sync_global_devices(f"{number} {mode}")
+            multihost_utils.sync_global_devices(f"{step} {mode}")
             began = time.perf_counter()
             state, metrics = programs[mode].train(state, batch)
             jax.block_until_ready((state, metrics))
             took = time.perf_counter() - began
-            if number >= WARM_UP:
+            if step >= WARM_UP:
                 seconds[mode].append(took)
                 spec = programs[mode].spec
                 predicted[mode].append(step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"])
@@ -102,14 +103,14 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.set_defaults(seed=None)
     add_config(parser)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--per-rank", type=int, default=8, help="examples of a process and step")
+    parser.add_argument("--per-rank", type=int, default=8, help="examples per process and step")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each mode")
     options = parse(parser, command)
     if min(options.processes, options.per_rank, options.steps) < 1:
         parser.error("--processes, --per-rank and --steps must be positive")
     if PROCESS_ID not in os.environ:
-        own = sys.argv[1:] if command is None else command
-        return run_local([sys.executable, "-m", "benchmarks.balance_step", *own], options.processes, 1)
+        arguments = sys.argv[1:] if command is None else command
+        return run_local([sys.executable, "-m", "benchmarks.balance_step", *arguments], options.processes, 1)
 
     pin_to_core(int(os.environ[PROCESS_ID]))
     reserve_cpu_threads()
@@ -140,11 +141,11 @@ def show(summary: dict[str, Any], title: str) -> None:
     print_table(title, ["step", "median", "quarter below", "quarter above"], rows)
 
 
-def pin_to_core(number: int) -> None:
+def pin_to_core(process: int) -> None:
     """Give this process one core, where there are enough and the system lets it."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[number % len(cores)]})
+        os.sched_setaffinity(0, {cores[process % len(cores)]})
 
 
 if __name__ == "__main__":

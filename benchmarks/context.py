@@ -6,8 +6,9 @@ Four ways to give the blocks of a row to ranks:
 
     contiguous       equal stretches
     zigzag           of 2 R equal stretches the r-th from either end
-    longest_first    by descending work to the lightest rank, whatever number of blocks it gets
-    equal            ours (jaxmllm/attention/parts.py): equally many blocks, least work on the heaviest rank
+    longest_first    by descending work to the lightest rank, however many blocks it gets
+    equal            as in training (jaxmllm/attention/parts.py): equally many blocks per rank, least work on the
+                     heaviest rank
 
 Four kinds of rows, and every image, clip and frame is seen in both directions inside itself:
 
@@ -82,9 +83,9 @@ def prepend(random: np.random.Generator, tokens: int) -> TokenIds:
 
 
 def interleave(random: np.random.Generator, tokens: int) -> TokenIds:
-    count = tokens // 64  # no image is shorter
-    images = TASKS["captioning"].image.draw(random, count)
-    texts = TASKS["captioning"].text.draw(random, count)
+    pieces = tokens // 64  # no image is shorter
+    images = TASKS["captioning"].image.draw(random, pieces)
+    texts = TASKS["captioning"].text.draw(random, pieces)
     return _document(_alternating(np.stack([texts, images], axis=1), tokens))
 
 
@@ -110,8 +111,8 @@ def packed(random: np.random.Generator, tokens: int) -> TokenIds:
     for phase in ("vision", "audio"):
         items = batch.phases[phase]
         for item in np.flatnonzero(start[items.example] >= 0):
-            first = start[items.example[item]] + items.slot[item]
-            group[first : first + items.tokens[item]] = item + 1
+            image = start[items.example[item]] + items.slot[item]
+            group[image : image + items.tokens[item]] = item + 1
     return TokenIds(document, group, position)
 
 
@@ -148,15 +149,15 @@ def isolated_work(ids: TokenIds, block: int) -> Longs:
 
 
 def _runs(*columns: Ints) -> tuple[Ints, Ints]:
-    """[T] start and stop of the run of tokens alike in all columns that each token is in."""
-    turns = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    edges = np.flatnonzero(np.concatenate([[True], turns, [True]])).astype(np.int32)
+    """[T] start and stop of the stretch of tokens, equal in all columns, that each token is in."""
+    changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    edges = np.flatnonzero(np.concatenate([[True], changes, [True]])).astype(np.int32)
     return np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
 
 
 # ---------------------------------------------------------------------------- methods
 
-Count = Callable[[TokenIds, int], Longs]  # as `block_work`: what counts the work of each block
+WorkOf = Callable[[TokenIds, int], Longs]  # as `block_work`: work of each block
 METHODS: Final[dict[str, Callable[[Callable[[], Longs], int, int], Ints]]] = {  # of work (a thunk), blocks, ranks
     "contiguous": lambda work, blocks, ranks: contiguous(blocks, ranks),
     "zigzag": lambda work, blocks, ranks: zigzag(blocks, ranks),
@@ -166,25 +167,25 @@ METHODS: Final[dict[str, Callable[[Callable[[], Longs], int, int], Ints]]] = {  
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Of one row: max / mean over ranks."""
+class RowBalance:
+    """How evenly one row is spread: max / mean over ranks."""
 
     tiles: float
     layer: float
-    seconds: float
+    seconds: float  # to plan it
 
 
-def balance(method: str, ids: TokenIds, ranks: int, count: Count) -> Balance:
-    """Plan one row, on the clock, and weigh what the ranks got."""
+def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalance:
+    """Plan one row, timed, and weigh what each rank got."""
     block = block_size(len(ids.document), ranks)
-    work = partial(count, ids, block)
+    work = partial(work_of, ids, block)
     begin = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
     np.argsort(owner, kind="stable")  # the order of the blocks on the ranks
     seconds = time.process_time() - begin
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)
-    return Balance(_over_mean(load), _over_mean(layer_cost(load, blocks, block)), seconds)
+    return RowBalance(_over_mean(load), _over_mean(layer_cost(load, blocks, block)), seconds)
 
 
 def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[np.float64]:
@@ -203,7 +204,7 @@ def _over_mean(load: NDArray[Any]) -> float:
     return float(load.max() / load.mean())
 
 
-def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, count: Count) -> list[dict[str, Any]]:
+def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, work_of: WorkOf) -> list[dict[str, Any]]:
     """One record for every number of ranks, generator and method."""
     rows = {
         name: [make(np.random.default_rng([seed + k, tokens]), tokens) for k in range(seeds)]
@@ -211,7 +212,7 @@ def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, count: Cou
     }
     records = []
     for rank_count, (name, drawn), method in itertools.product(ranks, rows.items(), METHODS):
-        found = [balance(method, ids, rank_count, count) for ids in drawn]
+        balances = [balance(method, ids, rank_count, work_of) for ids in drawn]
         records.append(
             {
                 "tokens": tokens,
@@ -219,24 +220,24 @@ def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, count: Cou
                 "block": block_size(tokens, rank_count),
                 "generator": name,
                 "method": method,
-                "tiles": statistics.fmean(each.tiles for each in found),
-                "layer": statistics.fmean(each.layer for each in found),
-                "plan_ms": 1e3 * statistics.median(each.seconds for each in found),
+                "tiles": statistics.fmean(row.tiles for row in balances),
+                "layer": statistics.fmean(row.layer for row in balances),
+                "plan_ms": 1e3 * statistics.median(row.seconds for row in balances),
             }
         )
     return records
 
 
 def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of ours, and in how many cells each other method has less on its heaviest rank."""
+    """The worst of `equal`, and in how many cells each other method has less on its heaviest rank."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for record in records:
         cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[record["method"]] = record
-    ours = [cell["equal"] for cell in cells.values()]
+    equal = [cell["equal"] for cell in cells.values()]
     return {
-        "worst_layer": max(record["layer"] for record in ours),
-        "worst_tiles": max(record["tiles"] for record in ours),
-        "worst_plan_ms": max(record["plan_ms"] for record in ours),
+        "worst_layer": max(record["layer"] for record in equal),
+        "worst_tiles": max(record["tiles"] for record in equal),
+        "worst_plan_ms": max(record["plan_ms"] for record in equal),
         "cells": len(cells),
         "better": {
             method: {
@@ -253,17 +254,17 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="rows of each kind")
     parser.add_argument("--isolated", action="store_true", help="images see themselves alone")
     options = parser.parse_args(command)
     if options.seeds < 1:
         parser.error("--seeds must be positive")
-    count = isolated_work if options.isolated else block_work
+    work_of = isolated_work if options.isolated else block_work
     try:
         records = [
             record
             for tokens in options.tokens
-            for record in measure(tokens, options.ranks, options.seeds, options.seed, count)
+            for record in measure(tokens, options.ranks, options.seeds, options.seed, work_of)
         ]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

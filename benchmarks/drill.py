@@ -92,16 +92,16 @@ class Drill:
         self.wait_for_step(process, reference, 1)
         self.startup = time.monotonic() - began
         self.finish(process, reference)
-        while self.goes_on(kills):
+        while self.continues(kills):
             directory = self.folder / f"run-{self.outcome.runs}"
-            while self.goes_on(kills) and self.live_and_die(directory):
+            while self.continues(kills) and self.live_and_die(directory):
                 pass
             self.finish(self.start(directory, Life.draw(self.random)), directory)
             self.outcome.runs += 1
             self.compare(reference, directory)
         return self.outcome
 
-    def goes_on(self, kills: int) -> bool:
+    def continues(self, kills: int) -> bool:
         """Whether there are kills to deal, and a promise that is not broken yet."""
         return self.outcome.kills < kills and len(self.outcome.violations) < GIVE_UP
 
@@ -174,8 +174,9 @@ class Drill:
         while self.members() and time.monotonic() < deadline:
             process.poll()
             time.sleep(0.1)
-        if left := self.members():
-            self.violation(directory, f"left behind {END_WITHIN:.0f} s after its end: {[role for _, role in left]}")
+        if survivors := self.members():
+            roles = [role for _, role in survivors]
+            self.violation(directory, f"left behind {END_WITHIN:.0f} s after its end: {roles}")
             self.kill_all()
         process.wait()
         if blocks := set(shared_memory()) - self.shared_memory:
@@ -184,7 +185,8 @@ class Drill:
 
     def compare(self, reference: Path, directory: Path) -> None:
         """A finished run against the one that was never killed."""
-        expected, actual = example_ids(reference), example_ids(directory)
+        expected = example_ids(reference)
+        actual = example_ids(directory)
         for step in sorted(expected.keys() | actual.keys()):
             if expected.get(step) != actual.get(step):
                 self.violation(directory, f"step {step} took other examples")
@@ -205,24 +207,24 @@ class Drill:
 
     def members(self) -> list[tuple[int, str]]:
         """Process number and role of all that live with this drill's marker."""
-        wanted = f"{MARKER}={self.marker}".encode()
-        found = []
+        marker = f"{MARKER}={self.marker}".encode()
+        members = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal() or int(entry.name) == os.getpid():
                 continue
             try:
-                if wanted not in (entry / "environ").read_bytes().split(b"\0"):
+                if marker not in (entry / "environ").read_bytes().split(b"\0"):
                     continue
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:  # it has just ended
                 continue
             if b"launch.local" in words:
-                found.append((int(entry.name), "launcher"))
+                members.append((int(entry.name), "launcher"))
             elif b"jaxmllm.train" in words:
-                found.append((int(entry.name), "trainer"))
+                members.append((int(entry.name), "trainer"))
             elif any(words):  # a process that has ended, but was not waited for, has no words
-                found.append((int(entry.name), "worker"))
-        return found
+                members.append((int(entry.name), "worker"))
+        return members
 
     def kill_all(self) -> None:
         for pid, _ in self.members():
@@ -279,7 +281,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--kills", type=int, default=40, help="in all")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--folder", type=Path, help="keep the runs and their logs here (default: a temporary folder)")
     options = parser.parse_args(command)
@@ -294,7 +296,7 @@ def main(command: Sequence[str] | None = None) -> int:
         "largest_loss_difference": outcome.largest_difference,
         "violations": len(outcome.violations),
     }
-    print_table("Killed and resumed, against the run that never was", list(row), [list(row.values())])
+    print_table("Killed and resumed runs against the one that was never killed", list(row), [list(row.values())])
     write_json(options.json, "drill", options.seed, GENERATOR, rows=[row], violations=outcome.violations)
     return 1 if outcome.violations else 0
 
