@@ -27,7 +27,6 @@ from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # animations: the first frame
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
 MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # a BMP of so many pixels; metadata are read whole
@@ -63,7 +62,7 @@ class Images:
 
     name = "vision"
     part = "image"
-    formats = FORMATS
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # names of Pillow; of animations the first frame
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -177,11 +176,11 @@ def _open(file: Stream, media: MediaReference) -> Image.Image:
             f"{media} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the picture down",
         )
     try:
-        return Image.open(cast(IO[bytes], file), formats=FORMATS)
+        return Image.open(cast(IO[bytes], file), formats=Images.formats)
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(media) from error
     except Exception as error:  # what broken headers raise depends on the format
-        formats = ", ".join(FORMATS)
+        formats = ", ".join(Images.formats)
         raise MediaError("broken_image_header", f"{media} has no readable {formats} header: {error}") from error
 
 

@@ -43,6 +43,28 @@ def test_the_cache_is_used_until_something_changes(media: Path, measured: list[s
     assert len(list(cache.iterdir())) == 1 and not list(media.glob("*.npz"))
 
 
+def test_a_new_format_is_measured_and_a_lost_one_refused(
+    media: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading the headers of what was understood, when formats are only added."""
+    Image.new("RGB", (16, 16)).save(media / "new.bmp")
+    source = write(media / "train.jsonl", ask(image("a.png")), ask(image("new.bmp")), ask(sound("c.wav")))
+    known = Images.formats
+    older = tuple(name for name in known if name != "BMP")
+    for formats, read, usable in (
+        (older, ["a.png", "c.wav", "new.bmp"], 2),
+        (known, ["new.bmp"], 3),
+        (known, [], 3),
+        (older, ["a.png", "new.bmp"], 2),
+    ):
+        measured.clear()
+        monkeypatch.setattr(Images, "formats", formats)
+        index = index_of(source)
+        assert sorted(measured) == read and len(index) == usable
+        assert [refused.reason for refused in index.rejected] == ["broken_image_header"] * (3 - usable)
+    assert len(list(media.glob("*.npz"))) == 1
+
+
 def test_other_settings_have_another_cache(media: Path, measured: list[str]) -> None:
     source = write(media / "train.jsonl", ask(image("a.png")))
     small = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 2)
