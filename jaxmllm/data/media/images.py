@@ -35,8 +35,11 @@ _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such pictures are refused below, so the warning would say it twice.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")  # damaged metadata
 
 _ORIENTATION_TAG = 0x0112
+_TILE_WIDTH = 322
+_TILE_LENGTH = 323
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -62,7 +65,7 @@ class Images:
 
     name = "vision"
     part = "image"
-    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # names of Pillow; of animations the first frame
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # names of Pillow; of several frames or pages the first
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -88,7 +91,7 @@ class Images:
 
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
-        extreme_aspect_ratio."""
+        extreme_aspect_ratio, unsupported_image."""
         with media.open() as file, closing(_open(file, media)) as image:
             return self._shape(image, media)
 
@@ -154,6 +157,8 @@ class Images:
         width, height = image.size
         if width * height > MAX_SOURCE_PIXELS:
             raise _too_many_pixels(media)
+        if image.format == "TIFF":
+            _check_tiff(image, media)
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise MediaError(
                 "extreme_aspect_ratio",
@@ -191,6 +196,19 @@ def _too_many_pixels(media: MediaReference) -> MediaError:
     )
 
 
+def _check_tiff(image: Image.Image, media: MediaReference) -> None:
+    """Refuse what only TIFF files hold: tiles larger than any picture, and numbers without a range."""
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:  # each is decoded as a whole
+        raise _too_many_pixels(media)
+    if image.mode in ("I", "F"):
+        raise MediaError(
+            "unsupported_image",
+            f"{media} holds numbers of 32 bits or with a sign, and nothing says which are black and white; save it "
+            "with 8 or 16 bits per channel",
+        )
+
+
 def _check_scans(file: Stream, media: MediaReference) -> None:
     """Raise `MediaError` for a JPEG file that would take hours to decode."""
     position = file.tell()
@@ -209,7 +227,10 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1-8, from what stands before the pixels: `image.getexif()` may decode a whole PNG."""
+    """EXIF orientation 1-8, from what stands before the pixels: `image.getexif()` may decode a whole PNG.
+
+    That of a TIFF file is no EXIF; Pillow turns it upright itself, and its size is the upright one from the header on.
+    """
     exif = Image.Exif()
     try:
         exif.load(image.info.get("exif", b""))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmllm.data.media.images import MAX_ASPECT_RATIO, Images
-from jaxmllm.data.media.reference import File, MediaError
+from jaxmllm.data.media.reference import File, FileRange, MediaError
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 
@@ -90,7 +90,7 @@ def test_token_positions() -> None:
     assert IMAGES.tokens((4, 6)) == 6 == IMAGES.length((4, 6)) // IMAGES.format.slots_per_token
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp"])
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp", "a.tif"])
 def test_formats(name: str, tmp_path: Path) -> None:
     assert flat(Image.new("RGB", (24, 16), (200, 30, 60)), tmp_path / name) == pytest.approx([200, 30, 60], abs=4)
 
@@ -111,7 +111,7 @@ def test_modes(tmp_path: Path) -> None:
     assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), tmp_path / "a.jpg") == pytest.approx([255, 0, 0], abs=8)
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Path) -> None:
     exif = Image.Exif()
@@ -223,3 +223,79 @@ def test_impossible_settings_name_the_key() -> None:
         Images(14, 2, 1, 100)
     with pytest.raises(ValueError, match=r"data\.images\.min_pixels"):
         Images(4, 2, 5000, 1000)
+
+
+# ---------------------------------------------------------------------------- TIFF
+
+COMPRESSIONS = [None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tiff_files_are_measured_by_their_header_and_broken_ones_refused(
+    compression: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tif"
+    image = picture(64, 96)
+    image.save(path, compression=compression)
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
+        shape = IMAGES.measure(File(path))
+    image.save(tmp_path / "a.png")
+    assert shape == IMAGES.measure(File(tmp_path / "a.png"))
+    difference = IMAGES.load(File(path), shape).astype(int) - IMAGES.load(File(tmp_path / "a.png"), shape)
+    assert np.abs(difference).max() <= (0 if compression != "jpeg" else 255) and np.abs(difference).mean() < 30
+    whole = path.read_bytes()
+    for share in (0.01, 0.3, 0.6, 0.9):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        assert reason(path, shape) in ("broken_image_header", "undecodable_image"), share
+    if compression in ("tiff_lzw", "tiff_adobe_deflate"):
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2 : len(whole) // 2 + 40] = bytes(40)
+        path.write_bytes(damaged)
+        assert reason(path, shape) == "undecodable_image"
+
+
+def test_tiff_pixels_of_every_kind(tmp_path: Path) -> None:
+    size, path = (24, 16), tmp_path / "a.tif"
+    assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
+    assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
+    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx([204, 224, 244], abs=1)
+    assert flat(Image.fromarray(np.full((16, 24), 90 * 257, np.uint16)), path) == [90, 90, 90]
+    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), path) == pytest.approx([255, 0, 0], abs=8)
+    for numbers in (np.float32, np.int32):
+        Image.fromarray(np.ones((16, 24), numbers)).save(path)
+        assert reason(path) == "unsupported_image"
+
+
+def test_of_several_tiff_pages_the_first_is_taken(tmp_path: Path) -> None:
+    pages = [Image.new("RGB", (24, 16), (200, 30, 60)), Image.new("RGB", (80, 80))]
+    pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
+    assert IMAGES.measure(File(tmp_path / "a.tif")) == (4, 6)
+
+
+def tiff_header(*tags: tuple[int, int]) -> bytes:
+    """A file without pixels: each tag has one 32-bit value."""
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_tiff_bombs(tmp_path: Path) -> None:
+    def tags(side: int, tile: int) -> tuple[tuple[int, int], ...]:
+        picture = ((256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1))
+        return (*picture, (322, tile), (323, tile), (324, 8), (325, 8))
+
+    for name, content in {"bomb": tags(30_000, 256), "large": tags(10_000, 256), "tile": tags(16, 30_000)}.items():
+        (tmp_path / f"{name}.tif").write_bytes(tiff_header(*content))
+        assert reason(tmp_path / f"{name}.tif") == "image_too_large", name
+
+
+def test_tiff_files_inside_another_file(tmp_path: Path) -> None:
+    """Decoders of TIFF read by descriptor where a stream has one: they must not see the file around."""
+    picture(16, 24).save(tmp_path / "a.tif", compression="tiff_lzw")
+    content = (tmp_path / "a.tif").read_bytes()
+    (tmp_path / "around").write_bytes(b"x" * 100 + content + b"y" * 100)
+    inside = FileRange(tmp_path / "around", 100, len(content), "a.tif")
+    shape = IMAGES.measure(inside)
+    np.testing.assert_array_equal(IMAGES.load(inside, shape), IMAGES.load(File(tmp_path / "a.tif"), shape))
