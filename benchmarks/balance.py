@@ -143,12 +143,11 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
         rows = plan.phases[name]
         length = batch.phases[name].length.astype(float)
         slots = np.zeros((rows.microbatches, phase.ranks))
-        squares = np.zeros((rows.microbatches, phase.ranks))
+        attention = np.zeros((rows.microbatches, phase.ranks))
         np.add.at(slots, (rows.microbatch, rows.rank), length)
-        np.add.at(squares, (rows.microbatch, rows.rank), length**2)
-        attention = phase.quadratic * squares
-        bare += (phase.linear * slots + attention).max(axis=1, initial=0).sum()
-        padded += (phase.linear * rows.capacity[:, None].astype(float) + attention).max(axis=1, initial=0).sum()
+        np.add.at(attention, (rows.microbatch, rows.rank), phase.cost.attention(length))
+        bare += (phase.cost.linear * slots + attention).max(axis=1, initial=0).sum()
+        padded += (phase.cost.linear * rows.capacity[:, None].astype(float) + attention).max(axis=1, initial=0).sum()
     return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
 
 

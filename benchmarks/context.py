@@ -51,7 +51,7 @@ from jaxmllm.attention.parts import (
     span_work,
     zigzag,
 )
-from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
@@ -195,9 +195,9 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
       work: [R] half tiles.
       blocks: [R] blocks of query tokens.
     """
-    layer = layer_flops(MODEL, "language", slots=1, squares=1)[1]
-    pair = 2 * layer.attention  # that of a causal sequence counts half of its pairs
-    return blocks * float(block * layer.linear) + work * (block**2 * pair / TILE)
+    layer = phase_layers(MODEL, "language")[1]
+    pair = 2 * layer.attention(slots=1, squares=1)  # that of a causal sequence counts half of its pairs
+    return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
 
 
 def _over_mean(load: NDArray[Any]) -> float:

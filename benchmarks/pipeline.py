@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.arrays import Longs, sums_by
-from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
 from jaxmllm.config.schema import VisionConfig
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -165,8 +165,8 @@ def drawn_rows(batch: Batch) -> Rows:
 
 def planned_rows(batch: Batch) -> Rows:
     """Examples placed by `plan_microbatches`; encoder rows are filled in the order in which microbatches run."""
-    image_work = sum(layer.linear for layer in layer_flops(MODEL, "vision", PATCHES, 0))
-    token_work = sum(layer.linear for layer in layer_flops(MODEL, "language", 1, 0))
+    image_work = sum(layer.linear(PATCHES) for layer in phase_layers(MODEL, "vision"))
+    token_work = sum(layer.linear(1) for layer in phase_layers(MODEL, "language"))
     patches, tokens = batch.images * PATCHES, batch.tokens
     plan = plan_microbatches(
         {"vision": PhaseLoad(batch.images * image_work, patches)},
@@ -196,13 +196,13 @@ def chains(trainable: frozenset[str], images: int, squares: int) -> dict[str, li
     return {
         name: [
             Layer(
-                each.component,
-                each.linear // UNIT,
-                each.attention // UNIT,
-                each.parameters,
-                each.component in trainable,
+                component=layer.component,
+                linear=layer.linear(slots[name]) // UNIT,
+                attention=layer.attention(slots[name], lengths[name]) // UNIT,
+                parameters=layer.parameters,
+                trainable=layer.component in trainable,
             )
-            for each in layer_flops(MODEL, name, slots[name], lengths[name])
+            for layer in phase_layers(MODEL, name)
         ]
         for name in slots
     }

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.phases import Phase
 
 Mode = Literal["none", "tokens", "language", "phases"]
@@ -49,26 +50,16 @@ class BatchItems:
 
 
 @dataclass(frozen=True)
-class PhaseFlops:
-    """Forward and backward FLOPs of one item of l slots: linear * l + quadratic * l**2."""
-
-    linear: int
-    quadratic: int
-
-
-@dataclass(frozen=True)
 class PhaseSpec:
-    """What the planner must know of a phase. The cost of one item of l slots, by which items are balanced, is
-    linear * l + quadratic * l**2: its FLOPs, or femtoseconds where the phase is calibrated (tools/calibrate.py)."""
+    """What the planner must know of a phase."""
 
     phase: Phase
     ranks: int
     capacities: tuple[int, ...]  # row classes, descending
     max_segments: int
     slots_per_token: int  # encoder slots behind one language token; 1 for language
-    linear: int
-    quadratic: int
-    model_flops: PhaseFlops | None = None  # where the cost is measured; none: the cost is the FLOPs
+    cost: ItemCost  # by which items are balanced: FLOPs, or femtoseconds where calibrated (tools/calibrate.py)
+    model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
     long_capacity: int = 0  # slots of a row for one item longer than all others hold; 0: there is none (long.py)
 
     @property
@@ -80,9 +71,9 @@ class PhaseSpec:
         return self.phase.has_loss
 
     @property
-    def flops(self) -> PhaseFlops:
-        """Of one item, whatever it is balanced by: for MFU."""
-        return self.model_flops or PhaseFlops(self.linear, self.quadratic)
+    def flops(self) -> ItemCost:
+        """FLOPs of one item, whatever it is balanced by: for MFU."""
+        return self.model_flops or self.cost
 
 
 @dataclass(frozen=True)

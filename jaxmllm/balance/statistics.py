@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
-from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.long import is_long
@@ -33,7 +32,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         f"{spec.name}/microbatches": plan.microbatches,
         f"{spec.name}/slots": slots,
         f"{spec.name}/tokens": tokens,
-        f"{spec.name}/flops": real_flops(items, spec.flops),
+        f"{spec.name}/flops": spec.flops.total(items.real),
     }
     if not rows:
         return statistics

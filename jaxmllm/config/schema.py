@@ -6,7 +6,7 @@ Only the code that *builds* a run (setup/) reads the whole `Config`; everything 
 from __future__ import annotations
 
 import unicodedata
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -105,6 +105,11 @@ class VisionConfig(TowerConfig):
     window: PositiveInt | None = None
     full_layers: tuple[int, ...] = ()  # counted from 0
 
+    @property
+    def patch_features(self) -> int:
+        """Numbers of one patch: three colors of every pixel."""
+        return 3 * self.patch_size**2
+
     @model_validator(mode="after")
     def _check_windows(self) -> VisionConfig:
         if self.window is None and self.full_layers:
@@ -115,15 +120,21 @@ class VisionConfig(TowerConfig):
 
 
 class AudioConfig(TowerConfig):
-    """Log-mel encoder: a convolutional stem (stride 4 in all) inside chunks of `chunk_frames` frames of a clip."""
+    """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames of a clip, then the tower."""
+
+    stem_stride: ClassVar[int] = 4  # frames that become one token of attention: two convolutions of stride 2 ..
+    stem_kernel: ClassVar[int] = 3  # .. and of this width
 
     mel_bins: PositiveInt = 80
     chunk_frames: PositiveInt = 64
 
     @model_validator(mode="after")
     def _check_chunk(self) -> AudioConfig:
-        if self.chunk_frames % (4 * self.merge):
-            raise ValueError(f"chunk_frames ({self.chunk_frames}) must be a multiple of 4 * merge ({4 * self.merge})")
+        token = self.stem_stride * self.merge
+        if self.chunk_frames % token:
+            raise ValueError(
+                f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * merge ({token})"
+            )
         return self
 
 

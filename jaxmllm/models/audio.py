@@ -23,14 +23,13 @@ from jaxmllm.models.layers import (
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
-STRIDE = 4  # frames behind one token of the transformer: two convolutions of stride 2
-
 
 class HalvingConvolution(nnx.Module):
     """Convolution of width 3 and stride 2 over spans of T slots, written as one matrix product."""
 
     def __init__(self, in_width: int, width: int, rngs: nnx.Rngs):
-        self.kernel = parameter(rngs, (3 * in_width, width), (None, "embed"), 3 * in_width)
+        inputs = AudioConfig.stem_kernel * in_width
+        self.kernel = parameter(rngs, (inputs, width), (None, "embed"), inputs)
         self.bias = bias((width,), (None,))
 
     def __call__(
@@ -68,16 +67,19 @@ class AudioTower(nnx.Module):
         """What the first layer reads."""
         ranks, slots, mels = rows.features.shape
         # Split rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
+        stride = self.config.stem_stride
         span = self.config.chunk_frames if layout.parts > 1 else slots
         x = rows.features.astype(dtype).reshape(ranks, -1, span, mels)
-        first = rows.positions[:, ::STRIDE, 0] % (self.config.chunk_frames // STRIDE) == 0
-        first = first.reshape(ranks, -1, span // STRIDE)
+        first = rows.positions[:, ::stride, 0] % (self.config.chunk_frames // stride) == 0
+        first = first.reshape(ranks, -1, span // stride)
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(ranks, -1, span // 2)
         x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
-        return layout.constrain(x.reshape(ranks, slots // STRIDE, -1), ("batch", "sequence", None))
+        return layout.constrain(x.reshape(ranks, slots // stride, -1), ("batch", "sequence", None))
 
     def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
+        stride = self.config.stem_stride
         sections = (self.config.head_size // 2,)
-        angles = rotary_angles(rows.positions[:, ::STRIDE, :1], sections, self.config.rope_theta, dtype)
-        return RowContext(layout, item_ids(rows.segments[:, ::STRIDE]), rows.tiles, angles, settings.attention)
+        angles = rotary_angles(rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype)
+        ids = item_ids(rows.segments[:, ::stride])
+        return RowContext(layout, ids, rows.tiles, angles, settings.attention)

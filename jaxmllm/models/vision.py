@@ -28,7 +28,7 @@ class VisionTower(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
-        patch = config.patch_size**2 * 3
+        patch = config.patch_features
         self.patch = parameter(rngs, (patch, config.width), (None, "embed"), patch)
         self.patch_bias = bias((config.width,), (None,))
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxmllm.arrays import Ints
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.costs.calibration import load_calibration
-from jaxmllm.balance.costs.flops import PhaseTime, phase_flops
+from jaxmllm.balance.costs.flops import ItemCost, PhaseTime, phase_flops
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseFlops, PhaseSpec, PlanSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
@@ -176,13 +176,13 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
     return config.model.model_copy(update={"language": language})
 
 
-def model_flops(config: Config, model: MLLM) -> dict[str, PhaseFlops]:
+def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
     shapes = resolved_shapes(config, model)
     return {phase: phase_flops(shapes, phase, model.trainable) for phase in model.phases}
 
 
-def measured_times(config: Config, model: MLLM, flops: Mapping[str, PhaseFlops]) -> dict[str, PhaseTime]:
+def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -> dict[str, PhaseTime]:
     """Times of an item by phase, from `balance.calibration`; empty without one."""
     path = config.balance.calibration
     if path is None:

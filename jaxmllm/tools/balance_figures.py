@@ -60,7 +60,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
     load = np.zeros((plan.microbatches, spec.ranks))
     real = np.zeros((plan.microbatches, spec.ranks), np.int64)
     length = items.length.astype(float)
-    np.add.at(load, rows, spec.linear * length + spec.quadratic * length**2)
+    np.add.at(load, rows, spec.cost.of(length))
     np.add.at(real, rows, items.real)
     statistics = phase_statistics(plan, items, spec)
     figures = {

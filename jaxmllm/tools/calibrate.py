@@ -103,7 +103,7 @@ def measure(run: Run, repeats: int) -> Calibration:
         phases[phase] = PhaseCalibration(
             dtype=getattr(config.components, phase).compute_dtype,
             capacities=spec.capacities,
-            flops=Flops(linear=flops[phase].linear, quadratic=flops[phase].quadratic),
+            flops=Flops(**vars(flops[phase])),
             forward=fit({fill: forward for fill, (forward, _) in timed.items()}),
             training=fit({fill: training for fill, (_, training) in timed.items()}),
         )

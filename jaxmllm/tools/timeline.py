@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxmllm.arrays import Ints, Longs, sums_by
-from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
 from jaxmllm.tools.output import FAINT, INK, Page, command_parser, html_table, new_figure, print_table, write_picture
@@ -272,8 +272,13 @@ def plan_generated(layout: str, schedule: str, stages: int, microbatches: int, s
 
 def _layers(phase: str, squares: int) -> list[Layer]:
     return [
-        Layer(each.component, each.linear // UNIT, each.attention // UNIT, each.parameters)
-        for each in layer_flops(MODEL, phase, ROWS[phase], squares)
+        Layer(
+            component=layer.component,
+            linear=layer.linear(ROWS[phase]) // UNIT,
+            attention=layer.attention(ROWS[phase], squares) // UNIT,
+            parameters=layer.parameters,
+        )
+        for layer in phase_layers(MODEL, phase)
     ]
 
 
@@ -282,7 +287,7 @@ def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, 
     examples = len(batch.examples)
     loads = {}
     for name, items in batch.phases.items():
-        flops = sum(layer.linear for layer in layer_flops(MODEL, name, 1, 0))
+        flops = sum(layer.linear(1) for layer in phase_layers(MODEL, name))
         slots = sums_by(items.example, items.length, examples)
         loads[name] = PhaseLoad(slots * flops, slots, ROWS[name] if PHASES[name].has_loss else None)
     language = loads.pop("language")

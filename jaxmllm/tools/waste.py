@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.costs.flops import real_flops
 from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.rows import ranks
 from jaxmllm.balance.rows.assign import item_costs
@@ -92,10 +91,10 @@ def _slowest(plan: StepPlan, items: BatchItems, phase: PhaseSpec) -> float:
     """FLOPs of the slowest rows: the linear part on every slot, attention on every item."""
     rows = plan.phases[phase.name]
     length = items.phases[phase.name].length.astype(float)
-    squares = np.zeros((rows.microbatches, phase.ranks))
-    np.add.at(squares, (rows.microbatch, rows.rank), length**2)
+    attention = np.zeros((rows.microbatches, phase.ranks))
+    np.add.at(attention, (rows.microbatch, rows.rank), phase.flops.attention(length))
     linear = phase.flops.linear * rows.capacity.sum(dtype=float)
-    return float(linear + phase.flops.quadratic * squares.max(axis=1).sum())
+    return float(linear + attention.max(axis=1).sum())
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
@@ -117,8 +116,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         items_of_rank = np.full_like(items_of_rank, items_of_rank.max())
         longest = np.full_like(longest, longest.max())
     flops = phase.flops
-    length = longest.astype(float)
-    cost = items_of_rank * (flops.linear * length + flops.quadratic * length**2)
+    cost = items_of_rank * flops.of(longest.astype(float))
     ratio = float(cost.max() / cost.mean())  # without rows all is one microbatch
     return PhaseWaste(
         rows=int(items_of_rank.sum()),
@@ -128,7 +126,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         floor=None,
         synchronised=ratio,
         slowest=float(cost.max()),
-        ideal=real_flops(items, flops) / phase.ranks,
+        ideal=flops.total(items.real) / phase.ranks,
     )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
-from jaxmllm.balance.costs.flops import STEM_STRIDE, phase_flops
+from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
@@ -43,7 +43,7 @@ MODEL: Final = ModelConfig(
 )
 PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
-ALIGNMENTS: Final = {"vision": 128, "audio": 128 * STEM_STRIDE, "language": 128}  # whole attention blocks
+ALIGNMENTS: Final = {"vision": 128, "audio": 128 * AudioConfig.stem_stride, "language": 128}  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
 
@@ -308,7 +308,7 @@ def _slots_per_token(phase: str, model: ModelConfig) -> int:
     if phase == "vision" and model.vision is not None:
         return model.vision.merge**2
     if phase == "audio" and model.audio is not None:
-        return STEM_STRIDE * model.audio.merge
+        return model.audio.stem_stride * model.audio.merge
     return 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.phases import decoder_phase, encoder_phase
 
@@ -67,7 +68,7 @@ def spec_for(
         capacities = tuple(sorted({max(alignment, largest // 3**k // alignment * alignment) for k in range(classes)}))[
             ::-1
         ]
-        phases[name] = PhaseSpec(phase, count, capacities, max_segments, ENCODERS.get(name, 1), 1000, 3)
+        phases[name] = PhaseSpec(phase, count, capacities, max_segments, ENCODERS.get(name, 1), ItemCost(1000, 3))
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)
     for name, shape in grids.items():

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.step_plan import plan_step
 
 
@@ -18,15 +19,17 @@ def test_statistics_against_plain_loops(make):
         rows, items = plan.phases[name], batch.phases[name]
         load = np.zeros((rows.microbatches, phase.ranks))
         for item, length in enumerate(items.length):
-            load[rows.microbatch[item], rows.rank[item]] += phase.linear * length + phase.quadratic * length**2
+            load[rows.microbatch[item], rows.rank[item]] += (
+                phase.cost.linear * length + phase.cost.quadratic * length**2
+            )
         slots = sum(int(capacity) for capacity in rows.capacity) * phase.ranks
         assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(items.real.sum() / slots)
         assert plan.statistics[f"{name}/slots"] == slots
         assert plan.statistics[f"{name}/tokens"] == sum(int(real) for real in items.real)
-        flops = sum(phase.linear * int(real) + phase.quadratic * int(real) ** 2 for real in items.real)
+        flops = sum(phase.cost.linear * int(real) + phase.cost.quadratic * int(real) ** 2 for real in items.real)
         assert plan.statistics[f"{name}/flops"] == pytest.approx(flops)
         assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
-        cost = phase.linear * items.length + phase.quadratic * items.length**2
+        cost = phase.cost.linear * items.length + phase.cost.quadratic * items.length**2
         floor = max(load.sum(0).mean(), cost.max())
         assert plan.statistics[f"{name}/gap_to_floor"] == pytest.approx(load.sum(0).max() / floor)
         assert plan.statistics[f"{name}/idle_share"] == pytest.approx(1 - load.mean(1).sum() / load.max(1).sum())
@@ -37,7 +40,7 @@ def test_flops_of_a_large_model_are_not_scaled(make):
     """Costs are scaled to fit integers; what MFU is computed from must not be."""
     batch = make.batch(2, 16)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
-    large = dataclasses.replace(spec.phases["language"], linear=5 * 10**14, quadratic=10**11)
+    large = dataclasses.replace(spec.phases["language"], cost=ItemCost(5 * 10**14, 10**11))
     statistics = plan_step(batch, dataclasses.replace(spec, phases=spec.phases | {"language": large})).statistics
     real = [int(n) for n in batch.phases["language"].real]
     assert statistics["language/flops"] == pytest.approx(sum(5 * 10**14 * n + 10**11 * n * n for n in real))

@@ -53,7 +53,7 @@ def test_figures_are_those_of_a_loop_over_rows():
     bare = padded = 0.0
     for name in PHASES:
         phase, rows, items = spec.phases[name], plan.phases[name], batch.phases[name]
-        costs = phase.linear * items.length.astype(float) + phase.quadratic * items.length.astype(float) ** 2
+        costs = phase.cost.of(items.length.astype(float))
         row_costs = np.zeros((rows.microbatches, ranks))
         slots = 0
         for microbatch in range(rows.microbatches):
@@ -61,8 +61,8 @@ def test_figures_are_those_of_a_loop_over_rows():
             for rank in range(ranks):
                 here = (rows.microbatch == microbatch) & (rows.rank == rank)
                 row_costs[microbatch, rank] = costs[here].sum()
-                attention = phase.quadratic * (items.length[here].astype(float) ** 2).sum()
-                times.append(phase.linear * float(rows.capacity[microbatch]) + attention)
+                attention = phase.cost.quadratic * (items.length[here].astype(float) ** 2).sum()
+                times.append(phase.cost.linear * float(rows.capacity[microbatch]) + attention)
                 slots += int(rows.capacity[microbatch])
             bare += row_costs[microbatch].max()
             padded += max(times)

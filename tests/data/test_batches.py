@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import (
@@ -105,8 +106,8 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     spec = PlanSpec(
         {
-            "vision": PhaseSpec(encoder_phase("vision"), 2, (16,), 4, 4, 10, 1),
-            "language": PhaseSpec(decoder_phase(("vision",)), 2, (32,), 8, 1, 10, 1),
+            "vision": PhaseSpec(encoder_phase("vision"), 2, (16,), 4, 4, ItemCost(10, 1)),
+            "language": PhaseSpec(decoder_phase(("vision",)), 2, (32,), 8, 1, ItemCost(10, 1)),
         },
         {"vision": RouteSpec(grid, encoder_pool=16, language_pool=64, pair_slots=8)},
     )
@@ -153,7 +154,7 @@ def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
-    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, 10, 1)  # examples of up to 14 tokens
+    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1))  # examples of up to 14 tokens
     broken = replace(filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small}))
     with pytest.raises(ValueError, match="language") as caught:
         read(steps(broken, 8, seed=0), 0, 2, workers)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
@@ -31,7 +32,9 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     tmp_path, phase, block, capacities, long_capacity, parts, expected
 ):
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
-    rows = PhaseSpec(make_phases(config.model)[phase], 4, tuple(capacities), 8, 1, 1, 1, long_capacity=long_capacity)
+    rows = PhaseSpec(
+        make_phases(config.model)[phase], 4, tuple(capacities), 8, 1, ItemCost(1, 1), long_capacity=long_capacity
+    )
     split = {phase} if parts > 1 else ()
     assert attention_block(config, rows, row_formats(modalities(config.model, config.data, split)), parts) == expected
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from jaxmllm.balance.costs.calibration import Coefficients, Fill, load_calibration
-from jaxmllm.balance.costs.flops import PhaseTime
-from jaxmllm.balance.records import PhaseFlops
+from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.config.schema import ConfigError
@@ -71,7 +70,7 @@ def test_no_coefficient_is_negative():
 
 def test_the_planner_gets_whole_femtoseconds():
     given = Coefficients(row=1.5e-3, slot=2.5e-9, linear=1.1e-9, quadratic=1.7e-14, residual=0)
-    assert given.time == PhaseTime(linear=3_600_000, quadratic=17, row=1_500_000_000_000)
+    assert given.time == PhaseTime(ItemCost(3_600_000, 17), row=1_500_000_000_000)
 
 
 # ---------------------------------------------------------------------------- the file
@@ -145,7 +144,7 @@ def test_the_file_must_know_only_the_phases_of_the_model(tmp_path):
 
 def test_another_device_or_model_is_said(tmp_path):
     measured = load_calibration(written(tmp_path / "file.json"), ("language",))
-    same, other = {"language": PhaseFlops(1, 1)}, {"language": PhaseFlops(1, 2)}
+    same, other = {"language": ItemCost(1, 1)}, {"language": ItemCost(1, 2)}
     assert measured.differences("some", same) == measured.differences(None, same) == []
     assert "'some'" in measured.differences("TPU", same)[0] and "'TPU'" in measured.differences("TPU", same)[0]
     assert "language" in measured.differences("some", other)[0]
@@ -206,8 +205,8 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     for name, measured in load_calibration(calibration, plain.phases).phases.items():
         cost = measured.training.time
         phase = calibrated.phases[name]
-        assert (phase.linear, phase.quadratic) == (cost.linear, cost.quadratic)
-        assert (phase.linear, phase.quadratic) != (plain.phases[name].linear, plain.phases[name].quadratic)
+        assert phase.cost == cost.item
+        assert phase.cost != plain.phases[name].cost
         assert phase.flops == plain.phases[name].flops and plain.phases[name].model_flops is None
         assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
 

@@ -93,7 +93,7 @@ def own_ranks(items, phase):
 
 
 def cost(spec, length):
-    return spec.linear * length + spec.quadratic * length**2
+    return spec.cost.linear * length + spec.cost.quadratic * length**2
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -159,8 +159,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
             for rank in range(RANKS):
                 here = np.flatnonzero((plan.microbatch == microbatch) & (plan.rank == rank)).tolist()
                 row_cost[microbatch, rank] = sum(cost(spec, length[item]) for item in here)
-                attention = sum(spec.quadratic * length[item] ** 2 for item in here)
-                row_time[microbatch, rank] = spec.linear * capacity + attention
+                attention = sum(spec.cost.quadratic * length[item] ** 2 for item in here)
+                row_time[microbatch, rank] = spec.cost.linear * capacity + attention
                 slots += capacity
                 rows += 1
         share = sum(cost(spec, one) for one in real) / RANKS

@@ -15,8 +15,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from jaxmllm.balance.costs.flops import PhaseTime
-from jaxmllm.balance.records import PhaseFlops
+from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.config.schema import ConfigError, Section
 
 PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
@@ -52,12 +51,19 @@ class Coefficients(Section):
         """What the planner gets: femtoseconds, the same on every host since the file's decimal figures are scaled."""
         per_slot = Decimal(repr(self.slot)) + Decimal(repr(self.linear))
         numbers = (per_slot, Decimal(repr(self.quadratic)), Decimal(repr(self.row)))
-        return PhaseTime(*(int((number * PER_SECOND).to_integral_value()) for number in numbers))
+        linear, quadratic, row = (int((number * PER_SECOND).to_integral_value()) for number in numbers)
+        return PhaseTime(ItemCost(linear, quadratic), row)
 
 
 class Flops(Section):
+    """An `ItemCost` in FLOPs."""
+
     linear: int
     quadratic: int
+
+    @property
+    def cost(self) -> ItemCost:
+        return ItemCost(**dict(self))
 
 
 class PhaseCalibration(Section):
@@ -80,16 +86,12 @@ class Calibration(Section):
     date: str
     phases: dict[str, PhaseCalibration]
 
-    def differences(self, device: str | None, flops: Mapping[str, PhaseFlops]) -> list[str]:
+    def differences(self, device: str | None, flops: Mapping[str, ItemCost]) -> list[str]:
         """In words: in what a run on this kind of device (none: not known) differs from what was measured."""
         found = []
         if device is not None and device != self.device:
             found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
-        others = [
-            phase
-            for phase, each in flops.items()
-            if (each.linear, each.quadratic) != (self.phases[phase].flops.linear, self.phases[phase].flops.quadratic)
-        ]
+        others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops.cost]
         if others:
             found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
         return found
@@ -117,7 +119,7 @@ def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
             has = ", ".join(calibration.phases) or "none"
             raise ConfigError(f"{where} lacks phases.{phase} (it has: {has}); {REMEDY}")
         measured = calibration.phases[phase].training.time
-        if not measured.linear and not measured.quadratic:
+        if not measured.item.linear and not measured.item.quadratic:
             raise ConfigError(
                 f"{where}: phases.{phase}.training: slot, linear and quadratic are all zero, so that items would cost "
                 f"nothing; {REMEDY}"

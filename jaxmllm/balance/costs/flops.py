@@ -1,7 +1,12 @@
-"""FLOPs of the real shapes: the one source for MFU and, unless a calibration says what they take, for balancing.
+"""FLOPs of the real shapes: the one source for MFU, for cutting pipeline stages and, unless a calibration says what
+items take, for balancing.
 
-An item of l slots has `linear * l + quadratic * l**2` of them. Matrix products count 2 FLOPs a multiply-add; norms,
-activations, softmax and rotary turns are left out, as is usual. Backward counts what freezing leaves:
+    vision      patch embedding | blocks ... | projector      layers of each phase in the order of computation; a
+    audio       stem | blocks ... | projector                 projector, and a head with its loss, are layers like
+    language    embedding | blocks ... | head                 any other
+
+A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms, activations, softmax and
+rotations are left out, as is usual. Backward counts what freezing leaves:
 
     bwd(l) = [something trainable upstream of l] * dX(l) + [l trainable] * dW(l)        dX = dW = fwd
 
@@ -10,116 +15,189 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
-from jaxmllm.balance.records import PhaseFlops, PhaseItems
+from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
-STEM_STRIDE = 4  # frames behind one token of the audio tower: two convolutions of stride 2 ...
-STEM_KERNEL = 3  # ... and of this width
+
+@dataclass(frozen=True)
+class ItemCost:
+    """What one item of l slots costs, forward and backward: linear * l + quadratic * l**2.
+
+    In FLOPs, or femtoseconds where they were measured.
+    """
+
+    linear: int
+    quadratic: int
+
+    def of(self, length: Any) -> Any:
+        """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
+        return self.linear * length + self.attention(length)
+
+    def attention(self, length: Any) -> Any:
+        """What pairs of slots cost, the part that is not linear in the length."""
+        return self.quadratic * length**2
+
+    def total(self, length: Longs) -> float:
+        """Cost of items of these lengths together."""
+        length = length.astype(float)
+        return float(self.linear * length.sum() + self.quadratic * (length * length).sum())
+
+    def shifted(self, bits: int) -> ItemCost:
+        """The cost in units of 2**bits, rounded down."""
+        return ItemCost(self.linear >> bits, self.quadratic >> bits)
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Measured femtoseconds: linear * l + quadratic * l**2 of one item of l slots, and what every row takes beside."""
+    """Measured femtoseconds: of one item, and what every row takes besides its items."""
 
-    linear: int
-    quadratic: int
+    item: ItemCost
     row: int
 
 
-def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> PhaseFlops:
-    """FLOPs of a phase, per slot and per slot squared.
+@dataclass(frozen=True)
+class Layer:
+    """Forward FLOPs of one layer of a phase, for items of l slots each.
+
+    Attributes:
+      component: "vision", "projector.vision", "language", ...
+      parameters: numbers in its matrices.
+      products: of products with weights, per slot; gradients of one flow through those after it.
+      attention_linear: of scores and mixing, which have no weights, per slot ...
+      attention_quadratic: ... and per squared slot.
+    """
+
+    component: str
+    parameters: int
+    products: tuple[Fraction, ...]
+    attention_linear: Fraction = Fraction(0)
+    attention_quadratic: Fraction = Fraction(0)
+
+    def linear(self, slots: int) -> int:
+        """FLOPs of products with weights."""
+        return round(sum(self.products, Fraction(0)) * slots)
+
+    def attention(self, slots: int, squares: int) -> int:
+        """FLOPs of scores and mixing.
+
+        Args:
+          slots: sum of the lengths l of the items.
+          squares: sum of l**2.
+        """
+        return round(self.attention_linear * slots + self.attention_quadratic * squares)
+
+
+def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> ItemCost:
+    """FLOPs of one item of a phase, forward and backward.
 
     An encoder phase includes its projector. The language phase includes the head on every slot, for that is what
     its program computes.
 
     Args:
-      model: shapes; `language.vocab_size` must be a number when the phase is "language".
-      phase: "language" or an encoder of the model.
+      model: shapes; `language.vocab_size` must be a number when the phase has the loss.
+      phase: name of a phase of the model.
       trainable: names of the components that are trained: "vision", "projector.vision", "language", ...
 
     Raises:
       ValueError: unknown phase or component, or vocab_size not resolved.
     """
-    components = set(component_names(make_phases(model)))
+    phases = make_phases(model)
+    components = frozenset(component_names(phases))
     if unknown := trainable - components:
         raise ValueError(f"trainable components {sorted(unknown)} are not in this model: it has {sorted(components)}")
-    if phase == LANGUAGE:
-        return _language(model.language, upstream=bool(trainable), trained=LANGUAGE in trainable)
-    if phase not in model.encoders:
-        raise ValueError(f"phase {phase!r} is not in this model: it has {list(make_phases(model))}")
-    trained = phase in trainable
-    projector_trained = f"projector.{phase}" in trainable
-    if phase == "vision":
-        assert model.vision is not None
-        return _vision(model.vision, model.language.width, trained, projector_trained)
-    assert model.audio is not None
-    return _audio(model.audio, model.language.width, trained, projector_trained)
+    layers = phase_layers(model, phase)
+    upstream = any(name in trainable for read in phases[phase].reads for name in phases[read].components)
+    linear = quadratic = Fraction(0)
+    for layer in layers:
+        # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
+        attention_passes = 3 if upstream else 1
+        linear += attention_passes * layer.attention_linear
+        quadratic += attention_passes * layer.attention_quadratic
+        trained = layer.component in trainable
+        for product in layer.products or (Fraction(0),):
+            linear += (1 + upstream + trained) * product  # forward, input gradient, weight gradient
+            upstream = upstream or trained
+    return ItemCost(round(linear), round(quadratic))
 
 
-def real_flops(items: PhaseItems, flops: PhaseFlops) -> float:
-    """FLOPs of items from their real lengths: padding inside and between items is not counted."""
-    real = items.real.astype(float)
-    return float(flops.linear * real.sum() + flops.quadratic * (real * real).sum())
+def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
+    """The layers of a phase, with its projector or its embedding and head, in the order of computation.
+
+    Raises:
+      ValueError: the model has no such phase, or vocab_size is not resolved.
+    """
+    phases = make_phases(model)
+    if phase not in phases:
+        raise ValueError(f"phase {phase!r} is not in this model: it has {list(phases)}")
+    if phases[phase].has_loss:
+        return _language(model.language)
+    return TOWERS[phase](getattr(model, phase), model.language.width)
 
 
-def _language(config: LanguageConfig, upstream: bool, trained: bool) -> PhaseFlops:
+# ---------------------------------------------------------------------------- the layers of each phase
+
+
+def _language(config: LanguageConfig) -> tuple[Layer, ...]:
     if config.vocab_size == "auto":
         raise ValueError("model.language.vocab_size is 'auto': resolve it from the tokenizer before asking for FLOPs")
     heads_width = config.heads * config.head_size
-    query_key_value = _matrix(config.width, heads_width + 2 * config.kv_heads * config.head_size)
-    block = query_key_value + _matrix(heads_width, config.width) + 3 * _matrix(config.width, config.mlp_width)
-    weights = config.layers * block + _matrix(config.width, config.vocab_size)
-    causal_attention = config.layers * 2 * heads_width  # half of the pairs
-    return PhaseFlops(_passes(upstream, trained) * weights, _attention_passes(upstream) * causal_attention)
+    weights = config.width * (2 * heads_width + 2 * config.kv_heads * config.head_size + 3 * config.mlp_width)
+    vocabulary = config.vocab_size * config.width
+    embedding = Layer(LANGUAGE, 0 if config.tie_embeddings else vocabulary, products=())
+    causal = Fraction(2 * heads_width)  # half of the pairs
+    block = Layer(LANGUAGE, weights, _product(weights), attention_quadratic=causal)
+    return (embedding, *[block] * config.layers, Layer(LANGUAGE, vocabulary, _product(vocabulary)))
 
 
-def _vision(config: VisionConfig, language_width: int, trained: bool, projector_trained: bool) -> PhaseFlops:
-    embedding = _passes(False, trained) * _matrix(3 * config.patch_size**2, config.width)
-    blocks, attention = _tower(config, trained)
+def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
+    patch = config.patch_features * config.width
+    embedding = Layer("vision", patch, _product(patch))
+    blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
     if config.window is not None:  # a patch of a windowed layer sees no more than its window
-        full, windowed = len(config.full_layers), config.layers - len(config.full_layers)
-        blocks += attention // config.layers * windowed * config.window**2
-        attention = attention // config.layers * full
-    projector = _projector(config.merge**2 * config.width, language_width, trained, projector_trained)
-    return PhaseFlops(embedding + blocks + round(Fraction(projector, config.merge**2)), attention)
+        seen = blocks[0].attention_quadratic * config.window**2
+        windowed = replace(blocks[0], attention_linear=seen, attention_quadratic=Fraction(0))
+        blocks = [block if layer in config.full_layers else windowed for layer, block in enumerate(blocks)]
+    group = config.merge**2
+    projector = _projector("vision", group * config.width, per_token=group, width=language_width)
+    return (embedding, *blocks, projector)
 
 
-def _audio(config: AudioConfig, language_width: int, trained: bool, projector_trained: bool) -> PhaseFlops:
-    mels = Fraction(_matrix(STEM_KERNEL * config.mel_bins, config.width), 2)  # its outputs are 2 frames apart
-    width = Fraction(_matrix(STEM_KERNEL * config.width, config.width), STEM_STRIDE)
-    stem = _passes(False, trained) * mels + _passes(trained, trained) * width
-    blocks, attention = _tower(config, trained)
-    projector = _projector(config.merge * config.width, language_width, trained, projector_trained)
-    per_frame = stem + Fraction(blocks, STEM_STRIDE) + Fraction(projector, STEM_STRIDE * config.merge)
-    return PhaseFlops(round(per_frame), round(Fraction(attention, STEM_STRIDE**2)))
+def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
+    stride = config.stem_stride
+    mels = config.stem_kernel * config.mel_bins * config.width
+    halves = config.stem_kernel * config.width**2
+    after_first = _product(mels, per_token=stride // 2)  # outputs of the first convolution are 2 frames apart
+    stem = Layer("audio", mels + halves, after_first + _product(halves, per_token=stride))
+    blocks = [_encoder_block("audio", config, per_token=stride)] * config.layers
+    features = config.merge * config.width
+    projector = _projector("audio", features, per_token=stride * config.merge, width=language_width)
+    return (stem, *blocks, projector)
 
 
-def _tower(config: TowerConfig, trained: bool) -> tuple[int, int]:
-    """Blocks of an encoder: FLOPs per attention token and, bidirectional, per attention token squared."""
-    block = 4 * _matrix(config.width, config.width) + 2 * _matrix(config.width, config.mlp_width)
-    attention = 4 * config.width
-    return config.layers * _passes(trained, trained) * block, config.layers * _attention_passes(trained) * attention
+TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {"vision": _vision, "audio": _audio}
 
 
-def _projector(features: int, width: int, upstream: bool, trained: bool) -> int:
-    """FLOPs per language token."""
-    first = _passes(upstream, trained) * _matrix(features, width)
-    return first + _passes(upstream or trained, trained) * _matrix(width, width)
+def _encoder_block(phase: str, config: TowerConfig, per_token: int) -> Layer:
+    """A layer that attends in both directions; `per_token` slots are one token of its attention."""
+    weights = config.width * (4 * config.width + 2 * config.mlp_width)
+    pairs = Fraction(4 * config.width, per_token**2)
+    return Layer(phase, weights, _product(weights, per_token=per_token), attention_quadratic=pairs)
 
 
-def _matrix(inputs: int, outputs: int) -> int:
-    return 2 * inputs * outputs
+def _projector(phase: str, features: int, per_token: int, width: int) -> Layer:
+    """Two matrices on every `per_token` slots: a row of `features` numbers becomes a language token."""
+    first = features * width
+    second = width**2
+    products = _product(first, per_token=per_token) + _product(second, per_token=per_token)
+    return Layer(f"projector.{phase}", first + second, products)
 
 
-def _passes(upstream: bool, trained: bool) -> int:
-    """Forward, input gradient, weight gradient: those that happen."""
-    return 1 + upstream + trained
-
-
-def _attention_passes(upstream: bool) -> int:
-    """Scores and mixing have two inputs each and no weights: backward is all of it, or nothing."""
-    return 3 if upstream else 1
+def _product(weights: int, per_token: int = 1) -> tuple[Fraction, ...]:
+    """FLOPs per slot of a product with a matrix of `weights` numbers, done once for every `per_token` slots."""
+    return (Fraction(2 * weights, per_token),)

@@ -94,18 +94,16 @@ def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> 
 
 
 def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
-    """Costs of items [N]: linear * length + quadratic * length**2.
+    """Costs of items [N].
 
     They are shifted right until the sum of all is below 2**53. Sums are then exact both as int64
     and as float64, and so the same on every host.
     """
-    longest = int(length.max(initial=0))
-    largest = spec.linear * longest + spec.quadratic * longest**2
+    largest = spec.cost.of(int(length.max(initial=0)))
     shift_before = max(0, largest.bit_length() - 62)  # a product must fit int64
     shift_after = max(0, (len(length) * largest).bit_length() - 53 - shift_before)
-    linear = (spec.linear >> shift_before) * length
-    quadratic = (spec.quadratic >> shift_before) * length**2
-    return (linear + quadratic) >> shift_after
+    cost: Longs = spec.cost.shifted(shift_before).of(length) >> shift_after
+    return cost
 
 
 def rank_floor(cost: Longs, ranks: int) -> int:

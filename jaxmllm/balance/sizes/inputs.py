@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.costs.flops import PhaseTime
-from jaxmllm.balance.records import PhaseFlops, PhaseSpec
+from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
+from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import Phase
 
@@ -24,7 +24,7 @@ class SizingInputs:
     alignment: int  # capacities are multiples of it: whole attention blocks, whole language tokens
     slots_per_token: int  # 1 for language
     longest: int  # slots of the largest item of the whole data; 0 without any
-    flops: PhaseFlops
+    flops: ItemCost
     config: PhaseConfig
     time: PhaseTime | None = None  # balances items instead of their FLOPs
 
@@ -79,15 +79,13 @@ CAPACITY_SEARCH = CapacitySearch()
 
 def phase_spec(inputs: SizingInputs, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
-    cost = inputs.time or inputs.flops
     return PhaseSpec(
         phase=inputs.phase,
         ranks=inputs.ranks,
         capacities=capacities,
         max_segments=capacities[0] if max_segments is None else max_segments,
         slots_per_token=inputs.slots_per_token,
-        linear=cost.linear,
-        quadratic=cost.quadratic,
+        cost=inputs.flops if inputs.time is None else inputs.time.item,
         model_flops=None if inputs.time is None else inputs.flops,
     )
 

@@ -98,9 +98,7 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
     gathers sharded parameters anew."""
     if inputs.time is None or not inputs.time.row:
         return CAPACITY_SEARCH.microbatch_overhead * slots
-    length = items.length.astype(float)
-    cost = inputs.time.linear * length.sum() + inputs.time.quadratic * (length * length).sum()
-    return float(inputs.time.row * length.sum() / cost)
+    return float(inputs.time.row * items.length.astype(float).sum() / inputs.time.item.total(items.length))
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:

@@ -187,14 +187,12 @@ def _loads(
 ) -> dict[str, PhaseLoad]:
     """What the examples ask of every phase."""
     longest = {name: int(of.length.max(initial=0)) for name, of in items.phases.items()}
-    most = max(
-        phase.linear * longest[name] + phase.quadratic * longest[name] ** 2 for name, phase in spec.phases.items()
-    )
+    most = max(phase.cost.of(longest[name]) for name, phase in spec.phases.items())
     shift = max(0, most.bit_length() - WORK_BITS)
     loads = {}
     for name, phase in spec.phases.items():
         length = items.phases[name].length[members[name]]
-        work = (phase.linear >> shift) * length + (phase.quadratic >> shift) * length**2
+        work = phase.cost.shifted(shift).of(length)
         capacity = phase.capacities[0] if phase.has_loss else None
         loads[name] = PhaseLoad(sums_by(owner[name], work, examples), sums_by(owner[name], length, examples), capacity)
     return loads

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxmllm.arrays import round_up
-from jaxmllm.balance.costs.layers import layer_flops
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
@@ -146,8 +146,14 @@ class ChainLayers:
         """By phase, for rows whose items have squared lengths of these sums."""
         return {
             name: [
-                Layer(each.component, each.linear, each.attention, each.parameters, each.component in self.trainable)
-                for each in layer_flops(self.model, name, capacity, squares[name])
+                Layer(
+                    component=layer.component,
+                    linear=layer.linear(capacity),
+                    attention=layer.attention(capacity, squares[name]),
+                    parameters=layer.parameters,
+                    trainable=layer.component in self.trainable,
+                )
+                for layer in phase_layers(self.model, name)
             ]
             for name, capacity in self.capacities.items()
         }

@@ -25,13 +25,13 @@ import soxr
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.config.schema import AudioConfig
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
-STEM_STRIDE = 4  # frames behind one token of the tower's attention
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # Hz; no sound card is outside, a damaged header easily is
 # Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels beyond, which is kept as
 # it is; integers written as floats go thousands beyond, and have to be divided by whoever knows their width.
@@ -62,11 +62,10 @@ class Sounds:
 
     @functools.cached_property
     def format(self) -> RowFormat:
-        slots = STEM_STRIDE * self.merge
+        stride = AudioConfig.stem_stride
+        slots = stride * self.merge
         alignment = self.chunk_frames if self.whole_chunks else slots
-        return RowFormat(
-            self.mel_bins, np.dtype(np.float32), slots_per_token=slots, stride=STEM_STRIDE, alignment=alignment
-        )
+        return RowFormat(self.mel_bins, np.dtype(np.float32), slots_per_token=slots, stride=stride, alignment=alignment)
 
     def measure(self, media: MediaReference) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
@@ -82,7 +81,7 @@ class Sounds:
         return shape[0]
 
     def tokens(self, shape: Shape) -> int:
-        return ceil_divide(ceil_divide(shape[0], STEM_STRIDE), self.merge)
+        return ceil_divide(ceil_divide(shape[0], AudioConfig.stem_stride), self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`, shape_changed,
@@ -99,7 +98,7 @@ class Sounds:
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(attention token, 0) of each frame: [length, 2]."""
-        time = np.arange(self.length(shape), dtype=np.int32) // STEM_STRIDE
+        time = np.arange(self.length(shape), dtype=np.int32) // AudioConfig.stem_stride
         return np.stack([time, np.zeros_like(time)], axis=-1)
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:

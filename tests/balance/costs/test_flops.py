@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxmllm.balance.costs.flops import phase_flops, real_flops
-from jaxmllm.balance.records import PhaseFlops, PhaseItems
+from jaxmllm.balance.costs.flops import ItemCost, phase_flops, phase_layers
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
+from jaxmllm.tools.workload import MODEL as WORKLOAD
 
 LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96)
 VISION = VisionConfig(width=32, layers=2, heads=4, mlp_width=128, patch_size=14, merge=2)
@@ -34,7 +34,7 @@ def tower_forward(t: int, width: int, heads: int, mlp: int, layers: int) -> tupl
     return layers * layer, layers * pairs
 
 
-def cost(flops: PhaseFlops, n: int) -> int:
+def cost(flops: ItemCost, n: int) -> int:
     return flops.linear * n + flops.quadratic * n * n
 
 
@@ -81,10 +81,42 @@ def test_audio_attends_over_a_quarter_of_the_frames(n):
     assert cost(phase_flops(MODEL, "audio", ALL), n) == 2 * mels + 3 * (halves + blocks + attention + projector)
 
 
-def test_items_count_by_their_real_lengths():
-    none = np.zeros(2, np.int32)
-    items = PhaseItems(np.array([64, 128]), np.array([60, 100]), none, none, none)
-    assert real_flops(items, PhaseFlops(7, 3)) == 7 * 160 + 3 * (3600 + 10000)
+def test_the_cost_of_items():
+    item = ItemCost(7, 3)
+    length = np.array([60, 100])
+    assert item.of(60) == 7 * 60 + 3 * 3600 and item.attention(60) == 3 * 3600
+    assert item.of(length).tolist() == [item.of(60), item.of(100)]
+    assert item.total(length) == 7 * 160 + 3 * (3600 + 10000)
+    assert ItemCost(100, 13).shifted(2) == ItemCost(25, 3)
+
+
+WINDOWED = WORKLOAD.model_copy(
+    update={"vision": WORKLOAD.vision.model_copy(update={"window": 8, "full_layers": (7, 31)})}
+)
+
+
+@pytest.mark.parametrize(
+    "model, phase", [(WORKLOAD, "vision"), (WORKLOAD, "audio"), (WORKLOAD, "language"), (WINDOWED, "vision")]
+)
+def test_the_forward_pass_is_that_of_all_layers(model, phase):
+    items = np.array([640, 256, 1280])
+    slots, squares = int(items.sum()), int((items**2).sum())
+    layers = phase_layers(model, phase)
+    forward = sum(layer.linear(slots) + layer.attention(slots, squares) for layer in layers)
+    assert forward == pytest.approx(phase_flops(model, phase, frozenset()).total(items), rel=1e-9)
+
+
+def test_embedding_projector_and_head_are_layers():
+    counts = {"vision": 32 + 2, "audio": 32 + 2, "language": 36 + 2}
+    for phase, count in counts.items():
+        layers = phase_layers(WORKLOAD, phase)
+        assert len(layers) == count
+        last = "language" if phase == "language" else f"projector.{phase}"
+        assert [layer.component for layer in layers] == [phase] * (count - 1) + [last]
+    embedding, *_, head = phase_layers(WORKLOAD, "language")
+    assert embedding.linear(1) == 0 and embedding.parameters == head.parameters == 151_936 * 4096
+    millions = sum(layer.parameters for layer in phase_layers(WORKLOAD, "language")) / 1e6
+    assert 8000 < millions < 8300
 
 
 def test_errors_name_what_is_wrong():
@@ -93,5 +125,7 @@ def test_errors_name_what_is_wrong():
         phase_flops(auto, "language", NOTHING)
     with pytest.raises(ValueError, match="audio"):
         phase_flops(auto, "audio", NOTHING)
+    with pytest.raises(ValueError, match="phase 'video' is not in this model"):
+        phase_layers(MODEL, "video")
     with pytest.raises(ValueError, match=r"projector\.audio"):
         phase_flops(auto, "vision", frozenset({"projector.audio"}))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.exchange import placement
 from jaxmllm.balance.exchange.trade import Places, bring_home
 from jaxmllm.balance.records import PhasePlan, PhaseSpec
@@ -122,7 +123,7 @@ def test_rows_that_all_ranks_share_are_left_alone():
         offset=column([0, 0, 0, 0]),
         segment=column([1, 1, 1, 1]),
     )
-    spec = PhaseSpec(encoder_phase("vision"), 2, (5,), 4, 1, 1, 0)
+    spec = PhaseSpec(encoder_phase("vision"), 2, (5,), 4, 1, ItemCost(1, 0))
     after = placement._trade_items(plan, length, spec, places_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()

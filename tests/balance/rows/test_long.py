@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmllm.balance.records import PhaseFlops, PhaseItems, PhaseSpec
+from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import PhaseItems, PhaseSpec
 from jaxmllm.balance.rows.assign import assign, assign_in_place
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
@@ -14,7 +15,7 @@ from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase
 from jaxmllm.tools.workload import generate
 
-SPEC = PhaseSpec(decoder_phase(), 4, (64, 16), 8, 1, 1, 0, long_capacity=256)
+SPEC = PhaseSpec(decoder_phase(), 4, (64, 16), 8, 1, ItemCost(1, 0), long_capacity=256)
 
 
 def items_of(lengths):
@@ -60,7 +61,7 @@ def test_an_item_longer_than_a_long_row_is_refused():
 
 
 def needs(config, longest=40_000):
-    return SizingInputs(decoder_phase(), 4, 128, 1, longest, PhaseFlops(1000, 1), config)
+    return SizingInputs(decoder_phase(), 4, 128, 1, longest, ItemCost(1000, 1), config)
 
 
 def test_ordinary_rows_are_chosen_from_ordinary_items():

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.costs.flops import PhaseTime
-from jaxmllm.balance.records import Mode, PhaseFlops
+from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
+from jaxmllm.balance.records import Mode
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
@@ -36,7 +36,7 @@ def needs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
             ALIGNMENT,
             PER_TOKEN[phase.name],
             LONGEST[phase.name],
-            PhaseFlops(1000, 3),
+            ItemCost(1000, 3),
             configs.get(phase.name, PhaseConfig()),
         )
         for phase in PHASES
@@ -86,7 +86,7 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
     needs = needs_of(2, vision=config, audio=config, language=config)
 
     def chosen(row):
-        timed = [dataclasses.replace(need, time=PhaseTime(1000, 3, row)) for need in needs]
+        timed = [dataclasses.replace(need, time=PhaseTime(ItemCost(1000, 3), row)) for need in needs]
         return choose_sizes(samples, timed, grids_of(make, 2), BalanceConfig())
 
     def microbatches(spec):
@@ -94,7 +94,7 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
 
     plain, timed = choose_sizes(samples, needs, grids_of(make, 2), BalanceConfig()), chosen(0)
     for name, phase in plain.phases.items():  # the same figures, and a row that is not told: the same sizes
-        assert timed.phases[name] == dataclasses.replace(phase, model_flops=PhaseFlops(1000, 3))
+        assert timed.phases[name] == dataclasses.replace(phase, model_flops=ItemCost(1000, 3))
     assert microbatches(chosen(10**9)) < microbatches(chosen(1))
 
 

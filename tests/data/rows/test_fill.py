@@ -12,6 +12,7 @@ import pytest
 
 from jaxmllm.arrays import round_up
 from jaxmllm.attention.mask import causal_ids, item_ids
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.exchange.tables import route_tables
 from jaxmllm.balance.records import (
     BatchItems,
@@ -167,7 +168,7 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
 
 def make_spec() -> PlanSpec:
     phases = {
-        phase.name: PhaseSpec(phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, 1, 0)
+        phase.name: PhaseSpec(phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, ItemCost(1, 0))
         for phase in (*map(encoder_phase, MODALITIES), decoder_phase(tuple(MODALITIES)))
     }
     grid = ExchangeGrid(np.arange(4, dtype=np.int32)[:, None], np.arange(4, dtype=np.int32)[:, None])
