@@ -1,1 +1,1 @@
-"""The fixed sizes of a run, chosen once from sampled batches: row capacities, segments, pools and pair slots."""
+"""The fixed sizes of a run, chosen once from sampled batches: of rows, pools and the exchange."""

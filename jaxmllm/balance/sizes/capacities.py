@@ -2,8 +2,8 @@
 
     candidates --a bound, in all loads--> a few best --really packed, in some loads--> row classes
 
-They minimise, summed over the loads, the slots of a rank times the wait for the slowest, plus the overhead of every
-microbatch. Fewer classes win ties, for each is a program to compile.
+They minimise, summed over the loads, the slots of a rank times the wait for the slowest, plus the
+overhead of every microbatch. Fewer classes win ties, for each is a program to compile.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def choose_capacities(inputs: SizingInputs, loads: Sequence[Load]) -> Capacities
     smallest = round_up(max(inputs.longest, 1), inputs.alignment)
     if inputs.largest_capacity < smallest:
         raise ConfigError(
-            f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the largest item has "
-            f"{inputs.longest} slots and rows come in multiples of {inputs.alignment}; raise it to {smallest} or limit "
-            f"the size of items"
+            f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
+            f"largest item has {inputs.longest} slots and rows come in multiples of "
+            f"{inputs.alignment}; raise it to {smallest} or limit the size of items"
         )
     if not loads:
         return (smallest,)
@@ -45,15 +45,15 @@ def choose_capacities(inputs: SizingInputs, loads: Sequence[Load]) -> Capacities
     quarter = slice(0, batches.stop, 4)
     judge = _Judge(inputs, loads)
     sets = _candidates(inputs, loads, smallest)
-    sets = _best(sets, CAPACITY_SEARCH.first_packed, lambda capacities: judge.bounds(capacities).sum())
-    sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda capacities: judge.expected(capacities, quarter))
-    return _best(sets, 1, lambda capacities: judge.expected(capacities, batches))[0]
+    sets = _best(sets, CAPACITY_SEARCH.first_packed, lambda sizes: judge.bounds(sizes).sum())
+    sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda sizes: judge.expected(sizes, quarter))
+    return _best(sets, 1, lambda sizes: judge.expected(sizes, batches))[0]
 
 
 def _candidates(inputs: SizingInputs, loads: Sequence[Load], smallest: int) -> list[Capacities]:
-    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a load. The others are
-    parts of the median load, to hold what the first leaves over, or a little smaller than the one before: a few similar
-    row sizes allow finer total capacities."""
+    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a
+    load. The others are parts of the median load, to hold what the first leaves over, or a little
+    smaller than the one before: a few similar row sizes allow finer total capacities."""
     slots = np.array([load.slots for load in loads])
     median = float(np.median(slots))
 
@@ -88,9 +88,9 @@ def _next_steps(sizes: Capacities, steps: set[int]) -> set[int]:
     return steps
 
 
-def _best(candidates: Iterable[Capacities], kept: int, cost: Callable[[Capacities], float]) -> list[Capacities]:
-    """The `kept` candidates of least cost; of equal ones those of fewer and smaller classes."""
-    return sorted(candidates, key=lambda capacities: (cost(capacities), len(capacities), capacities))[:kept]
+def _best(candidates: Iterable[Capacities], size: int, cost: Callable[[Capacities], float]) -> list[Capacities]:
+    """The `size` candidates of least cost; of equal ones those of fewer and smaller classes."""
+    return sorted(candidates, key=lambda sizes: (cost(sizes), len(sizes), sizes))[:size]
 
 
 class _Judge:
@@ -101,7 +101,7 @@ class _Judge:
         self.loads = loads
         self.wanted = np.array([load.wanted_slots for load in loads])
         self.overheads = np.array([load.microbatch_overhead for load in loads])
-        self.bounds = cache(self._bounds)  # of the candidates that are packed, every bound is asked for thrice
+        self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
         self.items_over = cache(self._items_over)
 
     def expected(self, capacities: Capacities, packed: slice) -> float:
@@ -116,7 +116,8 @@ class _Judge:
             plan = load.plan(spec)
             statistics = phase_statistics(plan, load.items, spec)
             # Below this nothing is gained: assigning rows stops there, too.
-            waits = max(statistics[f"{self.inputs.name}/synchronised"], 1 + 1 / ROW_SEARCH.stop_within)
+            synchronised = statistics[f"{self.inputs.name}/synchronised"]
+            waits = max(synchronised, 1 + 1 / ROW_SEARCH.stop_within)
             slots = int(plan.capacity.sum(dtype=np.int64))
             cost += slots * waits + load.microbatch_overhead * plan.microbatches
         return cost
@@ -126,9 +127,10 @@ class _Judge:
         sizes = np.array(capacities, np.int64)
         no_larger_than = (*capacities[1:], 0)  # items over it fit no smaller class
         half = capacities[0] // 2  # of the items over it, no two share a row
-        slots = np.stack([*(self.items_over(length)[0] for length in no_larger_than[:-1]), self.wanted], axis=1)
-        rows = np.stack([self.items_over(max(length, half))[1] for length in no_larger_than], axis=1)
-        rows = np.maximum(rows, slots > 0)
+        slots_by_class = [self.items_over(length)[0] for length in no_larger_than[:-1]]
+        slots = np.stack([*slots_by_class, self.wanted], axis=1)
+        rows_by_class = [self.items_over(max(length, half))[1] for length in no_larger_than]
+        rows = np.maximum(np.stack(rows_by_class, axis=1), slots > 0)
         most_firsts = max(self.wanted.max() // sizes[0] + 1, rows.max())
         firsts = np.arange(self.wanted.min() // sizes[0], most_firsts + 1)
         counts = row_steps(capacities) + firsts[:, None, None] * (np.arange(len(sizes)) == 0)
@@ -145,8 +147,8 @@ class _Judge:
 
 @compiled
 def _first_enough(counts: Longs, sizes: Longs, slots: Longs, rows: Longs, start: Longs) -> Longs:
-    """Index of the first counts [any, K], from `start` [loads] on, that meet the needs `slots` and `rows` [loads, K]:
-    [loads]."""
+    """Index of the first counts [any, K], from `start` [loads] on, that meet the needs `slots` and
+    `rows` [loads, K]: [loads]."""
     chosen = np.zeros(len(start), np.int64)
     for load in range(len(start)):
         for index in range(start[load], len(counts)):
@@ -167,22 +169,24 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs) -> Capaciti
     """The capacities of a config, descending.
 
     Raises:
-      ConfigError: one is not a multiple of the alignment, they are not different, or none holds the longest item.
+      ConfigError: one is not a multiple of the alignment, they are not different, or none holds the
+        longest item.
     """
     key = f"phases.{inputs.name}.capacities"
     for capacity in capacities:
         if capacity % inputs.alignment:
             near = round_up(capacity, inputs.alignment)
             raise ConfigError(
-                f"{key}: {capacity} is not a multiple of {inputs.alignment} (whole attention blocks and whole language "
-                f"tokens); use {near}, or change phases.{inputs.name}.block"
+                f"{key}: {capacity} is not a multiple of {inputs.alignment} (whole attention blocks "
+                f"and whole language tokens); use {near}, or change phases.{inputs.name}.block"
             )
     if len(set(capacities)) < len(capacities) or not capacities:
         raise ConfigError(f"{key} must be one or more different numbers, not {list(capacities)}")
     if max(capacities) < inputs.longest:
         raise ConfigError(
-            f"{key}: the largest, {max(capacities)}, is too small for the largest item ({inputs.longest} slots); raise "
-            f"it to {round_up(inputs.longest, inputs.alignment)} or limit the size of items"
+            f"{key}: the largest, {max(capacities)}, is too small for the largest item "
+            f"({inputs.longest} slots); raise it to {round_up(inputs.longest, inputs.alignment)} or "
+            f"limit the size of items"
         )
     return tuple(sorted(capacities, reverse=True))
 
@@ -200,12 +204,12 @@ def checked_long_capacity(inputs: SizingInputs) -> int:
     key = f"phases.{inputs.name}.long_capacity"
     if capacity % unit:
         raise ConfigError(
-            f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of {inputs.ranks} ranks): "
-            f"use {round_up(capacity, unit)}"
+            f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of "
+            f"{inputs.ranks} ranks): use {round_up(capacity, unit)}"
         )
     if capacity < inputs.longest:
         raise ConfigError(
-            f"{key}: {capacity} is too small for the longest item of {inputs.longest} slots: raise it to "
-            f"{round_up(inputs.longest, unit)} or limit the size of items"
+            f"{key}: {capacity} is too small for the longest item of {inputs.longest} slots: raise "
+            f"it to {round_up(inputs.longest, unit)} or limit the size of items"
         )
     return capacity

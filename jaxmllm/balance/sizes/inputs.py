@@ -1,4 +1,4 @@
-"""Inputs to choosing sizes other than the sampled lengths: of each phase, and the constants of the search."""
+"""Inputs to choosing sizes other than the sampled lengths: of a phase, and of the search itself."""
 
 from __future__ import annotations
 
@@ -50,28 +50,31 @@ class SizingInputs:
 class CapacitySearch:
     """Constants of the search for row capacities, and of how its candidates are judged."""
 
-    # Every candidate is judged by a bound on sampled and redrawn batches: many of them, for rows that just hold a few
-    # batches overflow in the next.
-    judged_batches: int = 128
-    judged_examples: int = 1 << 19  # at most, in all of them together
-    # The bound takes rows as at most this full; otherwise it would favour rows that exactly hold the mean load.
-    expected_fill: float = 0.99
-    # A microbatch takes this share of a rank's load besides its slots, where no calibration says what it takes.
-    microbatch_overhead: float = 0.002
-
-    # The first class holds one of these shares of a load ..
+    # Candidates. The first class holds one of these shares of a load, in the fewest rows that can
+    # hold the load, or in one, two or three rows more.
     load_shares: tuple[float, ...] = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)
-    row_numbers: int = 4  # .. in the fewest rows that can hold it, or in one, two or three more.
-    # Each other class is the median load divided by one of these, to hold what the first leaves over ..
+    row_numbers: int = 4
+    # Another class is the median load divided by one of the former, to hold what the first class
+    # leaves over, or smaller than the class before it by the median load divided by one of the
+    # latter: classes of similar size.
     leftover_divisors: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    # .. or smaller than the class before it by the median load divided by one of these: classes of similar size.
     step_divisors: tuple[int, ...] = (16, 24, 32, 48, 64, 96, 128)
 
-    # The best candidates by the bound are really packed: so many in a quarter of `packed_batches` ..
+    # All candidates are judged by a bound, on 128 sampled and redrawn batches or those of 1 << 19
+    # examples: rows that just hold a few batches overflow in the next.
+    judged_batches: int = 128
+    judged_examples: int = 1 << 19
+    # In the bound rows get as full as this; it would favour rows that exactly hold the mean load.
+    expected_fill: float = 0.99
+    # Where no calibration says what a microbatch takes besides its slots: a share of the load.
+    microbatch_overhead: float = 0.002
+
+    # The 24 best by the bound are really packed in a quarter of 32 batches, and the 4 best of these
+    # in all of them. There are fewer batches where the former would pack over 1.2 million items.
     first_packed: int = 24
-    then_packed: int = 4  # .. and the best of these in all of them,
+    then_packed: int = 4
     packed_batches: int = 32
-    packed_items: int = 1_200_000  # which are fewer where the first round would pack more items than this.
+    packed_items: int = 1_200_000
 
 
 CAPACITY_SEARCH = CapacitySearch()

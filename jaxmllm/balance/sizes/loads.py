@@ -1,6 +1,7 @@
 """Sampled batches as loads: what the rows of a phase will have to hold.
 
-sampled batches --redraw--> many more of the same examples --loads_of--> per phase and batch: items, slots
+sampled batches --redraw--> many more of the same examples
+                --loads_of--> items and slots, by phase and batch
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ class Load:
     microbatch_overhead: float  # of each microbatch, in slots of average cost
 
     def slots_of_items_over(self, length: int) -> tuple[int, int]:
-        """Slots and number of the items longer than `length`: on the rank that has most or, where items move freely,
-        on the mean rank."""
+        """Slots and number of the items longer than `length`: on the rank that has most or, where
+        items move freely, on the mean rank."""
         longer = self.items.length > length
         lengths = self.items.length[longer]
         if self.item_rank is None:
-            return ceil_divide(int(lengths.sum()), self.ranks), ceil_divide(len(lengths), self.ranks)
+            slots = ceil_divide(int(lengths.sum()), self.ranks)
+            return slots, ceil_divide(len(lengths), self.ranks)
         rank = self.item_rank[longer]
-        return int(sums_by(rank, lengths, self.ranks).max()), int(np.bincount(rank, minlength=1).max())
+        slots = int(sums_by(rank, lengths, self.ranks).max())
+        return slots, int(np.bincount(rank, minlength=1).max())
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         """The items really packed."""
@@ -60,7 +63,8 @@ def loads_of(
 
     Args:
       grids: by encoder phase.
-      example_ranks: by batch, the rank of each example where its items stay with it; none: they move freely.
+      example_ranks: by batch, the rank of each example where its items stay with it; none: they
+        move freely.
     """
     return [
         _load(batch, inputs, grids, example_rank)
@@ -70,7 +74,10 @@ def loads_of(
 
 
 def _load(
-    batch: BatchItems, inputs: SizingInputs, grids: Mapping[str, ExchangeGrid], example_rank: Longs | None
+    batch: BatchItems,
+    inputs: SizingInputs,
+    grids: Mapping[str, ExchangeGrid],
+    example_rank: Longs | None,
 ) -> Load:
     ordinary = batch.phases[inputs.name].length <= inputs.of_ordinary_items().longest
     items = select(batch.phases[inputs.name], ordinary)
@@ -94,41 +101,43 @@ def _load(
 
 
 def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) -> float:
-    """What a microbatch takes besides its slots, expressed in slots of average cost: each is a dispatch of its own and
-    gathers sharded parameters anew."""
+    """What a microbatch takes besides its slots, expressed in slots of average cost: each is a
+    dispatch of its own and gathers sharded parameters anew."""
     if inputs.time is None or not inputs.time.row:
         return CAPACITY_SEARCH.microbatch_overhead * slots
     return float(inputs.time.row * items.length.astype(float).sum() / inputs.time.item.total(items.length))
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
-    """Batches of examples drawn again from all samples, which with these make the batches that judge capacities.
+    """Batches of examples drawn again from all samples: with these, the batches that judge rows.
 
-    A few batches tell the lengths of items well, but not how far the load of a batch strays from the mean.
+    A few batches tell the lengths of items well, but not how far the load of a batch strays from
+    the mean.
     """
     size = max((len(batch.examples) for batch in samples), default=0)
-    missing = min(CAPACITY_SEARCH.judged_batches, CAPACITY_SEARCH.judged_examples // max(size, 1)) - len(samples)
+    affordable = CAPACITY_SEARCH.judged_examples // max(size, 1)
+    missing = min(CAPACITY_SEARCH.judged_batches, affordable) - len(samples)
     if missing <= 0 or not size:
         return []
     random = np.random.default_rng(0)  # every host must draw the same
     pooled, examples = _pooled(samples)
-    drawn = random.integers(examples, size=(missing, size))
-    return [
-        BatchItems(chosen, 0, {phase: _items_of(items, chosen, examples) for phase, items in pooled.items()})
-        for chosen in drawn
-    ]
+    batches = []
+    for chosen in random.integers(examples, size=(missing, size)):
+        phases = {phase: _items_of(items, chosen, examples) for phase, items in pooled.items()}
+        batches.append(BatchItems(chosen, 0, phases))
+    return batches
 
 
 def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     """The items of all batches as those of one, by phase; and the number of its examples."""
-    example_starts = np.cumsum([0, *(len(batch.examples) for batch in samples)])
+    start = np.cumsum([0, *(len(batch.examples) for batch in samples)])  # examples before a batch
     pooled = {}
     for phase in samples[0].phases:
         by_batch = [batch.phases[phase] for batch in samples]
         columns = {name: np.concatenate([getattr(items, name) for items in by_batch]) for name in ITEM_COLUMNS}
-        examples = [items.example + start for items, start in zip(by_batch, example_starts[:-1], strict=True)]
+        examples = [items.example + start[batch] for batch, items in enumerate(by_batch)]
         pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
-    return pooled, int(example_starts[-1])
+    return pooled, int(start[-1])
 
 
 def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
