@@ -2,8 +2,9 @@
 
     BatchItems (lengths of B examples) --plan_step(.., PlanSpec)--> StepPlan --fill--> rows
 
-Letters: B examples, N items of a phase, R ranks, M microbatches, C row capacity in slots, S segments of a row,
-W pool slots, Q pair slots, H hops, U buffer slots, X exchange ranks (see `ExchangeGrid`).
+Letters: B examples, N items of a phase, R ranks, M microbatches, C row capacity in slots, S
+segments of a row, W pool slots, Q pair slots, H hops, U buffer slots, X exchange ranks (see
+`ExchangeGrid`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Bools, Ints, Longs
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.phases import Phase
 
@@ -25,12 +25,13 @@ Mode = Literal["none", "tokens", "language", "phases"]
 
 @dataclass(frozen=True)
 class PhaseItems:
-    """The items of one phase in a global batch: images, clips, or (language) one token sequence an example.
+    """The items of one phase in a global batch: images, clips, or (language) one token sequence per
+    example.
 
-    All arrays have length N, ordered by example, then by place in the example. `length` counts row slots and is
-    a multiple of the phase's alignment; `real` counts those that hold data rather than padding inside the item.
-    Items become `tokens` tokens of the phase that reads theirs, from `slot` of their example's sequence there on; both
-    are zero where none does.
+    All arrays have length N, ordered by example, then by position in the example. `length` counts
+    row slots and is a multiple of the phase's alignment; `real` counts those that hold data rather
+    than padding inside the item. Items become `tokens` tokens of the phase that reads theirs, from
+    `slot` of their example's sequence there on; both are zero where none does.
     """
 
     length: Longs
@@ -57,10 +58,10 @@ class PhaseSpec:
     ranks: int
     capacities: tuple[int, ...]  # row classes, descending
     max_segments: int
-    slots_per_token: int  # encoder slots behind one language token; 1 for language
-    cost: ItemCost  # by which items are balanced: FLOPs, or femtoseconds where calibrated (tools/calibrate.py)
+    slots_per_token: int  # encoder slots per language token; 1 for language
+    cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
     model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
-    long_capacity: int = 0  # slots of a row for one item longer than all others hold; 0: there is none (long.py)
+    long_capacity: int = 0  # slots of a long row (rows/long.py); 0: there is none
 
     @property
     def name(self) -> str:
@@ -80,10 +81,11 @@ class PhaseSpec:
 class ExchangeGrid:
     """How the ranks of an encoder phase and of the language phase lie on the same devices.
 
-    Devices form a grid [A, E, L]: A mesh axes that are batch axes of both phases, E of the encoder's only, L of
-    the language's only. Exchange rank x = (a * E + e) * L + l. Encoder rank of (a, e) is `encoder[a, e]`,
-    language rank of (a, l) is `language[a, l]`. A token of encoder rank (a, e) for language rank (b, l) is sent
-    by exchange rank (a, e, l) to (b, e, l): the all-to-all runs over A alone.
+    Devices form a grid [A, E, L]: A mesh axes that are batch axes of both phases, E of the
+    encoder's only, L of the language's only. Exchange rank x = (a * E + e) * L + l. Encoder rank of
+    (a, e) is `encoder[a, e]`, language rank of (a, l) is `language[a, l]`. A token of encoder rank
+    (a, e) for language rank (b, l) is sent by exchange rank (a, e, l) to (b, e, l): the all-to-all
+    runs over A alone.
     """
 
     encoder: Ints  # [A, E]
@@ -95,7 +97,8 @@ class ExchangeGrid:
 
     @property
     def peers(self) -> int:
-        """A: exchange ranks of a group, which send each other tokens; x is peer x // groups of group x % groups."""
+        """A: exchange ranks of a group, which send each other tokens; x is peer x // groups of
+        group x % groups."""
         return self.encoder.shape[0]
 
     @property
@@ -113,7 +116,8 @@ class ExchangeGrid:
 class RouteSpec:
     """Fixed sizes of the exchange of one encoder phase.
 
-    Phases of equal grids share encoder pools and one exchange, that of the first of them; see `shared_exchange`.
+    Phases of equal grids share encoder pools and one exchange, that of the first of them; see
+    `shared_exchange`.
     """
 
     grid: ExchangeGrid
@@ -125,21 +129,22 @@ class RouteSpec:
 
 
 def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
-    """By encoder phase: the phase whose pools and exchange carry its tokens, the first with an equal grid."""
-    chosen: dict[str, str] = {}
+    """By encoder phase: the phase whose pools and exchange carry its tokens, the first with an
+    equal grid."""
+    owners: dict[str, str] = {}
     for phase, route in routes.items():
-        alike = (other for other in chosen.values() if _same_grid(routes[other].grid, route.grid))
-        chosen[phase] = next(alike, phase)
-    return chosen
+        with_equal_grid = (owner for owner in owners.values() if _equal(routes[owner].grid, route.grid))
+        owners[phase] = next(with_equal_grid, phase)
+    return owners
 
 
-def _same_grid(one: ExchangeGrid, other: ExchangeGrid) -> bool:
-    return np.array_equal(one.encoder, other.encoder) and np.array_equal(one.language, other.language)
+def _equal(a: ExchangeGrid, b: ExchangeGrid) -> bool:
+    return np.array_equal(a.encoder, b.encoder) and np.array_equal(a.language, b.language)
 
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """Everything a plan depends on beside the lengths."""
+    """All planner inputs other than the lengths."""
 
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder phase
@@ -149,11 +154,13 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Where every item of a phase is computed. A microbatch is one row on every rank, or a long one of all ranks.
+    """Where every item of a phase is computed. A microbatch is one row on every rank, or a long one
+    of all ranks.
 
-    Item n lies in microbatch[n], on rank[n], at slots offset[n] .. offset[n] + length, as segment[n] >= 1 (counted
-    from 1 in each row; 0 marks padding). Microbatch m has rows of capacity[m] slots and writes its tokens
-    (encoders) or finds its media tokens (language) in pool[m]; an encoder microbatch writes at pool_offset[m].
+    Item n lies in microbatch[n], on rank[n], at slots offset[n] .. offset[n] + length, as
+    segment[n] >= 1 (counted from 1 in each row; 0 marks padding). Microbatch m has rows of
+    capacity[m] slots and writes its tokens (encoders) or finds its media tokens (language) in
+    pool[m]; an encoder microbatch writes at pool_offset[m].
     """
 
     capacity: Ints  # [M]
@@ -173,11 +180,12 @@ class PhasePlan:
 class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
-    A span is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank `sender` to slots
-    `arrival` .. of `receiver`. If the two differ, a span goes there at once where it is `direct`, as up
-    to `direct_tokens` of a pair do; otherwise its tokens are spread over relay ranks in the hops of the first leg and
-    forwarded in those of the second (relay.py). `ordinal` is the number of its first token among those of the pair or,
-    where it is not direct, among all that the sender spreads. Ragged: all spans are direct, in one hop of any size.
+    A span is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank
+    `sender` to slots `arrival` .. of `receiver`. If the two differ, a span goes there at once where
+    it is `direct`, as up to `direct_tokens` of a pair do; otherwise its tokens are spread over
+    relay ranks in the hops of the first leg and forwarded in those of the second (relay.py).
+    `ordinal` is the number of its first token among those of the pair or, where it is not direct,
+    among all that the sender spreads. Ragged: all spans are direct, in one hop of any size.
     """
 
     source: int
@@ -191,7 +199,7 @@ class RouteRound:
     sender: Ints  # [K]
     receiver: Ints  # [K]
     ordinal: Ints  # [K]
-    direct: NDArray[np.bool_]  # [K]
+    direct: Bools  # [K]
 
     @property
     def hops(self) -> int:
@@ -202,9 +210,9 @@ class RouteRound:
 class Hop:
     """Index tables of one all-to-all for exchange ranks x; their shapes are those of the backend.
 
-    Padded: `index` [x, A, Q], what is sent to each peer. Ragged: `index` [x, W], what is sent, by peer; `sizes`
-    [x, 4, A]: where in `index` the tokens of each peer begin and how many they are, where they land there, and how many
-    come from it.
+    Padded: `index` [x, A, Q], what is sent to each peer. Ragged: `index` [x, W], what is sent, by
+    peer; `sizes` [x, 4, A]: where in `index` the tokens of each peer begin and how many they are,
+    where they land there, and how many come from it.
     """
 
     index: Ints
@@ -235,10 +243,11 @@ class RouteTables:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Where each item's tokens arrive, and the rounds that bring them there (under the phase that carries them).
+    """Where each item's tokens arrive, and the rounds that bring them there (under the phase that
+    owns the exchange).
 
-    Item n's tokens occupy language pool slots arrival[n] .. arrival[n] + tokens of its language rank, in the pool
-    number of its example's language microbatch.
+    Item n's tokens occupy language pool slots arrival[n] .. arrival[n] + tokens of its language
+    rank, in the pool number of its example's language microbatch.
     """
 
     arrival: Ints  # [N]
@@ -247,7 +256,8 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """One run of the pipeline executor: microbatches first .. first + count of every phase, and the schedule table."""
+    """One run of the pipeline executor: microbatches first .. first + count of every phase, and the
+    schedule table."""
 
     microbatches: dict[str, tuple[int, int]]  # by phase: first, count
     table: Ints  # [T, S, columns]; see sharding/pipeline/table.py
@@ -258,8 +268,8 @@ class PipelineRun:
 class StepPlan:
     """Placement of every item of a step and the routes between phases.
 
-    With a pipeline there are `runs`, and of the routes arrivals alone: slots of the tokens that a language microbatch
-    consumes, end to end.
+    With a pipeline there are `runs`, and the routes have only arrivals: slots of the tokens that a
+    language microbatch consumes, end to end.
     """
 
     phases: dict[str, PhasePlan]
@@ -268,8 +278,8 @@ class StepPlan:
     runs: tuple[PipelineRun, ...] = ()
 
     def digest(self, examples: Longs) -> str:
-        """Sixteen hexadecimal digits of the batch's example numbers [B], all placements, arrivals, rounds and runs:
-        equal on hosts that drew the same examples and planned them alike."""
+        """Sixteen hexadecimal digits of the batch's example numbers [B], all placements, arrivals,
+        rounds and runs: equal on hosts that drew the same examples and made the same plan."""
         digest = hashlib.blake2b(digest_size=8)
         _add_to_digest(digest, (examples, self.phases, self.routes, self.runs))
         return digest.hexdigest()

@@ -1,9 +1,10 @@
-"""From the lengths of a global batch to the plan of its step: pure, integers only, the same on every host.
+"""From the lengths of a global batch to the plan of its step: pure, integers only, the same on
+every host.
 
-place_items    rows, microbatches and ranks of every phase           rows/
-               ranks and rows so that tokens stay near               exchange/placement.py, exchange/trade.py
-plan_routes    pools, and the exchange between them                  exchange/routes.py
-statistics     what the plan wastes                                  statistics.py
+    place_items    rows, microbatches and ranks of every phase       rows/
+                   ranks and rows so that tokens stay near           exchange/placement.py, trade.py
+    plan_routes    pools, and the exchange between them              exchange/routes.py
+    statistics     what the plan wastes                              statistics.py
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ from jaxmllm.phases import LANGUAGE
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     """Place every item of a global batch and route encoder outputs to the language phase.
 
-    The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase, and for every encoder phase that
-    owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1 with a backend whose chunks have any
-    size and 0 with equal chunks; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of
-    them that change rank; `slots_moved` from one rank to another, padding and second legs included; per token that
-    changes rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes `node_tokens`, those
-    that change node, and `node_tokens_over_arbitrary`, the same over what changes node when ranks are assigned at
-    random.
+    The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase, and for every
+    encoder phase that owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1
+    with a backend whose chunks have any size and 0 with equal chunks; `rounds`; `hops`
+    (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change rank;
+    `slots_moved` from one rank to another, padding and second legs included; per token that changes
+    rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes
+    `node_tokens`, those that change node, and `node_tokens_over_arbitrary`, the same over what
+    changes node when ranks are assigned at random.
 
     Raises:
-      ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one row.
+      ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one
+        row.
     """
     began = time.perf_counter()
     grids = {phase: route.grid for phase, route in spec.routes.items()}
@@ -55,9 +58,10 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     for phase, phase_spec in spec.phases.items():
         statistics |= phase_statistics(phases[phase], items.phases[phase], phase_spec)
     for owner in dict.fromkeys(shared_exchange(spec.routes).values()):
-        route = route_statistics(
-            routes[owner].rounds, spec.routes[owner], spec.nodes.get(owner), spec.nodes.get(LANGUAGE)
-        )
+        rounds = routes[owner].rounds
+        encoder_node = spec.nodes.get(owner)
+        language_node = spec.nodes.get(LANGUAGE)
+        route = route_statistics(rounds, spec.routes[owner], encoder_node, language_node)
         statistics |= {f"route/{owner}/{name}": value for name, value in route.items()}
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     return StepPlan(phases, routes, statistics)
@@ -75,21 +79,23 @@ def place_items(
     Args:
       phases: all phases by name.
       grids: by encoder phase.
-      mode: "phases" balances each phase; otherwise media stay with their example, and the examples are placed as
-        `example_ranks` says.
+      mode: "phases" balances each phase; otherwise media stay with their example, and the examples
+        are placed as `example_ranks` says.
       nodes: by phase, node of each rank; none: not known, so ranks stay as balancing left them.
     """
     if mode == "phases":
-        plans = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}
-        return place_items_near(plans, items, phases, grids, nodes) if nodes else plans
-    balanced = {LANGUAGE: assign(phases[LANGUAGE], items.phases[LANGUAGE])} if mode == "language" else {}
-    example_rank = example_ranks(items, phases[LANGUAGE].ranks, mode, balanced.get(LANGUAGE))
-    return {
-        phase: balanced[phase]
-        if phase in balanced
-        else assign_in_place(spec, items.phases[phase], item_ranks(items, phase, example_rank, grids))
-        for phase, spec in phases.items()
-    }
+        balanced = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}
+        return place_items_near(balanced, items, phases, grids, nodes) if nodes else balanced
+    language = assign(phases[LANGUAGE], items.phases[LANGUAGE]) if mode == "language" else None
+    example_rank = example_ranks(items, phases[LANGUAGE].ranks, mode, language)
+    plans = {}
+    for phase, spec in phases.items():
+        if phase == LANGUAGE and language is not None:
+            plans[phase] = language
+        else:
+            rank = item_ranks(items, phase, example_rank, grids)
+            plans[phase] = assign_in_place(spec, items.phases[phase], rank)
+    return plans
 
 
 def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan | None = None) -> Longs:
@@ -97,15 +103,17 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
 
     Args:
       ranks: of the language phase.
-      mode: "none" cuts the batch into contiguous blocks, as sampling does: position p belongs to rank p * ranks // B.
-        "tokens" balances the tokens of an example in all phases: those of its language sequence and, once more, those
-        that its media become. "language" follows the plan of the language phase.
+      mode: "none" cuts the batch into contiguous blocks, as sampling does: position p belongs to
+        rank p * ranks // B. "tokens" balances the tokens of an example in all phases: those of its
+        language sequence and, once more, those that its media become. "language" follows the plan
+        of the language phase.
       language: that plan.
     """
     examples = len(items.examples)
     sequences = items.phases[LANGUAGE]
     if mode == "tokens":
-        return packed(sums_by(sequences.example, sequences.length, examples) + media_of_examples(items), ranks)
+        text_and_media = sums_by(sequences.example, sequences.length, examples)
+        return packed(text_and_media + media_of_examples(items), ranks)
     if mode == "none":
         return np.arange(examples) * ranks // max(examples, 1)
     assert language is not None, f"mode {mode!r} follows the plan of the language phase"
@@ -117,7 +125,8 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
 def item_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]) -> Longs:
     """Rank of each item of a phase when it stays with its example: [N].
 
-    Media go to the encoder ranks on the devices of their example, one after another where there are several.
+    Media go to the encoder ranks on the devices of their example, one after another where there are
+    several.
 
     Args:
       example_rank: [B] language rank of each example.
@@ -127,7 +136,8 @@ def item_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mappin
     if phase not in grids:  # its rows read tokens: it runs where they are read
         return language_rank
     grid = grids[phase]
-    block_of_rank = np.empty(grid.language.size, np.int64)  # row of the grid: ranks on the same devices
+    # A block is a row of the grid: the ranks on the same devices.
+    block_of_rank = np.empty(grid.language.size, np.int64)
     block_of_rank[grid.language] = np.arange(len(grid.language))[:, None]
     block = block_of_rank[language_rank]
     by_block = np.argsort(block, kind="stable")

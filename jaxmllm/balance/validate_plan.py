@@ -1,4 +1,4 @@
-"""Checking a plan by running it: every item has its slots, and the exchange brings every token where it belongs.
+"""Checking a plan by running it: every item has slots, and every token arrives where it belongs.
 
 Tests validate plans, runs trust them. Each check is written from what the records promise
 (records.py), not from how the planner works.
@@ -26,15 +26,16 @@ from jaxmllm.phases import LANGUAGE
 
 
 def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
-    """Check that a plan does what it promises: every item in one row, nothing overlaps or overflows, and running the
-    rounds brings every token to its arrival slot and its gradient back.
+    """Check that a plan does what it promises: every item in one row, nothing overlaps or
+    overflows, and running the rounds brings every token to its arrival slot and its gradient back.
 
     Raises:
       ValueError: what is wrong, and in which phase.
     """
     for phase, phase_spec in spec.phases.items():
         _validate_phase(plan.phases[phase], items.phases[phase], phase_spec)
-    arrivals: dict[tuple[int, int], list[Longs]] = {}  # slots that tokens arrive at, by language pool and rank
+    # Slots that tokens arrive at, by language pool and rank.
+    arrivals: dict[tuple[int, int], list[Longs]] = {}
     by_owner: dict[str, list[tuple[Longs, Longs]]] = {}
     for phase, owner in shared_exchange(spec.routes).items():
         departure, arrival = _token_slots(phase, plan, items, spec)
@@ -53,39 +54,46 @@ def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
 
 
 def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None:
-    count = len(items.length)
+    phase = spec.name
+    size = len(items.length)
     for column in ("microbatch", "rank", "offset", "segment"):
-        _require(getattr(plan, column).shape == (count,), spec.name, f"{column} does not have one entry per item")
+        problem = f"{column} does not have one entry per item"
+        _require(getattr(plan, column).shape == (size,), phase, problem)
     classes = (spec.long_capacity, *spec.capacities) if spec.long_capacity else spec.capacities
-    _require(np.isin(plan.capacity, classes).all(), spec.name, "a row is of no class")
-    _require((np.diff(plan.capacity) <= 0).all(), spec.name, "microbatches are not ordered by class")
-    if not count:
-        _require(plan.microbatches == 0, spec.name, "rows without items")
+    _require(np.isin(plan.capacity, classes).all(), phase, "a row is of no class")
+    _require((np.diff(plan.capacity) <= 0).all(), phase, "microbatches are not ordered by class")
+    if not size:
+        _require(plan.microbatches == 0, phase, "rows without items")
         return
-    _require(_within(plan.microbatch, plan.microbatches), spec.name, "a microbatch number is out of range")
-    _require(_within(plan.rank, spec.ranks), spec.name, "a rank number is out of range")
+    _require(_within(plan.microbatch, plan.microbatches), phase, "a microbatch is out of range")
+    _require(_within(plan.rank, spec.ranks), phase, "a rank number is out of range")
+    row_capacity = plan.capacity[plan.microbatch]
+    end = plan.offset + items.length
+    _require((plan.offset >= 0).all(), phase, "an item begins before its row")
+    _require((end <= row_capacity).all(), phase, "an item reaches beyond its row")
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     along_rows = np.lexsort((plan.offset, row))
-    end = plan.offset + items.length
-    _require((plan.offset >= 0).all(), spec.name, "an item begins before its row")
-    _require((end <= plan.capacity[plan.microbatch]).all(), spec.name, "an item reaches beyond its row")
-    same_row = row[along_rows][1:] == row[along_rows][:-1]
+    row = row[along_rows]
     apart = plan.offset[along_rows][1:] >= end[along_rows][:-1]
-    _require(apart[same_row].all(), spec.name, "two items overlap")
-    counted = running_sums(row[along_rows], np.ones(count, np.int64)) + 1
-    _require(np.array_equal(plan.segment[along_rows], counted), spec.name, "segments are not 1, 2, .. along the row")
-    _require(int(plan.segment.max()) <= spec.max_segments, spec.name, "a row has too many segments")
+    _require(apart[row[1:] == row[:-1]].all(), phase, "two items overlap")
+    ordinal = running_sums(row, np.ones(size, np.int64)) + 1
+    in_order = np.array_equal(plan.segment[along_rows], ordinal)
+    _require(in_order, phase, "segments are not 1, 2, .. along the row")
+    _require(int(plan.segment.max()) <= spec.max_segments, phase, "a row has too many segments")
 
 
 def _token_slots(phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec) -> tuple[Longs, Longs]:
-    """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach: [n, 3] each."""
+    """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach:
+    [n, 3] each."""
     encoder = plan.phases[phase]
     language = plan.phases[LANGUAGE]
     media = items.phases[phase]
     item = np.repeat(np.arange(len(media.tokens)), media.tokens)
     step = running_sums(item, np.ones_like(item))  # tokens before it in its item
-    start = encoder.pool_offset[encoder.microbatch] + encoder.offset // spec.phases[phase].slots_per_token
-    departure = np.stack([encoder.pool[encoder.microbatch][item], encoder.rank[item], start[item] + step], axis=1)
+    offset = encoder.offset // spec.phases[phase].slots_per_token
+    start = encoder.pool_offset[encoder.microbatch] + offset
+    pool = encoder.pool[encoder.microbatch]
+    departure = np.stack([pool[item], encoder.rank[item], start[item] + step], axis=1)
     sequence = sequence_of_example(items)[media.example]
     pool = language.pool[language.microbatch[sequence]]
     rank = language.rank[sequence]
@@ -97,13 +105,19 @@ def _validate_pools(phase: str, plan: PhasePlan, spec: PlanSpec, departure: Long
     route = spec.routes[shared_exchange(spec.routes)[phase]]
     row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
     _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
-    _require(_within(arrival[:, 2], route.language_pool), phase, "a token arrives beyond its language pool")
+    _require(
+        _within(arrival[:, 2], route.language_pool),
+        phase,
+        "a token arrives beyond its language pool",
+    )
 
 
 def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Longs, arrival: Longs) -> None:
-    """Run the tables of all ranks on numbered tokens: `departure` and `arrival` are [n, 3] of (pool, rank, slot)."""
+    """Run the tables of all ranks on numbered tokens: `departure` and `arrival` are [n, 3] of
+    (pool, rank, slot)."""
     grid = route.grid
-    encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)  # of each exchange rank
+    # Of each exchange rank.
+    encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)
     language_rank = np.broadcast_to(grid.language[:, None, :], grid.shape).reshape(-1)
     encoder_pools = _numbered_pools(departure, grid.encoder.size, route.encoder_pool)
     language_pools = _numbered_pools(arrival, grid.language.size, route.language_pool)
@@ -125,22 +139,22 @@ def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Lo
 
 
 def _numbered_pools(slots: Longs, ranks: int, pool_slots: int) -> dict[int, Longs]:
-    """By pool, what every slot of every rank holds: token n at slots[n], as n + 1. 0 is nothing. [R, W]"""
-    pools = {pool: np.zeros((ranks, pool_slots), np.int64) for pool in np.unique(slots[:, 0]).tolist()}
+    """By pool, what every slot of every rank holds: token n at slots[n], as n + 1. 0 is nothing.
+    [R, W]"""
+    numbers = np.unique(slots[:, 0]).tolist()
+    pools = {pool: np.zeros((ranks, pool_slots), np.int64) for pool in numbers}
     for token, (pool, rank, slot) in enumerate(slots.tolist(), start=1):
         pools[pool][rank, slot] = token
     return pools
 
 
 def _validate_round(owner: str, round_: RouteRound, route: RouteSpec) -> None:
-    _require((round_.start + round_.tokens <= route.encoder_pool).all(), owner, PAST_POOL)
-    _require((round_.arrival + round_.tokens <= route.language_pool).all(), owner, PAST_POOL)
+    past_pool = "a span of tokens reaches beyond its pool"
+    _require((round_.start + round_.tokens <= route.encoder_pool).all(), owner, past_pool)
+    _require((round_.arrival + round_.tokens <= route.language_pool).all(), owner, past_pool)
     _require(round_.hops <= route.hops, owner, "a round has too many hops")
     problem = backend_of(route).problem(round_, route)
     _require(problem is None, owner, str(problem))
-
-
-PAST_POOL = "a span of tokens reaches beyond its pool"
 
 
 def _within(numbers: Ints | Longs, end: int) -> bool:

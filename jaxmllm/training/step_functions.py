@@ -177,26 +177,30 @@ class StepFunctions:
         d_pool: Float[Array, "R W D"],
         grads: Params,
         sums: Sums,
-        home: Int[Array, ""],
+        media_rank: Int[Array, ""],
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
-        """`language_loss_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on rank `home`."""
-        shared = self._shared(pool, home)
+        """`language_loss_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on `media_rank`."""
+        shared = self._shared(pool, media_rank)
         d_shared, grads, new = self._long_row_step.language_loss_and_grad(
             params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _zero_sums(sums)
         )
-        return add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, home), grads, _add_to_first_rank(sums, new)
+        return (
+            add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, media_rank),
+            grads,
+            _add_to_first_rank(sums, new),
+        )
 
     def evaluate_long(
-        self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, home: Int[Array, ""]
+        self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, media_rank: Int[Array, ""]
     ) -> Sums:
         """`evaluate` of one row in parts on all ranks."""
         return _add_to_first_rank(
-            sums, self._long_row_step.evaluate(params, rows, self._shared(pool, home), _zero_sums(sums))
+            sums, self._long_row_step.evaluate(params, rows, self._shared(pool, media_rank), _zero_sums(sums))
         )
 
-    def _shared(self, pool: TokenPool, home: Int[Array, ""]) -> TokenPool:
+    def _shared(self, pool: TokenPool, media_rank: Int[Array, ""]) -> TokenPool:
         """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
-        return TokenPool(*(share_rank(self.model.layout(LANGUAGE), leaf, home) for leaf in pool))
+        return TokenPool(*(share_rank(self.model.layout(LANGUAGE), leaf, media_rank) for leaf in pool))
 
     @property
     def _long_row_step(self) -> StepFunctions:

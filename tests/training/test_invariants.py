@@ -140,7 +140,7 @@ def test_long_rows_leave_the_mathematics_alone(with_long_rows, whole, mode):
     step = with_long_rows.step(EXAMPLES, mode=mode)
     capacities = step.capacities["language"]
     assert capacities.count(1024) >= 2 and capacities.count(96) >= 2
-    assert [home >= 0 for home in step.homes] == [capacity == 1024 for capacity in capacities]
+    assert [rank >= 0 for rank in step.media_ranks] == [capacity == 1024 for capacity in capacities]
     assert any((row["media"] >= 0).any() for row in step.rows["language"][: capacities.count(1024)])
     assert_same(with_long_rows.gradients(step), whole, 1e-5)
 

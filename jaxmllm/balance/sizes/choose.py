@@ -1,8 +1,9 @@
-"""Choosing the fixed sizes of a run, once, from sampled batches: row classes, segments, pools, pair slots.
+"""Choosing the fixed sizes of a run, once, from sampled batches: row classes, segments, pools, pair
+slots.
 
-sampled batches, and more drawn again from their examples        loads.py
-    --candidates, judged--> capacities, max_segments             capacities.py
-    --places of the items--> pools and pair slots                exchange_sizes.py
+    sampled batches, and more drawn again from their examples        loads.py
+        --candidates, judged--> capacities, max_segments             capacities.py
+        --items, placed--> pools and pair slots                      exchange_sizes.py
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from dataclasses import replace
 from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.balance.sizes.capacities import checked_capacities, checked_long_capacity, choose_capacities
+from jaxmllm.balance.sizes.capacities import (
+    checked_capacities,
+    checked_long_capacity,
+    choose_capacities,
+)
 from jaxmllm.balance.sizes.exchange_sizes import choose_routes
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.sizes.loads import Load, loads_of, redraw
@@ -43,7 +48,8 @@ def choose_sizes(
       backend: of the exchange.
 
     Raises:
-      ConfigError: a size of the config is not a multiple of the alignment, or too small for the largest item.
+      ConfigError: a size of the config is not a multiple of the alignment, or too small for the
+        largest item.
     """
     specs = _choose_rows(samples, phases, grids, balance)
     longest = {inputs.name: inputs.longest for inputs in phases}
@@ -62,11 +68,13 @@ def _choose_rows(
     batches = [*samples, *redraw(samples)]
     encoders = {inputs.name: inputs for inputs in phases}
     language = encoders.pop(LANGUAGE)
-    ranks_of_examples: list[Longs | None] = [None] * len(batches)  # by batch, where media stay with their example
+    # By batch, where media stay with their example.
+    ranks_of_examples: list[Longs | None] = [None] * len(batches)
     if balance.mode in ("none", "tokens"):
         ranks_of_examples = [example_ranks(batch, language.ranks, balance.mode) for batch in batches]
     specs: dict[str, PhaseSpec] = {}
-    for inputs in (language, *encoders.values()):  # encoders may follow where the language phase places examples
+    # Language first: encoders may follow where it places examples.
+    for inputs in (language, *encoders.values()):
         loads = loads_of(batches, inputs, grids, ranks_of_examples)
         spec = _ordinary_rows(inputs.of_ordinary_items(), loads)
         specs[inputs.name] = replace(spec, long_capacity=checked_long_capacity(inputs))

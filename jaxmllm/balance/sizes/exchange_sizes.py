@@ -1,4 +1,4 @@
-"""Sizes of the exchange: pools and pair slots such that nearly every step needs one pool and one round."""
+"""Sizes of the exchange, such that nearly every step needs one pool and one round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import numpy as np
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.exchange import padded
 from jaxmllm.balance.exchange.traffic import media_tokens, moving_tokens
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec, RouteSpec, shared_exchange
+from jaxmllm.balance.records import (
+    BatchItems,
+    ExchangeGrid,
+    PhasePlan,
+    PhaseSpec,
+    RouteSpec,
+    shared_exchange,
+)
 from jaxmllm.balance.sizes.inputs import with_head_room
 from jaxmllm.balance.step_plan import place_items
 from jaxmllm.config.schema import BalanceConfig, ConfigError
@@ -46,7 +53,8 @@ def choose_routes(
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    language_pool = _pool(LANGUAGE, arriving, max(language.capacities[0], language.long_capacity), balance)
+    row_tokens = max(language.capacities[0], language.long_capacity)
+    language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
     unsized = {phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS) for phase, grid in grids.items()}
     owner_of = shared_exchange(unsized)
     routes = {}
@@ -74,6 +82,7 @@ def _encoder_pool(
 
 
 def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
+    """Tokens that all rows of a rank can hold."""
     return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
 
 
@@ -85,7 +94,8 @@ def _pair_slots(
     longest: Mapping[str, int],
     grid: ExchangeGrid,
 ) -> int:
-    """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then serves any of them."""
+    """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then
+    serves any of them."""
     moves = [
         moving_tokens({phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid)
         for batch, plan in zip(samples, plans, strict=True)
@@ -100,7 +110,8 @@ def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConf
         return max(with_head_room(int(max(used, default=0)), POOL_ALIGNMENT), row_tokens)
     if balance.pool_slots < row_tokens:
         raise ConfigError(
-            f"balance.pool_slots = {balance.pool_slots} is too small: a row of phase {phase!r} can hold {row_tokens} "
-            f"media tokens; raise it to {row_tokens} or lower phases.{phase}.capacities"
+            f"balance.pool_slots = {balance.pool_slots} is too small: a row of phase {phase!r} can "
+            f"hold {row_tokens} media tokens; raise it to {row_tokens} or lower "
+            f"phases.{phase}.capacities"
         )
     return balance.pool_slots

@@ -123,10 +123,10 @@ class LocalRanks:
 class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
-    `capacities`, `pools` and `pool_offsets` have one entry a microbatch, as in `PhasePlan`, and `rows` one dict a
-    microbatch, long ones whole on every host; `homes` has the rank where the media of a long language row arrive, and
-    -1 for the others. The tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
-    item that did not decode on this host.
+    `capacities`, `pools` and `pool_offsets` have one entry per microbatch, as in `PhasePlan`, and `rows` one dict per
+    microbatch, long ones whole on every host; `media_ranks` has the rank where the media of a long language row
+    arrive, and -1 for the others. The tables of `rounds` are those of the local exchange ranks. `failures` has one
+    message for each item that did not decode on this host.
     """
 
     step: int
@@ -136,7 +136,7 @@ class HostStep:
     pools: dict[str, tuple[int, ...]]
     pool_offsets: dict[str, tuple[int, ...]]
     rows: dict[str, list[Row]]
-    homes: tuple[int, ...]
+    media_ranks: tuple[int, ...]
     rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
@@ -172,9 +172,9 @@ def fill(
     rows[LANGUAGE] = _language_rows(
         batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE], corpus.source_of
     )
-    homes = np.full(plan.phases[LANGUAGE].microbatches, -1)
+    media_ranks = np.full(plan.phases[LANGUAGE].microbatches, -1)
     long = is_long(spec.phases[LANGUAGE], items.phases[LANGUAGE].length)
-    homes[plan.phases[LANGUAGE].microbatch[long]] = plan.phases[LANGUAGE].rank[long]
+    media_ranks[plan.phases[LANGUAGE].microbatch[long]] = plan.phases[LANGUAGE].rank[long]
     return HostStep(
         step=step,
         examples=np.asarray(examples, np.int64),
@@ -183,7 +183,7 @@ def fill(
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
         pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
         rows=rows,
-        homes=_plain(homes),
+        media_ranks=_plain(media_ranks),
         rounds={
             phase: [route_tables(round_, route, local.exchange[phase]) for round_ in plan.routes[phase].rounds]
             for phase, route in spec.routes.items()

@@ -122,7 +122,7 @@ class PhasedPrograms(Programs):
     @staticmethod
     def _media_rank(host: HostStep, microbatch: int) -> tuple[np.int32, ...]:
         """The additional argument of the programs of long rows."""
-        return (np.int32(host.homes[microbatch]),) if host.homes[microbatch] >= 0 else ()
+        return (np.int32(host.media_ranks[microbatch]),) if host.media_ranks[microbatch] >= 0 else ()
 
     def _encode(
         self, params: Any, batch: DeviceStep, failed: jax.Array
