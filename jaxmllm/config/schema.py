@@ -162,15 +162,28 @@ class ModelConfig(Section):
 
 
 class ComponentConfig(Section):
-    """How one component trains. `layout` overrides the logical-axis -> mesh-axes rules of sharding/rules.py,
-    e.g. `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`."""
+    """How one component trains.
+
+    `train` names the parameters that do, by patterns of their paths inside the component, in which `*` stands for any
+    characters: `[layers.mlp.*, "*bias"]`. `layout` overrides the logical-axis -> mesh-axes rules of sharding/rules.py:
+    `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`.
+    """
 
     freeze: bool = False
+    train: tuple[str, ...] = ("*",)
     learning_rate_scale: float = Field(1.0, ge=0.0)
     compute_dtype: DType = "float32"
     remat: Remat = "full"  # what the backward pass computes again; see models/layers.py
     attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = {}
+
+    @model_validator(mode="after")
+    def _check_train(self) -> ComponentConfig:
+        if not self.train:
+            raise ValueError("train is empty: freeze the component (freeze: true), or name some of its parameters")
+        if self.freeze and self.train != ("*",):
+            raise ValueError(f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out")
+        return self
 
 
 class ProjectorConfig(ComponentConfig):

@@ -27,10 +27,9 @@ from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
+from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
 from sharding.rules import Layout, make_layout
-
-Params = dict[str, Any]  # component name -> nested dict of arrays
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,11 @@ class MLLM:
     config: ModelConfig
     vocab_size: int
     components: dict[str, Component]
+    trainable: Trainable
 
     @property
     def phases(self) -> dict[str, Phase]:
         return make_phases(self.config)
-
-    @property
-    def trainable(self) -> frozenset[str]:
-        return frozenset(name for name, component in self.components.items() if not component.settings.freeze)
 
     @property
     def split_phases(self) -> frozenset[str]:
@@ -168,7 +164,8 @@ class MLLM:
 
 
 def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
-    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be."""
+    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be,
+    and `ConfigError` for a pattern of `train` that names no parameter."""
     language = config.language
     makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
     if config.vision is not None:
@@ -195,7 +192,9 @@ def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig
                 overrides.setdefault(axes, list(tower.mesh_axes(axes)))
         layout = make_layout(mesh, overrides, f"components.{name}.layout")
         components[name] = _component(name, make, layout, setting)
-    return MLLM(config, vocab_size, components)
+    shapes = {name: component.shapes for name, component in components.items()}
+    patterns = {name: part.settings.train for name, part in components.items() if not part.settings.freeze}
+    return MLLM(config, vocab_size, components, Trainable.of(shapes, patterns))
 
 
 def shardings(component: Component) -> Any:

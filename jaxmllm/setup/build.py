@@ -47,7 +47,8 @@ def build_run(config: Config) -> Run:
     ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
     corpus, held_out = ground.corpus, ground.held_out
     params = ground.model.abstract(config.run.param_dtype)
-    moments = [params[name] for name in ground.model.trainable] * MOMENTS
+    trained, _ = ground.model.trainable.split(params)
+    moments = [trained] * MOMENTS
     check_space(Path(config.run.directory), state_bytes((params, moments)))
     programs, pipeline = make_programs(config, ground)
     spec, ranks, attention = programs.spec, local_share(programs), programs.attention

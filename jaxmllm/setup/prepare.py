@@ -45,7 +45,7 @@ def lay_groundwork(config: Config, mesh: Mesh | AbstractMesh) -> Groundwork:
     check_exchange(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
-    if not model.trainable:
+    if not model.trainable.components:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
     media = modalities(config.model, config.data, model.split_phases)
     corpus, held_out = open_corpora(config, tokenizer, media, model)

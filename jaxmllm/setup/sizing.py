@@ -47,7 +47,9 @@ def pipeline_sizes(
     needs = _needs(config, model, corpora)
     shapes = resolved_shapes(config, model)
     largest = [largest_examples(corpus, phase) for corpus in corpora for phase in config.model.encoders]
-    return choose_pipeline(samples, needs, config.pipeline, shapes, model.trainable, config.data.batch_size, largest)
+    return choose_pipeline(
+        samples, needs, config.pipeline, shapes, model.trainable.components, config.data.batch_size, largest
+    )
 
 
 def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
@@ -179,7 +181,7 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
     shapes = resolved_shapes(config, model)
-    return {phase: phase_flops(shapes, phase, model.trainable) for phase in model.phases}
+    return {phase: phase_flops(shapes, phase, model.trainable.components) for phase in model.phases}
 
 
 def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -> dict[str, PhaseTime]:

@@ -26,6 +26,7 @@ from jaxmllm.config.schema import OptimizerConfig
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
+from jaxmllm.trainable import join
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
 from sharding.pools import add_to_rank, put_rows, share_rank, take_rows
@@ -61,7 +62,8 @@ class StepFunctions:
 
     def trainable_of(self, phase: str) -> tuple[str, ...]:
         """Trainable components of a phase; without any, its backward programs do not exist."""
-        return tuple(name for name in self.model.phases[phase].components if name in self.model.trainable)
+        trained = self.model.trainable.components
+        return tuple(name for name in self.model.phases[phase].components if name in trained)
 
     @property
     def trains_encoders(self) -> bool:
@@ -106,17 +108,17 @@ class StepFunctions:
     ) -> Params:
         """Add the gradients of a microbatch's trainable components; recomputes the forward from `start`: the rows, or
         the features of a frozen tower."""
-        trainable, frozen = self._split(params, phase)
+        trained, frozen = self._split(params, phase)
 
-        def tokens_of(trainable: Params) -> Array:
-            everything = trainable | frozen
+        def tokens_of(trained: Params) -> Array:
+            everything = join(trained, frozen)
             if isinstance(start, KeptFeatures):
                 return self.model.project(everything, phase, *start)
             return self.model.project(everything, phase, self.model.features(everything, phase, start), start.places)
 
-        tokens, pull = jax.vjp(tokens_of, trainable)
+        tokens, vjp = jax.vjp(tokens_of, trained)
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, at, tokens.shape[1], axis=1)
-        return jax.tree.map(jnp.add, grads, pull(d_tokens.astype(tokens.dtype))[0])
+        return jax.tree.map(jnp.add, grads, vjp(d_tokens.astype(tokens.dtype))[0])
 
     # ------------------------------------------------------------------ language
 
@@ -151,17 +153,17 @@ class StepFunctions:
         """Add one microbatch's gradients (of the language model and of the pool) and sums."""
         layout = self.model.layout(LANGUAGE)
         media, valid = self._arrived(rows, pool)
-        trainable, frozen = self._split(params, LANGUAGE)
+        trained, frozen = self._split(params, LANGUAGE)
 
-        def objective(trainable: Params, media: Array) -> tuple[Array, Sums]:
-            total, sums = self.language_loss(trainable | frozen, rows, media, valid)
+        def objective(trained: Params, media: Array) -> tuple[Array, Sums]:
+            total, sums = self.language_loss(join(trained, frozen), rows, media, valid)
             return total * scale, sums
 
         if self.trains_encoders:
-            (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trainable, media)
+            (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trained, media)
             d_pool = put_rows(layout, d_media, rows.media, d_pool)
         else:
-            d_params, new = jax.grad(objective, has_aux=True)(trainable, media)
+            d_params, new = jax.grad(objective, has_aux=True)(trained, media)
         return d_pool, jax.tree.map(jnp.add, grads, d_params), jax.tree.map(jnp.add, sums, new)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
@@ -215,9 +217,9 @@ class StepFunctions:
 
     def init(self, params: Params) -> TrainState:
         """A state before the first update."""
-        trainable = {name: params[name] for name in self.model.trainable}
+        trained, _ = self.model.trainable.split(params)
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, init_optimizer(self.optimizer, trainable), zero, zero, zero, zero)
+        return TrainState(params, init_optimizer(self.optimizer, trained), zero, zero, zero, zero)
 
     def update(
         self, state: TrainState, grads: Params, sums: Sums, planned: Float[Array, ""], failed: Int[Array, ""]
@@ -231,20 +233,19 @@ class StepFunctions:
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
         usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (targets > 0)
 
-        trainable = {name: state.params[name] for name in grads}
+        trained, frozen = self.model.trainable.split(state.params)
         clipped = clip_by_norm(grads, norm, self.optimizer.clip_norm)
-        updates, optimizer = optimizer_updates(self.optimizer, clipped, state.optimizer, trainable)
-        params = dict(state.params)
+        updates, optimizer = optimizer_updates(self.optimizer, clipped, state.optimizer, trained)
         for name in grads:
             component_rate = rate * self.model.components[name].settings.learning_rate_scale
-            params[name] = jax.tree.map(
+            trained[name] = jax.tree.map(
                 lambda p, u, r=component_rate: jnp.where(usable, p - r.astype(p.dtype) * u, p),
-                trainable[name],
+                trained[name],
                 updates[name],
             )
         optimizer = jax.tree.map(lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer)
         new = TrainState(
-            params,
+            join(trained, frozen),
             optimizer,
             state.step + 1,
             state.skipped + ~usable,
@@ -265,9 +266,8 @@ class StepFunctions:
         return new, metrics
 
     def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
-        """(trainable, frozen) components of a phase."""
-        trainable = {name: params[name] for name in self.trainable_of(phase)}
-        return trainable, {name: params[name] for name in self.model.phases[phase].components if name not in trainable}
+        """(trained, frozen) parameters of a phase."""
+        return self.model.trainable.split({name: params[name] for name in self.model.phases[phase].components})
 
 
 def _zero_sums(sums: Sums) -> Sums:

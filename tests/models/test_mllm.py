@@ -85,7 +85,7 @@ def test_options_of_the_decoder_add_their_parameters():
 def test_frozen_components_are_not_trainable():
     projectors = ProjectorComponents(audio=ProjectorConfig(freeze=True))
     model = build(vision=ComponentConfig(freeze=True), projector=projectors)
-    assert model.trainable == {"projector.vision", "audio", "language"}
+    assert model.trainable.components == {"projector.vision", "audio", "language"}
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

@@ -264,7 +264,8 @@ def sources(split: str) -> dict[str, Effect]:
 def component(name: str, seen: Observer) -> dict[str, Effect]:
     section = f"components.{name}"
     remat = "dots" if not name.startswith("projector") else "full"
-    found = effects(section, trained, freeze="true") | effects(section, scales, learning_rate_scale="0.5")
+    part = "[layers.mlp.*]" if not name.startswith("projector") else "[mlp.up]"
+    found = effects(section, trained, freeze="true", train=part) | effects(section, scales, learning_rate_scale="0.5")
     found |= effects(section, weights, layout="{mlp: [], heads: []}")
     return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
 

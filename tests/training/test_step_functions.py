@@ -130,7 +130,7 @@ class Driver:
                 pool, features, failed = self.encode(params, rows, pool, np.int32(m * TOKENS), failed)
                 starts.append(rows if features is None else features)
             d_pool, sums = np.zeros(pool.tokens.shape), zero_sums()
-            grads = {name: zeros_like(params[name]) for name in sorted(self.step.model.trainable)}
+            grads = zeros_like(self.step.model.trainable.split(params)[0])
             own = {name: grads[name] for name in self.step.trainable_of("language")}
             for rows in TEXT:
                 d_pool, own, sums = self.loss_and_grad(params, rows, pool, scale, d_pool, own, sums)
@@ -220,6 +220,29 @@ def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, 
     assert_trees_close(grads, {name: expected[name] for name in trained})
     assert step.keeps_features("vision") == ("projector.vision" in trained and "vision" not in trained)
     assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
+
+
+def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, whole):
+    """Biases of the tower, a matrix of the projector, the MLPs and the head of the decoder; and nothing else moves."""
+    params, _, expected = whole
+    vision = ComponentConfig(compute_dtype="float64", train=("*bias",))
+    projector = ComponentConfig(compute_dtype="float64", train=("mlp.down",))
+    language = ComponentConfig(compute_dtype="float64", train=("layers.mlp.*", "head"))
+    step = make_step(vision=vision, projector=projector, language=language)
+    grads, _, _, _ = Driver(step).run(params)
+    trained, frozen = step.model.trainable.split(expected)
+    assert trained["projector.vision"].keys() == {"mlp"} and trained["projector.vision"]["mlp"].keys() == {"down"}
+    assert trained["language"].keys() == {"layers", "head"} and "patch" not in trained["vision"]
+    assert_trees_close(grads, trained)
+
+    with jax.enable_x64(True):
+        state = jax.device_get(step.init(params))
+        new, _ = jax.device_get(jax.jit(step.update)(state, grads, make_sums(80.0), np.float64(80.0), np.int32(0)))
+    moments = {name: optimizer[0].mu for name, optimizer in new.optimizer.items()}
+    assert jax.tree.structure(moments) == jax.tree.structure(trained)
+    changed, same = step.model.trainable.split(jax.tree.map(lambda new, old: (new != old).any(), new.params, params))
+    assert jax.tree.structure(changed) == jax.tree.structure(trained) and all(jax.tree.leaves(changed))
+    assert jax.tree.structure(same) == jax.tree.structure(frozen) and not any(jax.tree.leaves(same))
 
 
 def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole):

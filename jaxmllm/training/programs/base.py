@@ -112,6 +112,7 @@ class Programs(abc.ABC):
         self.attention = attention
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
+        self.trained, _ = functions.model.trainable.split(self.params)  # shapes of what is trained, and of gradients
         self.state = self._abstract_state(self.params)
         self.compiled = compile_jobs(self._jobs(formats))
 
@@ -204,12 +205,13 @@ class Programs(abc.ABC):
 
     def _abstract_state(self, params: Any) -> TrainState:
         state = jax.eval_shape(self.functions.init, params)
+        trained, _ = self.functions.model.trainable.split(params)
         optimizer = {
             name: optax.tree_utils.tree_map_params(
                 make_optimizer(self.functions.optimizer),
                 lambda _, parameter: parameter,
                 component,
-                params[name],
+                trained[name],
                 transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
             )
             for name, component in state.optimizer.items()

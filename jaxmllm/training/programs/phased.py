@@ -247,8 +247,7 @@ class PhasedPrograms(Programs):
             )
             for owner in dict.fromkeys(self.exchange_owner.values())
         }
-        phases = self.spec.phases
-        gradients = {name: self.params[name] for phase in phases for name in self.functions.trainable_of(phase)}
+        gradients = self.trained
         jobs = self._common_jobs(gradients) | {ProgramName("zero", "gradients"): zeros_job(gradients)}
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():
@@ -262,7 +261,7 @@ class PhasedPrograms(Programs):
         layout = self.layouts[LANGUAGE]
         functions = self.functions
         params = self._params_of(self.params, LANGUAGE)
-        grads = self._grads_of(self.params, LANGUAGE)
+        grads = self._grads_of(self.trained, LANGUAGE)
         pool = self.pools[LANGUAGE]
         sums = self._abstract_sums()
         jobs = {
@@ -294,7 +293,7 @@ class PhasedPrograms(Programs):
         functions = self.functions
         layout = self.layouts[phase]
         params = self._params_of(self.params, phase)
-        grads = self._grads_of(self.params, phase)
+        grads = self._grads_of(self.trained, phase)
         pool = self.pools[self.exchange_owner[phase]]
         pool_offset = failed = self._scalar(np.int32)
         jobs: Jobs = {}

@@ -33,6 +33,7 @@ from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool, abstract_encoder_rows, abstract_language_rows
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.trainable import Trainable, join
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
@@ -44,6 +45,7 @@ from sharding.pipeline.ring import Chain
 from sharding.pools import take_rows
 
 STAGE = "stage"
+NOTHING_TRAINED = Trainable(frozenset(), {})
 LAYERS = "layers"  # name of the stacked layers among a tower's parameters
 
 
@@ -155,12 +157,11 @@ class StagedPrograms(Programs):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         saved = self.saved_state
-        trained = {name: self.params[name] for name in sorted(self.functions.model.trainable)}
-        found: Any = (trained, self._abstract_sums(), self._scalar(np.int32))
+        found: Any = (self.trained, self._abstract_sums(), self._scalar(np.int32))
         rows = self.rows = self._abstract_rows(formats)
         evaluated: Any = Evaluated(found[1], found[2])
         table = self._abstract_table(self.sizes.training)
-        return self._common_jobs(trained) | {
+        return self._common_jobs(self.trained) | {
             ProgramName("gradients"): Job(self._gradients, (self.params, rows, table, self._scalar()), found),
             ProgramName("add"): Job(partial(jax.tree.map, jnp.add), (found, found), found, (0,)),
             ProgramName("evaluate"): Job(self._evaluate, (self.params, rows, table, evaluated), evaluated, (3,)),
@@ -175,14 +176,15 @@ class StagedPrograms(Programs):
         executor = self._executor(self.sizes.training, pieces)
         out = executor(table, pieces.inputs(params, rows, scale, self.functions.model.trainable))
         grads = pieces.gradients(out.layers, out.outer)
-        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, {name: params[name] for name in grads})
+        trained, _ = self.functions.model.trainable.split(params)
+        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
         return grads, self._by_rank(out.sums), _failed(rows, pieces)
 
     def _evaluate(self, params: Any, rows: Any, table: TableArrays, found: Evaluated) -> Evaluated:
         pieces = Pieces(self.functions, self.replicas)
         executor = self._executor(self.sizes.evaluation, pieces)
         one = jnp.ones((), found.sums.loss.dtype)
-        out = executor(table, pieces.inputs(params, rows, one, frozenset()))
+        out = executor(table, pieces.inputs(params, rows, one, NOTHING_TRAINED))
         return jax.tree.map(jnp.add, found, Evaluated(self._by_rank(out.sums), _failed(rows, pieces)))
 
     def _executor(self, pipeline: PipelineSpec, pieces: Pieces) -> Callable[[TableArrays, Inputs], Any]:
@@ -344,16 +346,13 @@ class Pieces:
         """Encoders in model order, then language."""
         return (*map(self._encoder, self.encoders), self._language())
 
-    def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trained: frozenset[str]) -> Inputs:
+    def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trainable: Trainable) -> Inputs:
         """Staged parameters and rows as the executor takes them; `scale` is what losses are multiplied by."""
         layers, outer = [], []
         for phase in self.model.phases:
-            sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-            for name in self.model.phases[phase].components:
-                sides[name not in trained][name] = {key: part for key, part in params[name].items() if key != LAYERS}
-            stack = params[phase][LAYERS]
-            layers.append(Params(stack, {}) if phase in trained else Params({}, stack))
-            outer.append(Params(sides[0], (sides[1], scale)))
+            trained, frozen = trainable.split({name: params[name] for name in self.model.phases[phase].components})
+            layers.append(Params(_layers_of(trained, phase), _layers_of(frozen, phase)))
+            outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
         return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in self.model.phases))
 
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
@@ -361,7 +360,7 @@ class Pieces:
         found: dict[str, Any] = {}
         for phase, stack, others in zip(self.model.phases, layers, outer, strict=True):
             for name, part in others.items():
-                found[name] = part | ({LAYERS: stack} if name == phase else {})
+                found[name] = part | ({LAYERS: stack} if name == phase and stack else {})
         return found
 
     def _encoder(self, phase: str) -> Component:
@@ -371,7 +370,7 @@ class Pieces:
             return self.model.stem(_all(outer), phase, rows)
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
-            return self.model.layer(phase, params.trained or params.frozen, x, rows)
+            return self.model.layer(phase, join(params.trained, params.frozen), x, rows)
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _all(outer)
@@ -395,7 +394,7 @@ class Pieces:
             return Activation(self.model.embed(_all(outer), rows, arrived.tokens), arrived.valid)
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
-            return x._replace(hidden=self.model.layer(LANGUAGE, params.trained or params.frozen, x.hidden, rows))
+            return x._replace(hidden=self.model.layer(LANGUAGE, join(params.trained, params.frozen), x.hidden, rows))
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
             params, scale = _all(outer), outer.frozen[1]
@@ -406,9 +405,18 @@ class Pieces:
         return Component(first, layer, last, layout.spec(("batch", "sequence")))
 
 
+def _layers_of(params: dict[str, Any], phase: str) -> Any:
+    """The stacked layers of a phase, or as much of them as there is."""
+    return params.get(phase, {}).get(LAYERS, {})
+
+
+def _without_layers(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: {key: part for key, part in tree.items() if key != LAYERS} for name, tree in params.items()}
+
+
 def _all(outer: Params) -> dict[str, Any]:
     """Parameters outside the layers, by component."""
-    params: dict[str, Any] = outer.trained | outer.frozen[0]
+    params: dict[str, Any] = join(outer.trained, outer.frozen[0])
     return params
 
 

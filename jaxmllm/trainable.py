@@ -1,0 +1,101 @@
+"""Which parameters are trained: one mask by parameter path, made once from the config.
+
+    shapes, patterns --Trainable.of--> mask          parameters --split--> (trained, frozen) --join--> parameters
+
+Step functions differentiate what `split` calls trained, and optimizer states and gradients hold nothing else. Costs and
+pipeline stages ask how much of each component that is. Parameters are {component: nested dicts of arrays}; the path of
+one is the keys that lead to it, joined by dots: "language.layers.mlp.up".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import Any
+
+from jaxmllm.config.schema import ConfigError
+
+Params = dict[str, Any]  # component name -> nested dicts of arrays
+EVERYTHING = ("*",)
+LISTED = 6  # parameters that an error names
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """The mask of a model: paths of its trained parameters, and how much of each component these are."""
+
+    paths: frozenset[str]
+    shares: Mapping[str, Fraction]  # by component of which anything is trained: share of its numbers that are
+
+    @classmethod
+    def of(cls, shapes: Params, patterns: Mapping[str, Sequence[str]]) -> Trainable:
+        """The mask of a model with parameters of these shapes.
+
+        Args:
+          shapes: parameters, or anything with their shapes, by component.
+          patterns: by component, which of its parameters are trained: paths inside the component, in which `*` stands
+            for any characters ("layers.mlp.*", "*bias"). A component without patterns is frozen.
+
+        Raises:
+          ConfigError: a pattern that no parameter matches.
+        """
+        paths: set[str] = set()
+        shares: dict[str, Fraction] = {}
+        for component, tree in shapes.items():
+            sizes = {path: math.prod(leaf.shape) for path, leaf in _leaves(tree)}
+            chosen: set[str] = set()
+            for pattern in patterns.get(component, ()):
+                matched = {path for path in sizes if fnmatchcase(path, pattern)}
+                if not matched:
+                    raise ConfigError(
+                        f"components.{component}.train: {pattern!r} matches no parameter of {component}: it has "
+                        f"{', '.join([*sizes][:LISTED])}{', ..' if len(sizes) > LISTED else ''}"
+                    )
+                chosen |= matched
+            if chosen:
+                paths |= {f"{component}.{path}" for path in chosen}
+                shares[component] = Fraction(sum(sizes[path] for path in chosen), sum(sizes.values()))
+        return cls(frozenset(paths), shares)
+
+    @property
+    def components(self) -> frozenset[str]:
+        """Components of which anything is trained: gradients flow into them and through them."""
+        return frozenset(self.shares)
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """(trained, frozen) parts of parameters, of all components or of some; each lacks what the other one has."""
+        trained = _chosen(params, lambda path: path in self.paths)
+        frozen = _chosen(params, lambda path: path not in self.paths)
+        return trained, frozen
+
+
+def join(trained: Params, frozen: Params) -> Params:
+    """The parameters that were split."""
+    both = trained.keys() & frozen.keys()
+    return trained | frozen | {name: join(trained[name], frozen[name]) for name in both}
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and array of every parameter."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _chosen(tree: Params, wanted: Callable[[str], bool], prefix: str = "") -> Params:
+    """The parameters whose paths are wanted, without dicts that these leave empty."""
+    chosen: Params = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            if inside := _chosen(value, wanted, f"{path}."):
+                chosen[key] = inside
+        elif wanted(path):
+            chosen[key] = value
+    return chosen
