@@ -2,7 +2,7 @@
 every host.
 
     place_items    rows, microbatches and ranks of every phase       rows/
-                   ranks and rows so that tokens stay near           exchange/placement.py, trade.py
+                   ranks and rows so that tokens stay near           exchange/placement.py, swaps.py
     plan_routes    pools, and the exchange between them              exchange/routes.py
     statistics     what the plan wastes                              statistics.py
 """

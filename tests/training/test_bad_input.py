@@ -42,6 +42,12 @@ def test_ill_typed_value(capsys, config):
     assert "data.batch_size" in refusal(capsys, config, "data.batch_size=many")
 
 
+def test_unknown_exchange(capsys, config):
+    """The schema does not know the table of backends, so this is told before any data is read."""
+    error = refusal(capsys, config, "balance.exchange=rugged", "data.root=/absent")
+    assert "balance.exchange: must be one of auto, ragged, padded (got 'rugged')" in error
+
+
 @pytest.mark.parametrize("sizes", [["mesh.data=3"], ["mesh.data=-1", "mesh.fsdp=3"], ["mesh.data=16"]])
 def test_mesh_that_does_not_divide_the_devices(capsys, config, sizes):
     error = refusal(capsys, config, *sizes)

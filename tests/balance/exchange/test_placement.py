@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.balance.exchange import placement
+from jaxmllm.balance.exchange import row_ranks
 from jaxmllm.balance.exchange.placement import place_rows
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
 from jaxmllm.balance.exchange.traffic import media_tokens
 from jaxmllm.balance.step_plan import place_items, plan_step
+
+
+def exact_up_to(ranks):
+    return replace(PLACEMENT_SEARCH, exact_ranks=ranks)
 
 
 def far_tokens(plans, items, phase, node):
@@ -44,7 +49,7 @@ def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
     grids = {name: route.grid for name, route in spec.routes.items()}
     plans = place_items(batch, spec.phases, grids, "phases")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "EXACT_RANKS", 128 if exact else 1)
+        patch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(128 if exact else 1))
         placed = place_rows(plans, batch, spec.phases, grids, spec.nodes)
         again = place_rows(plans, batch, spec.phases, grids, spec.nodes)
     assert placed["language"] is plans["language"]
@@ -54,25 +59,9 @@ def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
         assert placed[phase].rank.dtype == np.int32
 
 
-def test_the_exact_match_is_the_best_of_all_permutations(make):
-    random = np.random.default_rng(1)
-    row, goal = random.integers(0, 5, 30), random.integers(0, 5, 30)
-    tokens, node = random.integers(1, 100, 30), np.array([0, 0, 1, 1, 1], np.int32)
-    grid = make.grid((5, 1, 1))
-
-    def gain(ranks):
-        rank = np.asarray(ranks)[row]
-        same = (np.argwhere(grid.language == goal[:, None, None])[:, 1] == rank).astype(int)
-        return int((tokens * ((node[rank] == node[goal]).astype(int) + same)).sum())
-
-    found = placement._match(row, goal, tokens, grid, node, node)
-    assert sorted(found) == list(range(5))
-    assert gain(found) == max(gain(ranks) for ranks in itertools.permutations(range(5)))
-
-
 @pytest.mark.parametrize("exact", [128, 1])
 def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
-    monkeypatch.setattr(placement, "EXACT_RANKS", exact)
+    monkeypatch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(exact))
     far, near = 0, 0
     for seed in range(3):
         batch = make.batch(seed, 128)
@@ -107,7 +96,7 @@ def test_rank_totals_hardly_grow(make):
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
         for phase in ("vision", "audio", "language"):
-            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / placement.MARGIN + 1e-3  # rounding of costs
+            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3  # rounding of costs
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
-            waits = max(left[f"{phase}/synchronised"], 1 + 1 / placement.MARGIN)
+            waits = max(left[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
             assert placed[f"{phase}/synchronised"] <= waits + 1e-3

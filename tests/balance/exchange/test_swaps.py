@@ -1,4 +1,4 @@
-"""Items of like length trade places: balance and fill stay within their bounds, and tokens come home."""
+"""Items of similar length are swapped: balance and fill stay within their bounds, and tokens stay nearer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.exchange import placement
-from jaxmllm.balance.exchange.trade import Places, bring_home
+from jaxmllm.balance.exchange.placement import place_rows, swap_items
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
+from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
 from jaxmllm.balance.records import PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import RowState
@@ -20,29 +21,30 @@ from jaxmllm.balance.validate_plan import validate
 from jaxmllm.phases import encoder_phase
 
 
-def places_of(tokens, wanted, ranks, node):
+def destinations_of(tokens, wanted, ranks, node):
     """Ranks on their own devices, `node` of them in a node."""
     nodes, ranks = np.arange(ranks) // node, np.arange(ranks)
-    return Places(nodes, ranks, nodes[wanted], wanted, tokens)
+    return Destinations(nodes, ranks, nodes[wanted], wanted, tokens)
 
 
-def trade(row, length, cost, left, places):
+def swapped(row, length, cost, left, destinations):
     """New rows of the items; `left`: what each row can still take of slots, cost and segments."""
     slots, costs, segments = left
     amounts = np.stack([np.append(amount, 0) for amount in (length, np.ones_like(length), cost)])
-    filling = RowState(row.copy(), amounts, np.stack([slots, segments, costs]))
-    bring_home(filling, places, 1)
-    return filling.row_of
+    state = RowState(row.copy(), amounts, np.stack([slots, segments, costs]))
+    reduce_traffic(state, destinations, 1)
+    return state.row_of
 
 
-def slow_benefit(row, places):
+def slow_benefit(row, destinations):
     """Two for the right rank, one for the right node alone, times the tokens."""
-    ranks = len(places.node)
+    ranks = len(destinations.node)
     total = 0
     for item, where in enumerate(row.tolist()):
         rank = where % ranks
-        right = int(places.node[rank] == places.wanted_node[item]) + int(rank == places.wanted_block[item])
-        total += right * int(places.tokens[item])
+        right_node = destinations.node[rank] == destinations.wanted_node[item]
+        right = int(right_node) + int(rank == destinations.wanted_block[item])
+        total += right * int(destinations.tokens[item])
     return total
 
 
@@ -55,7 +57,7 @@ def slow_benefit(row, places):
     kinds=st.integers(1, 6),
     spare=st.integers(0, 8),
 )
-def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, kinds, spare):
+def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, kinds, spare):
     random = np.random.default_rng(seed)
     rows = ranks * microbatches
     row = random.integers(0, rows, items)
@@ -63,9 +65,9 @@ def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items,
     cost = 3 * length + length**2
     room, costs = random.integers(0, 1 + spare, rows), random.integers(0, 1 + 10 * spare, rows)
     wanted = random.integers(0, ranks, items)
-    places = places_of(4 * length, wanted, ranks, 2)
+    destinations = destinations_of(4 * length, wanted, ranks, 2)
     segments = random.integers(0, 3, rows)
-    new = trade(row, length, cost, (room, costs, segments), places)
+    new = swapped(row, length, cost, (room, costs, segments), destinations)
 
     def sums(where, amount):
         return np.bincount(where, weights=amount, minlength=rows)
@@ -73,45 +75,45 @@ def test_trades_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items,
     assert (np.bincount(new, minlength=rows) - np.bincount(row, minlength=rows) <= segments).all()
     assert (sums(new, length) - sums(row, length) <= room).all()
     assert (sums(new, cost) - sums(row, cost) <= costs).all()
-    assert slow_benefit(new, places) >= slow_benefit(row, places)
-    again = trade(row, length, cost, (room, costs, segments), places)
+    assert slow_benefit(new, destinations) >= slow_benefit(row, destinations)
+    again = swapped(row, length, cost, (room, costs, segments), destinations)
     np.testing.assert_array_equal(new, again)
 
 
-def test_two_items_of_one_length_change_places():
+def test_two_items_of_one_length_are_swapped():
     length, nothing = np.array([5, 7, 5]), np.zeros(2, np.int64)
-    places = places_of(length, np.array([1, 0, 0]), 2, 1)
-    new = trade(np.array([0, 0, 1]), length, length, (nothing, nothing, nothing), places)
+    destinations = destinations_of(length, np.array([1, 0, 0]), 2, 1)
+    new = swapped(np.array([0, 0, 1]), length, length, (nothing, nothing, nothing), destinations)
     assert new.tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("segments", [0, 1])
-def test_an_item_changes_places_with_two(segments):
+def test_an_item_is_swapped_for_two(segments):
     length, nothing = np.array([9, 4, 5]), np.zeros(2, np.int64)
-    places = places_of(length, np.array([1, 0, 0]), 2, 1)
-    new = trade(np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), places)
+    destinations = destinations_of(length, np.array([1, 0, 0]), 2, 1)
+    new = swapped(np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), destinations)
     assert new.tolist() == ([1, 0, 0] if segments else [0, 1, 1])
 
 
-def test_an_item_comes_home_with_a_companion_of_its_row():
+def test_an_item_moves_with_a_companion_of_its_row():
     """No partner of item 0 alone leaves both rows within their room."""
     length, nothing = np.array([9, 3, 7, 5]), np.zeros(4, np.int64)
-    places = places_of(length, np.array([1, 2, 0, 0]), 4, 1)
-    new = trade(np.array([0, 0, 1, 1]), length, length, (nothing, nothing, nothing), places)
+    destinations = destinations_of(length, np.array([1, 2, 0, 0]), 4, 1)
+    new = swapped(np.array([0, 0, 1, 1]), length, length, (nothing, nothing, nothing), destinations)
     assert new.tolist() == [1, 1, 0, 0]
 
 
-def test_no_trade_beyond_the_room_of_a_row():
+def test_no_swap_beyond_the_room_of_a_row():
     length, row = np.array([5, 6]), np.array([0, 1])
-    places, nothing, much = places_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
-    kept = trade(row, length, length, (nothing, much, nothing), places)
+    destinations, nothing, much = destinations_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
+    kept = swapped(row, length, length, (nothing, much, nothing), destinations)
     assert kept.tolist() == [0, 1]
-    traded = trade(row, length, length, (np.array([1, 0]), much, nothing), places)
-    assert traded.tolist() == [1, 0]
+    moved = swapped(row, length, length, (np.array([1, 0]), much, nothing), destinations)
+    assert moved.tolist() == [1, 0]
 
 
 def test_rows_that_all_ranks_share_are_left_alone():
-    """Item 0 fills such a row; a like item that wants its rank and the others may trade among ordinary rows alone."""
+    """Item 0 fills such a row; only the others are swapped, one of which is as long and wants the same rank."""
     length, wanted = np.array([20, 5, 5, 5]), np.array([1, 1, 0, 0])
     column = functools.partial(np.array, dtype=np.int32)
     plan = PhasePlan(
@@ -124,7 +126,7 @@ def test_rows_that_all_ranks_share_are_left_alone():
         segment=column([1, 1, 1, 1]),
     )
     spec = PhaseSpec(encoder_phase("vision"), 2, (5,), 4, 1, ItemCost(1, 0))
-    after = placement._trade_items(plan, length, spec, places_of(length, wanted, 2, 1), 1)
+    after = swap_items(plan, length, spec, destinations_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
     assert 0 in after.rank[2:] and sorted(zip(after.microbatch[1:], after.rank[1:], strict=True)) == [
@@ -134,19 +136,19 @@ def test_rows_that_all_ranks_share_are_left_alone():
     ]
 
 
-def test_most_tokens_of_a_large_batch_come_home(make):
+def test_most_tokens_of_a_large_batch_stay_on_their_rank(make):
     stays = {}
     batch = make.batch(3, 512)
     spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, classes=2, node=4, pool=2000)
     grids = {name: route.grid for name, route in spec.routes.items()}
     free = place_items(batch, spec.phases, grids, "phases")
     near = place_items(batch, spec.phases, grids, "phases", spec.nodes)
-    rows_alone = placement.place_rows(free, batch, spec.phases, grids, spec.nodes)
-    for name, plans in (("free", free), ("rows", rows_alone), ("trades", near)):
-        home = plans["language"].rank[batch.phases["vision"].example]  # sequences are in the order of examples
+    rows_alone = place_rows(free, batch, spec.phases, grids, spec.nodes)
+    for name, plans in (("free", free), ("rows", rows_alone), ("swaps", near)):
+        wanted = plans["language"].rank[batch.phases["vision"].example]  # sequences are in the order of examples
         tokens = batch.phases["vision"].tokens
-        stays[name] = tokens[plans["vision"].rank == home].sum() / tokens.sum()
-    assert stays["free"] < stays["rows"] and stays["trades"] > stays["rows"] + 0.3
+        stays[name] = tokens[plans["vision"].rank == wanted].sum() / tokens.sum()
+    assert stays["free"] < stays["rows"] and stays["swaps"] > stays["rows"] + 0.3
     validate(plan_step(batch, spec), batch, spec)
 
 
@@ -160,9 +162,7 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
     batch = make.batch(seed, examples)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=2)
     grids = {name: route.grid for name, route in spec.routes.items()}
-    before = placement.place_rows(
-        place_items(batch, spec.phases, grids, "phases"), batch, spec.phases, grids, spec.nodes
-    )
+    before = place_rows(place_items(batch, spec.phases, grids, "phases"), batch, spec.phases, grids, spec.nodes)
     after = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     for name in grids:
         phase, ranks = spec.phases[name], spec.phases[name].ranks
@@ -173,7 +173,9 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
             np.add.at(load, (plan.microbatch, plan.rank), cost)
             loads.append(load)
         was, now = loads
-        assert (now.max(axis=1) <= np.maximum(was.max(axis=1), was.mean(axis=1) * (1 + 1 / placement.MARGIN))).all()
+        assert (
+            now.max(axis=1) <= np.maximum(was.max(axis=1), was.mean(axis=1) * (1 + 1 / PLACEMENT_SEARCH.margin))
+        ).all()
         floor = max(was.sum() / ranks, cost.max(initial=0))
-        allowed = max(was.sum(axis=0).max(initial=0), floor * (1 + 1 / placement.MARGIN) + 2)
+        allowed = max(was.sum(axis=0).max(initial=0), floor * (1 + 1 / PLACEMENT_SEARCH.margin) + 2)
         assert now.sum(axis=0).max(initial=0) <= allowed

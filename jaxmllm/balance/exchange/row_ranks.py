@@ -1,0 +1,212 @@
+"""Ranks for the rows of an encoder phase, near the language ranks that need their tokens.
+
+    benefit[row, rank] = weight of the items for the rank's node + of those for the rank's own devices
+
+An item weighs the square of its tokens, for short ones find others to swap with afterwards. Few ranks
+get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each
+(node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row).
+
+Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`. A block is a row of its grid:
+the encoder ranks and the language ranks on the same devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from jaxmllm.arrays import Ints, Longs, sums_by
+from jaxmllm.balance.records import ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.rows.assign import item_costs, rank_floor
+
+
+@dataclass(frozen=True)
+class PlacementSearch:
+    """Constants of node-wise placement."""
+
+    # The exact assignment takes cubic time: more ranks are placed greedily.
+    exact_ranks: int = 128
+    # The costliest rank may be 1/128 above its lower bound, the costliest row of a microbatch 1/128
+    # above the mean.
+    margin: int = 128
+    # Items are swapped for as long as a sweep gains 1/33 of all routed tokens.
+    least_benefit: int = 33
+
+
+PLACEMENT_SEARCH = PlacementSearch()
+
+
+def match_rows(
+    plan: PhasePlan,
+    items: PhaseItems,
+    spec: PhaseSpec,
+    *,
+    goal: Longs,
+    grid: ExchangeGrid,
+    encoder_node: Ints,
+    language_node: Ints,
+) -> Ints:
+    """A new rank for each item of an encoder phase, equal for the items of a row: [N].
+
+    Args:
+      goal: [N] language rank that needs the item.
+      encoder_node, language_node: [R] node of each rank.
+    """
+    rank = plan.rank.astype(np.int64)
+    weight = items.tokens.astype(np.int64) ** 2
+    cost = item_costs(spec, items.length)
+    row = plan.microbatch * np.int64(spec.ranks) + rank
+    row_cost = sums_by(row, cost, plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
+    rank_of = np.empty_like(row_cost)
+    for microbatch in range(plan.microbatches):
+        members = np.flatnonzero(plan.microbatch == microbatch)
+        rank_of[microbatch] = best_ranks(
+            rank[members], goal[members], weight[members], grid, encoder_node, language_node
+        )
+    if not _cap_rank_totals(rank_of, row_cost, rank_limit(row_cost.sum(axis=0), cost)):
+        rank_of[:] = best_ranks(rank, goal, weight, grid, encoder_node, language_node)
+    return rank_of[plan.microbatch, rank].astype(np.int32)
+
+
+def rank_limit(rank_cost: Longs, item_cost: Longs) -> int:
+    """What the costliest rank may cost: as much as now, or a little above what no placement goes
+    below.
+
+    Args:
+      rank_cost: [R] now.
+      item_cost: [N] of each item.
+    """
+    floor = rank_floor(item_cost, len(rank_cost))
+    return max(int(rank_cost.max(initial=0)), floor + floor // PLACEMENT_SEARCH.margin)
+
+
+def _cap_rank_totals(rank_of: Longs, cost: Longs, limit: int) -> bool:
+    """Swap rows of the ranks whose totals are above `limit`, in place; False if that is not enough.
+
+    Args:
+      rank_of: [M, R] rank of each row.
+      cost: [M, R] of each row.
+    """
+    row_at = np.argsort(rank_of, axis=1)  # by rank
+    cost_at = np.take_along_axis(cost, row_at, axis=1)
+    total = cost_at.sum(axis=0)
+    while (highest := int(total.max())) > limit:
+        heavy = int(total.argmax())
+        passed = cost_at[:, heavy, None] - cost_at  # to each other rank by a swap in each microbatch
+        higher = np.maximum(total[heavy] - passed, total + passed)
+        higher[:, heavy] = highest
+        microbatch, light = divmod(int(higher.argmin()), len(total))
+        if higher[microbatch, light] >= highest:
+            return False
+        pair = [heavy, light]
+        total[pair] += passed[microbatch, light] * np.array([-1, 1])
+        cost_at[microbatch, pair] = cost_at[microbatch, pair[::-1]]
+        row_at[microbatch, pair] = row_at[microbatch, pair[::-1]]
+    np.put_along_axis(rank_of, row_at, np.arange(len(total))[None], axis=1)
+    return True
+
+
+def best_ranks(
+    row: Longs,
+    goal: Longs,
+    weight: Longs,
+    grid: ExchangeGrid,
+    encoder_node: Ints,
+    language_node: Ints,
+) -> Longs:
+    """A rank for each of R rows, every rank once: [R].
+
+    Args:
+      row: [N] row of each item, 0 .. R - 1.
+      goal: [N] language rank that needs the item.
+      weight: [N] of having it there.
+      encoder_node, language_node: node of each rank.
+    """
+    ranks = grid.encoder.size
+    encoder_block = blocks_of(grid.encoder)
+    wanted_block = blocks_of(grid.language)[goal]
+    wanted_node = language_node[goal].astype(np.int64)
+    nodes = int(max(encoder_node.max(), language_node.max())) + 1
+    blocks, block_ranks = grid.encoder.shape
+    if ranks <= PLACEMENT_SEARCH.exact_ranks:
+        by_node = sums_by(row * nodes + wanted_node, weight, ranks * nodes)
+        by_block = sums_by(row * blocks + wanted_block, weight, ranks * blocks)
+        benefit = by_node.reshape(ranks, nodes)[:, encoder_node]
+        benefit = benefit + by_block.reshape(ranks, blocks)[:, encoder_block]
+        return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
+    node_of, open_rows = _greedy_groups(row, wanted_node, weight, np.bincount(encoder_node, minlength=nodes), ranks)
+    node_of[node_of < 0] = np.repeat(np.arange(nodes), open_rows)[: np.count_nonzero(node_of < 0)]
+    # A block of several ranks may span nodes; then the node decides and the block is left to chance.
+    inside = node_of[row] == wanted_node
+    room = np.full(blocks, block_ranks)
+    block_of, _ = _greedy_groups(row[inside], wanted_block[inside], weight[inside], room, ranks)
+    return _ranks_in_nodes(node_of, block_of, encoder_node, encoder_block)
+
+
+def blocks_of(ranks: Ints) -> Longs:
+    """Block of every rank, from the ranks [A, ..] of each block."""
+    block = np.empty(ranks.size, np.int64)
+    block[ranks] = np.arange(len(ranks))[:, None]
+    return block
+
+
+def _greedy_groups(row: Longs, group: Longs, weight: Longs, room: Longs, rows: int) -> tuple[Longs, Longs]:
+    """A group for each row: repeatedly every row asks for the group that needs most of its tokens
+    among those with room, and groups take the rows that bring most.
+
+    Args:
+      row, group, weight: [N] of each item.
+      room: rows that each group can take.
+
+    Returns:
+      (group of each row, -1 where it asks for none with room [rows]; room that is left).
+    """
+    groups = len(room)
+    key, index = np.unique(row * groups + group, return_inverse=True)
+    gain = sums_by(index, weight, len(key))
+    key = key[np.lexsort((key, -gain))]  # best first
+    wishing_row, wish = np.divmod(key, groups)
+    group_of = np.full(rows, -1, np.int64)
+    room = room.astype(np.int64)
+    while len(wishing_row):
+        asking = np.unique(wishing_row, return_index=True)[1]  # best wish of each row
+        asking = asking[np.lexsort((asking, wish[asking]))]
+        asked = wish[asking]
+        granted = asking[_ordinals(asked) < room[asked]]
+        group_of[wishing_row[granted]] = wish[granted]
+        room -= np.bincount(wish[granted], minlength=groups)
+        still_open = (group_of[wishing_row] < 0) & (room[wish] > 0)
+        wishing_row = wishing_row[still_open]
+        wish = wish[still_open]
+    return group_of, room
+
+
+def _ranks_in_nodes(node_of: Longs, block_of: Longs, encoder_node: Ints, encoder_block: Longs) -> Longs:
+    """A rank of its node for each row, in the wished block if it has one there: [R]."""
+    blocks = int(encoder_block.max()) + 1
+    rank_of = np.full(len(node_of), -1, np.int64)
+    node_and_block = encoder_node * blocks + encoder_block
+    ranks = np.argsort(node_and_block, kind="stable")
+    available = node_and_block[ranks]
+
+    wishing = np.flatnonzero(block_of >= 0)
+    wish = node_of[wishing] * blocks + block_of[wishing]
+    order = np.argsort(wish, kind="stable")
+    wishing = wishing[order]
+    wish = wish[order]
+    index = np.searchsorted(available, wish) + _ordinals(wish)
+    fits = index < np.searchsorted(available, wish, side="right")
+    rank_of[wishing[fits]] = ranks[index[fits]]
+
+    left = np.flatnonzero(rank_of < 0)
+    free = np.setdiff1d(np.arange(len(node_of)), rank_of)
+    left = left[np.argsort(node_of[left], kind="stable")]
+    rank_of[left] = free[np.argsort(encoder_node[free], kind="stable")]
+    return rank_of
+
+
+def _ordinals(ordered: Longs) -> Longs:
+    """Number of each entry among those equal to it; equal ones are neighbours, in ascending order."""
+    return np.arange(len(ordered)) - np.searchsorted(ordered, ordered)

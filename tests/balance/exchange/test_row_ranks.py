@@ -1,0 +1,38 @@
+"""Matching rows and ranks: the exact one is the best there is, the greedy one uses every rank once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxmllm.balance.exchange import row_ranks
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, best_ranks
+
+
+def test_the_exact_match_is_the_best_of_all_permutations(make):
+    random = np.random.default_rng(1)
+    row, goal = random.integers(0, 5, 30), random.integers(0, 5, 30)
+    tokens, node = random.integers(1, 100, 30), np.array([0, 0, 1, 1, 1], np.int32)
+    grid = make.grid((5, 1, 1))
+
+    def gain(ranks):
+        rank = np.asarray(ranks)[row]
+        same = (np.argwhere(grid.language == goal[:, None, None])[:, 1] == rank).astype(int)
+        return int((tokens * ((node[rank] == node[goal]).astype(int) + same)).sum())
+
+    found = best_ranks(row, goal, tokens, grid, node, node)
+    assert sorted(found) == list(range(5))
+    assert gain(found) == max(gain(ranks) for ranks in itertools.permutations(range(5)))
+
+
+def test_the_greedy_match_uses_every_rank_once_and_nodes_first(make, monkeypatch):
+    """Every row has one item, and each node wants as many of them as it has ranks."""
+    monkeypatch.setattr(row_ranks, "PLACEMENT_SEARCH", dataclasses.replace(PLACEMENT_SEARCH, exact_ranks=1))
+    random = np.random.default_rng(2)
+    grid, node = make.grid((12, 1, 1)), np.repeat(np.arange(3, dtype=np.int32), 4)
+    goal = random.permutation(12)
+    ranks = best_ranks(np.arange(12), goal, random.integers(1, 100, 12), grid, node, node)
+    assert sorted(ranks) == list(range(12))
+    assert (node[ranks] == node[goal]).all()
