@@ -2,18 +2,18 @@
 
     jaxmllm calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
-Builds the programs of the config's run and times those of every phase on made-up rows, alike on all ranks: filled
+Builds the programs of the config's run and times those of every phase on made-up rows, the same on all ranks: filled
 wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
 
     seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
 
-prints the fit beside the ratio of the FLOPs, and writes the file that `balance.calibration` names.
+prints the fit next to the ratio of the FLOPs, and writes the file that `balance.calibration` names.
 
 Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots, whatever they hold. The rows of a
 microbatch have one capacity, so this part never makes a rank wait. Items carry it nevertheless: the planner's linear
-coefficient is slot + linear. Rows are full but for a few of them, where it then falls on all alike, and the planner
-would otherwise take the attention for the whole time, and trade slots for an evenness that saves little. `row` is left
-to jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be
+coefficient is slot + linear. All rows but a few are full, so it falls on them equally; without it the planner would
+take the attention for the whole time, and give up slots for a balance that saves little. `row` is left to
+jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be
 told from `slot`, and is 0 where a phase has one.
 """
 
@@ -25,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,23 +33,19 @@ import numpy as np
 from scipy.optimize import nnls
 
 from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, Flops, PhaseCalibration
-from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
-from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.rows.fill import HostStep
-from jaxmllm.data.text.render import Rendered
-from jaxmllm.phases import LANGUAGE
+from jaxmllm.tools.made_up_rows import made_up_rows
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
 from jaxmllm.training.run import Run
 
-FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half, by a quarter ...
-MOST_ITEMS = 64  # ... with up to so many items: the squares of more are negligible
+FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half and by a quarter
+MAX_ITEMS = 64  # per row: the squares of more items are negligible
 REPEATS = 5
-POOR = 0.15  # a fit with larger errors is not to be relied on
+POOR_RESIDUAL = 0.15  # a fit with larger errors is not to be relied on
 DIGITS = 6  # of a coefficient in the file
 
 
@@ -59,27 +54,29 @@ DIGITS = 6  # of a coefficient in the file
 
 def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:
     """Rows of one capacity to be timed; lengths are multiples of `unit` slots."""
-    found: dict[Fill, None] = {}
+    distinct: dict[Fill, None] = {}
     for fraction in FRACTIONS:
         items = 1
-        while items <= min(max_segments, MOST_ITEMS):
+        while items <= min(max_segments, MAX_ITEMS):
             length = capacity // (fraction * items * unit) * unit
             if length:
-                found[Fill(capacity, items, length)] = None
+                distinct[Fill(capacity, items, length)] = None
             items *= 2
-    return list(found)
+    return list(distinct)
 
 
 def fit(timed: Mapping[Fill, float]) -> Coefficients:
     """Coefficients of least relative squares, none negative, to the seconds of each fill."""
-    columns = np.array([(1, f.capacity, f.items * f.length, f.items * f.length**2) for f in timed], float)
+    terms = np.array(
+        [(1, fill.capacity, fill.items * fill.length, fill.items * fill.length**2) for fill in timed], float
+    )
     if len({fill.capacity for fill in timed}) == 1:
-        columns[:, 0] = 0  # nothing tells it from the time of all slots
-    relative = columns / np.array(list(timed.values()))[:, None]
+        terms[:, 0] = 0  # nothing tells it from the time of all slots
+    relative = terms / np.array(list(timed.values()))[:, None]
     scale = np.maximum(relative.max(axis=0), np.finfo(float).tiny)
-    found = nnls(relative / scale, np.ones(len(relative)))[0] / scale
-    residual = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
-    row, slot, linear, quadratic, residual = (float(f"{x:.{DIGITS}g}") for x in (*found, residual))
+    coefficients = nnls(relative / scale, np.ones(len(relative)))[0] / scale
+    residual = np.sqrt(np.mean((relative @ coefficients - 1) ** 2))
+    row, slot, linear, quadratic, residual = (float(f"{x:.{DIGITS}g}") for x in (*coefficients, residual))
     return Coefficients(row=row, slot=slot, linear=linear, quadratic=quadratic, residual=residual)
 
 
@@ -93,7 +90,8 @@ def measure(run: Run, repeats: int) -> Calibration:
 
     from jaxmllm.setup.sizing import model_flops
 
-    programs, config = run.programs, run.config
+    programs = run.programs
+    config = run.config
     assert isinstance(programs, PhasedPrograms), "refused with stages"
     params = programs.init(config.run.seed).params
     flops = model_flops(config, programs.functions.model)
@@ -125,7 +123,7 @@ def time_phase(
 ) -> dict[Fill, tuple[float, float]]:
     """Median seconds of every fill of a phase's rows: forward, and forward with backward.
 
-    Every round runs each fill once, so that a slow moment of the machine touches all alike; the first does not count.
+    Every round runs each fill once, so that a slow moment of the machine affects all of them; the first does not count.
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
@@ -134,10 +132,11 @@ def time_phase(
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     timer = MicrobatchTimer(programs, phase, params)
     rounds = [{fill: timer(fill.capacity, host) for fill, host in rows.items()} for _ in range(repeats + 1)][1:]
-    return {
-        fill: (statistics.median(each[fill][0] for each in rounds), statistics.median(each[fill][1] for each in rounds))
-        for fill in chosen
-    }
+    medians = {}
+    for fill in chosen:
+        forward, training = zip(*(seconds[fill] for seconds in rounds), strict=True)
+        medians[fill] = (statistics.median(forward), statistics.median(training))
+    return medians
 
 
 class MicrobatchTimer:
@@ -169,76 +168,6 @@ class MicrobatchTimer:
         return time.perf_counter() - began
 
 
-def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
-    """This host's share of one microbatch in which every rank's row of the phase holds the same."""
-    from jaxmllm.data.rows.fill import fill as fill_rows
-    from jaxmllm.setup.build import local_share
-
-    programs = run.programs
-    specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
-    specs[phase] = replace(specs[phase], capacities=(fill.capacity,))
-    count = specs[phase].ranks * fill.items
-    tokens = fill.length // specs[phase].slots_per_token
-    numbers, length = np.arange(count, dtype=np.int32), np.full(count, fill.length)
-    none = np.zeros(0, np.int64)
-    items = {name: PhaseItems(none, none, *(none.astype(np.int32) for _ in range(3))) for name in specs}
-    items[phase] = PhaseItems(length, length, numbers, np.full(count, tokens, np.int32), np.zeros(count, np.int32))
-    plan = StepPlan({name: assign(specs[name], items[name]) for name in specs}, {})
-    rows = plan.phases[phase]
-    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
-    modalities: Any = {name: MadeUp(run.corpus.modalities[name]) for name in specs if not specs[name].has_loss}
-    batch = BatchItems(numbers.astype(np.int64), count, items)
-    corpus = EqualExamples(phase, specs[phase].has_loss, fill.length, tokens)
-    where = (PlanSpec(specs, {}), corpus, modalities, local_share(programs))
-    return fill_rows(0, batch.examples, batch, plan, *where, programs.attention)
-
-
-@dataclass(frozen=True)
-class EqualExamples:
-    """Examples that are alike: a text of `length` tokens, or one item of an encoder phase."""
-
-    phase: str
-    text: bool
-    length: int
-    tokens: int
-
-    def example(self, i: int) -> Rendered:
-        from jaxmllm.data.media.reference import File
-        from jaxmllm.data.text.render import MediaSpan, Rendered
-
-        line = np.arange(self.length if self.text else 0, dtype=np.int32)
-        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1), 0, self.tokens),)
-        return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
-
-    def source_of(self, i: int) -> int:
-        return 0
-
-
-class MadeUp:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
-
-    def __init__(self, like: Any):
-        self._like = like
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._like, name)
-
-    def length(self, shape: tuple[int, int]) -> int:
-        return shape[0]
-
-    def real_slots(self, shape: tuple[int, int]) -> Any:
-        return np.ones(shape[0], np.bool_)
-
-    def positions(self, shape: tuple[int, int]) -> Any:
-        line = np.arange(shape[0], dtype=np.int32)
-        return np.stack([line, np.zeros_like(line)], axis=-1)
-
-    def load(self, media: MediaReference, shape: tuple[int, int]) -> Any:
-        # Not zeros: some chips multiply them faster.
-        row_format = self._like.format
-        return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)
-
-
 def _package() -> str:
     try:
         return version("jaxmllm")
@@ -253,17 +182,16 @@ COLUMNS = ("phase", "pass", "row us", "slot ns", "linear ns", "quadratic ps", "e
 
 
 def table(calibration: Calibration) -> list[list[str]]:
-    """A line a phase and pass. `equal at` is the length at which an item's quadratic part equals its linear one."""
+    """One line per phase and pass. `equal at` is the length at which an item's quadratic part equals its linear one."""
     lines = []
     for phase, measured in calibration.phases.items():
         flops = measured.flops
-        for name, found in (("forward", measured.forward), ("training", measured.training)):
-            numbers = (found.row * 1e6, found.slot * 1e9, found.linear * 1e9, found.quadratic * 1e12)
-            lengths = (
-                _ratio(found.slot + found.linear, found.quadratic),
-                _ratio(flops.linear, flops.quadratic) if name == "training" else "",
-            )
-            lines.append([phase, name, *(f"{x:.4g}" for x in numbers), f"{100 * found.residual:.1f} %", *lengths])
+        for name, fitted in (("forward", measured.forward), ("training", measured.training)):
+            numbers = (fitted.row * 1e6, fitted.slot * 1e9, fitted.linear * 1e9, fitted.quadratic * 1e12)
+            equal_at = _ratio(fitted.slot + fitted.linear, fitted.quadratic)
+            by_flops = _ratio(flops.linear, flops.quadratic) if name == "training" else ""
+            error = f"{100 * fitted.residual:.1f} %"
+            lines.append([phase, name, *(f"{x:.4g}" for x in numbers), error, equal_at, by_flops])
     return lines
 
 
@@ -272,9 +200,10 @@ def _ratio(linear: float, quadratic: float) -> str:
 
 
 def show(calibration: Calibration, title: str) -> None:
+    """Print the fit, and say where it is poor."""
     print_table(title, COLUMNS, table(calibration), left_aligned=2)
     print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
-    poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR]
+    poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR_RESIDUAL]
     if poor:
         print(f"the fit of {', '.join(poor)} is poor: repeat on a machine without other work, or with more --repeats")
 

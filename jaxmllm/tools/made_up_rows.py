@@ -1,0 +1,108 @@
+"""Rows without data: one microbatch in which the row of every rank holds the same number of equal items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmllm.balance.costs.calibration import Fill
+from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.balance.rows.assign import assign
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.text.render import Rendered
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.training.run import Run
+
+
+def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
+    """This host's share of one microbatch in which the rows of a phase are filled as `fill` says."""
+    from jaxmllm.data.rows.fill import fill as fill_rows
+    from jaxmllm.setup.build import local_share
+
+    programs = run.programs
+    specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
+    specs[phase] = replace(specs[phase], capacities=(fill.capacity,))
+    has_loss = specs[phase].has_loss
+    tokens = fill.length // specs[phase].slots_per_token
+    batch = _equal_items(list(specs), phase, fill.length, tokens, specs[phase].ranks * fill.items)
+    plan = StepPlan({name: assign(specs[name], batch.phases[name]) for name in specs}, {})
+    rows = plan.phases[phase]
+    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
+    modalities: Any = {name: MadeUpModality(run.corpus.modalities[name]) for name in specs if not specs[name].has_loss}
+    return fill_rows(
+        0,
+        batch.examples,
+        batch,
+        plan,
+        PlanSpec(specs, {}),
+        EqualExamples(phase, has_loss, fill.length, tokens),
+        modalities,
+        local_share(programs),
+        programs.attention,
+    )
+
+
+def _equal_items(phases: list[str], phase: str, length: int, tokens: int, examples: int) -> BatchItems:
+    """A batch of `examples` examples, each with one item of one phase and nothing of the others."""
+    no_slots = np.zeros(0, np.int64)
+    no_items = np.zeros(0, np.int32)
+    items = {name: PhaseItems(no_slots, no_slots, no_items, no_items, no_items) for name in phases}
+    lengths = np.full(examples, length)
+    items[phase] = PhaseItems(
+        length=lengths,
+        real=lengths,
+        example=np.arange(examples, dtype=np.int32),
+        tokens=np.full(examples, tokens, np.int32),
+        slot=np.zeros(examples, np.int32),
+    )
+    return BatchItems(np.arange(examples), examples, items)
+
+
+@dataclass(frozen=True)
+class EqualExamples:
+    """Examples that are all the same: a text of `length` tokens, or one item of an encoder phase."""
+
+    phase: str
+    text: bool
+    length: int
+    tokens: int
+
+    def example(self, i: int) -> Rendered:
+        from jaxmllm.data.media.reference import File
+        from jaxmllm.data.text.render import MediaSpan, Rendered
+
+        line = np.arange(self.length if self.text else 0, dtype=np.int32)
+        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1), 0, self.tokens),)
+        return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
+
+    def source_of(self, i: int) -> int:
+        return 0
+
+
+class MadeUpModality:
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
+
+    def __init__(self, like: Any):
+        self._like = like
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._like, name)
+
+    def length(self, shape: tuple[int, int]) -> int:
+        return shape[0]
+
+    def real_slots(self, shape: tuple[int, int]) -> Any:
+        return np.ones(shape[0], np.bool_)
+
+    def positions(self, shape: tuple[int, int]) -> Any:
+        line = np.arange(shape[0], dtype=np.int32)
+        return np.stack([line, np.zeros_like(line)], axis=-1)
+
+    def load(self, media: MediaReference, shape: tuple[int, int]) -> Any:
+        # Not zeros: some chips multiply them faster.
+        row_format = self._like.format
+        return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)
