@@ -30,9 +30,9 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
-from jaxmllm.setup.build import local_share
-from jaxmllm.setup.prepare import lay_groundwork
-from jaxmllm.setup.sizing import attention_spec, plan_spec
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.row_shapes import attention_spec
+from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.programs.phased import PhasedPrograms
@@ -48,24 +48,23 @@ GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
     """Seconds of every step by mode, and what the plans predict."""
-    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
-    corpora = [ground.corpus, *ground.held_out]
+    inputs = prepare(config, make_mesh(config.mesh.model_dump()))
     programs = {}
     fillers = {}
     for mode in MODES:
         balance = config.balance.model_copy(update={"mode": mode})
-        spec = plan_spec(config.model_copy(update={"balance": balance}), ground.model, ground.samples, corpora)
-        attention = attention_spec(config, ground.model, ground.corpus.formats, spec)
-        functions = StepFunctions(ground.model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
-        programs[mode] = PhasedPrograms(functions, spec, ground.corpus.formats, attention, config.run.param_dtype)
-        fillers[mode] = StepFiller(ground.corpus, spec, local_share(programs[mode]), attention)
+        spec = plan_spec(config.model_copy(update={"balance": balance}), inputs)
+        attention = attention_spec(config, inputs.model, inputs.corpus.formats, spec)
+        functions = StepFunctions(inputs.model, config.optimizer, config.decay_steps, len(inputs.corpus.sources))
+        programs[mode] = PhasedPrograms(functions, spec, inputs.corpus.formats, attention, config.run.param_dtype)
+        fillers[mode] = StepFiller(inputs.corpus, spec, programs[mode].local_share, attention)
 
     state = programs[MODES[0]].init(config.run.seed)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     predicted: dict[str, list[float]] = {mode: [] for mode in MODES}
     for step in range(WARM_UP + steps):
-        examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + step)
-        items = ground.corpus.gather(examples)
+        examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + step)
+        items = inputs.corpus.gather(examples)
         for mode in MODES if step % 2 else MODES[::-1]:
             batch = programs[mode].put(fillers[mode](step, examples))
             jax.block_until_ready((batch.rows, batch.tables))
@@ -78,7 +77,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
                 seconds[mode].append(took)
                 spec = programs[mode].spec
                 predicted[mode].append(step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"])
-    workload = describe(ground.samples[0])
+    workload = describe(inputs.samples[0])
     return {"seconds": seconds, "predicted": predicted, "workload": workload}
 
 

@@ -29,8 +29,8 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
-from jaxmllm.setup.build import local_share, make_programs
-from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.build import make_programs
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
@@ -49,20 +49,20 @@ GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[str, list[float]]]:
     """By plan: seconds of every step, its predicted cost and idle share, and what planning it took."""
-    ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
+    inputs = prepare(config, make_mesh(config.mesh_sizes))
     programs, fillers, states = {}, {}, {}
     for name in plans:
         pipeline = config.pipeline.model_copy(update=PLANS[name])
-        programs[name], sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), ground)
+        programs[name], sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
         assert sizes is not None, "a pipeline has at least two stages"
-        spec, ranks = programs[name].spec, local_share(programs[name])
-        fillers[name] = StepFiller(ground.corpus, spec, ranks, programs[name].attention, sizes.training)
+        spec, ranks = programs[name].spec, programs[name].local_share
+        fillers[name] = StepFiller(inputs.corpus, spec, ranks, programs[name].attention, sizes.training)
         states[name] = programs[name].init(config.run.seed)
     found: dict[str, dict[str, list[float]]] = {
         name: {"seconds": [], "cost": [], "idle": [], "ticks": [], "plan_ms": []} for name in plans
     }
     for number in range(WARM_UP + steps):
-        examples = batch_examples(ground.order, config.data.batch_size, len(ground.samples) + number)
+        examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + number)
         for name in plans if number % 2 else plans[::-1]:
             host = fillers[name](number, examples)
             batch: Any = programs[name].put(host)

@@ -26,7 +26,7 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import make_programs
-from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
@@ -99,7 +99,7 @@ class Setup:
 
     config: Config
     corpus: Corpus
-    held_out: Corpus
+    held_out: Corpus | None
     programs: Programs
     pipeline: PipelineSizes | None = None
 
@@ -141,8 +141,8 @@ class Setup:
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
     """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
     config = parse_config(tree)
-    ground = lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
-    return Setup(config, ground.corpus, ground.held_out[0], *make_programs(config, ground))
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
+    return Setup(config, inputs.corpus, inputs.held_out, *make_programs(config, inputs))
 
 
 def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) -> HostStep:

@@ -1,14 +1,13 @@
-"""From the config to a run that is ready to train: the only code below the entry that reads the whole config.
+"""A run that is ready to train, from its config.
 
-data      sources -> length indexes -> Corpus, without the examples that no row can hold
-plan      lengths of a few batches -> row capacities and pool sizes -> PlanSpec
-model     components on the mesh -> compiled programs
+prepare   data and model, nothing compiled yet                                   prepare.py
+sizes     lengths of sampled batches -> row capacities, pools -> PlanSpec        sizing.py
+programs  components on the mesh -> compiled programs
 batches   MapDatasets whose element k is this host's share of step k
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,19 +17,20 @@ from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import evaluation_steps, steps
-from jaxmllm.data.rows.fill import LocalRanks, StepFiller
+from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.runtime.metrics import CompilationCounter
-from jaxmllm.setup.prepare import Groundwork, lay_groundwork
-from jaxmllm.setup.sizing import attention_spec, pipeline_sizes, plan_spec
+from jaxmllm.setup.prepare import RunInputs, prepare
+from jaxmllm.setup.row_shapes import attention_spec
+from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
 from jaxmllm.training.messages import WarningLog
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.programs.staged import StagedPrograms
-from jaxmllm.training.programs.transfer import local_ranks
 from jaxmllm.training.run import Run
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
@@ -43,42 +43,51 @@ def build_run(config: Config) -> Run:
 
     Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint has room.
     """
-    compilations, warnings = CompilationCounter(), WarningLog()
-    ground = lay_groundwork(config, make_mesh(config.mesh_sizes))
-    corpus, held_out = ground.corpus, ground.held_out
-    params = ground.model.abstract(config.run.param_dtype)
-    trained, _ = ground.model.trainable.split(params)
-    moments = [trained] * MOMENTS
-    check_space(Path(config.run.directory), state_bytes((params, moments)))
-    programs, pipeline = make_programs(config, ground)
-    spec, ranks, attention = programs.spec, local_share(programs), programs.attention
-    training, evaluating = (pipeline.training, pipeline.evaluation) if pipeline else (None, None)
-    batches = steps(StepFiller(corpus, spec, ranks, attention, training), config.data.batch_size, config.run.seed)
+    compilations = CompilationCounter()  # first, to count and to keep what comes from here on
+    warnings = WarningLog()
+    inputs = prepare(config, make_mesh(config.mesh_sizes))
+    _check_room_for_checkpoints(config, inputs.model)
+    programs, pipeline = make_programs(config, inputs)
+    share = programs.local_share
+    training = pipeline.training if pipeline else None
+    filler = StepFiller(inputs.corpus, programs.spec, share, programs.attention, training)
     evaluation = None
-    if held_out:
-        filler = StepFiller(held_out[0], spec, ranks, attention, evaluating)
-        evaluation = evaluation_steps(filler, config.data.batch_size, config.evaluation.examples)
-    peak: float | None
-    if config.logging.peak_flops == "auto":
-        peak = peak_flops(jax.local_devices()[0], config.components.language.compute_dtype)
-    else:
-        peak = config.logging.peak_flops
+    if inputs.held_out is not None:
+        evaluating = pipeline.evaluation if pipeline else None
+        held_out_filler = StepFiller(inputs.held_out, programs.spec, share, programs.attention, evaluating)
+        evaluation = evaluation_steps(held_out_filler, config.data.batch_size, config.evaluation.examples)
     return Run(
-        config,
-        programs,
-        corpus,
-        batches,
-        evaluation,
-        corpus.sources,
-        peak,
-        compilations,
-        warnings,
-        held_out[0] if held_out else None,
+        config=config,
+        programs=programs,
+        corpus=inputs.corpus,
+        batches=steps(filler, config.data.batch_size, config.run.seed),
+        evaluation=evaluation,
+        sources=inputs.corpus.sources,
+        peak_flops=_peak_flops(config),
+        compilations=compilations,
+        warnings=warnings,
+        held_out=inputs.held_out,
     )
 
 
+def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
+    """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
+    model = inputs.model
+    formats = inputs.corpus.formats
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, len(inputs.corpus.sources))
+    if config.pipeline.stages == 1:
+        spec = plan_spec(config, inputs)
+        hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
+        attention = attention_spec(config, model, formats, spec)
+        return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype), None
+    sizes = pipeline_sizes(config, inputs)
+    hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
+    attention = attention_spec(config, model, formats, sizes.spec)
+    return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype), sizes
+
+
 def plan_facts(spec: PlanSpec) -> dict[str, str]:
-    """What must be equal on all hosts for them to plan alike."""
+    """What must be the same on all hosts for them to make the same plans."""
     records: dict[str, PhaseSpec | RouteSpec] = {**spec.phases}
     records |= {f"route {name}": route for name, route in spec.routes.items()}
     facts = {
@@ -89,29 +98,15 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
     return facts | {f"nodes of {name}": str(ranks.tolist()) for name, ranks in spec.nodes.items()}
 
 
-def make_programs(config: Config, ground: Groundwork) -> tuple[Programs, PipelineSizes | None]:
-    """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
-    model, corpora = ground.model, [ground.corpus, *ground.held_out]
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, len(ground.corpus.sources))
-    formats = ground.corpus.formats
-    param_dtype = config.run.param_dtype
-    if config.pipeline.stages == 1:
-        spec = plan_spec(config, model, ground.samples, corpora)
-        hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
-        attention = attention_spec(config, model, formats, spec)
-        return PhasedPrograms(functions, spec, formats, attention, param_dtype), None
-    sizes = pipeline_sizes(config, model, ground.samples, corpora)
-    hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
-    attention = attention_spec(config, model, formats, sizes.spec)
-    return StagedPrograms(functions, sizes, formats, attention, param_dtype), sizes
+def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
+    """Raise `CheckpointError` where the run folder's disk has no room for a checkpoint, before anything is compiled."""
+    params = model.abstract(config.run.param_dtype)
+    trained, _ = model.trainable.split(params)
+    check_space(Path(config.run.directory), state_bytes((params, [trained] * MOMENTS)))
 
 
-def local_share(programs: Programs) -> LocalRanks:
-    """The ranks of every phase and exchange that this host supplies."""
-    return LocalRanks(
-        phases={phase: local_ranks(layout.rows, layout.ranks) for phase, layout in programs.layouts.items()},
-        exchange={
-            phase: local_ranks(exchange.tables, math.prod(programs.spec.routes[phase].grid.shape))
-            for phase, exchange in programs.exchanges.items()
-        },
-    )
+def _peak_flops(config: Config) -> float | None:
+    """Of one device; None where it is not known."""
+    if config.logging.peak_flops == "auto":
+        return peak_flops(jax.local_devices()[0], config.components.language.compute_dtype)
+    return config.logging.peak_flops

@@ -52,17 +52,17 @@ def compare_on_data(config: Config, name: str, ranks: int | None, per_rank: int 
     Raises one of `USER_ERRORS` of training/run.py.
     """
     from jaxmllm.data.batches import batch_examples
-    from jaxmllm.setup.prepare import lay_groundwork, planning_mesh
+    from jaxmllm.setup.planning_mesh import planning_mesh
+    from jaxmllm.setup.prepare import prepare
     from jaxmllm.setup.sizing import plan_spec
 
     mesh = planning_mesh(config, ranks)
     config = _with_batch(config, mesh.shape, per_rank)
-    ground = lay_groundwork(config, mesh)
-    items = ground.corpus.gather(batch_examples(ground.order, config.data.batch_size, len(ground.samples)))
-    corpora = [ground.corpus, *ground.held_out]
+    inputs = prepare(config, mesh)
+    items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, len(inputs.samples)))
 
     def spec(mode: Mode) -> PlanSpec:
-        return plan_spec(with_mode(config, mode), ground.model, ground.samples, corpora)
+        return plan_spec(with_mode(config, mode), inputs)
 
     title = f"{name}, {_sizes_in_words(config, mesh.shape)}"
     return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
@@ -75,8 +75,10 @@ def compare_on_generated(
     from jaxmllm.data.media.modalities import modalities, row_formats
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
-    from jaxmllm.setup.prepare import planning_mesh, vocabulary
-    from jaxmllm.setup.sizing import exchange_backend, exchange_grids, rank_places, sizing_inputs
+    from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+    from jaxmllm.setup.planning_mesh import planning_mesh
+    from jaxmllm.setup.prepare import vocabulary
+    from jaxmllm.setup.sizing import sizing_inputs
 
     mesh = planning_mesh(config, ranks)
     config = _with_batch(config, mesh.shape, per_rank)
@@ -87,7 +89,7 @@ def compare_on_generated(
     formats = row_formats(modalities(config.model, config.data, model.split_phases))
     inputs = sizing_inputs(config, model, formats, largest)
     grids = exchange_grids(model)
-    nodes = rank_places(config, model)
+    nodes = nodes_of_ranks(config, model)
     backend = exchange_backend(config, model)
 
     def spec(mode: Mode) -> PlanSpec:

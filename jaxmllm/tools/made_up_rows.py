@@ -21,7 +21,6 @@ from jaxmllm.training.run import Run
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch in which the rows of a phase are filled as `fill` says."""
     from jaxmllm.data.rows.fill import fill as fill_rows
-    from jaxmllm.setup.build import local_share
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
@@ -41,7 +40,7 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
         PlanSpec(specs, {}),
         EqualExamples(phase, has_loss, fill.length, tokens),
         modalities,
-        local_share(programs),
+        programs.local_share,
         programs.attention,
     )
 

@@ -42,7 +42,8 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.prepare import Groundwork, lay_groundwork, planning_mesh
+from jaxmllm.setup.planning_mesh import planning_mesh
+from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.balance_comparison import with_mode
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -130,17 +131,13 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
     )
 
 
-def measure(config: Config, ground: Groundwork, steps: int) -> list[dict[str, Any]]:
+def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any]]:
     """One record for every phase and method, and one per method for all phases together."""
-    corpora = [ground.corpus, *ground.held_out]
-    specs = {
-        method: plan_spec(with_mode(config, mode), ground.model, ground.samples, corpora)
-        for method, mode in PLANNED.items()
-    }
+    specs = {method: plan_spec(with_mode(config, mode), inputs) for method, mode in PLANNED.items()}
     wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
     plan_ms: dict[str, list[float]] = defaultdict(list)
     for step in range(steps):
-        items = ground.corpus.gather(batch_examples(ground.order, config.data.batch_size, step))
+        items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
         for method, spec in specs.items():
             plan = plan_step(items, spec)
             plan_ms[method].append(plan.statistics["plan_ms"])
@@ -211,12 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     try:
         config = load_config(options.config, [*options.overrides, *seed])
-        ground = lay_groundwork(config, planning_mesh(config, options.ranks))
-        records = measure(config, ground, options.steps)
+        inputs = prepare(config, planning_mesh(config, options.ranks))
+        records = measure(config, inputs, options.steps)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    phase_ranks = {phase: ground.model.layout(phase).ranks for phase in ground.model.phases}
+    phase_ranks = {phase: inputs.model.layout(phase).ranks for phase in inputs.model.phases}
     ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
     print_table(title, COLUMNS, [list(record.values()) for record in records])

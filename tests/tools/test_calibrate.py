@@ -16,7 +16,7 @@ from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools import calibrate
 from jaxmllm.tools.calibrate import fills, fit
@@ -192,15 +192,15 @@ def test_the_command_measures_every_phase(command):
 
 def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     path, calibration = command
-    ground, specs = None, []
+    inputs, specs = None, []
     for overrides in ([], [f"balance.calibration={calibration}"]):
         config = load_config(path, overrides)
-        ground = lay_groundwork(config, make_mesh(config.mesh.model_dump()))
+        inputs = prepare(config, make_mesh(config.mesh.model_dump()))
         with caplog.at_level(logging.WARNING):
-            specs.append(plan_spec(config, ground.model, ground.samples, [ground.corpus]))
+            specs.append(plan_spec(config, inputs))
     assert not caplog.records  # same device, same model
     plain, calibrated = specs
-    items = ground.corpus.gather(np.arange(16))
+    items = inputs.corpus.gather(np.arange(16))
     statistics = [plan_step(items, spec).statistics for spec in specs]
     for name, measured in load_calibration(calibration, plain.phases).phases.items():
         cost = measured.training.time
@@ -226,9 +226,9 @@ def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
     other.write_text(json.dumps(tree | {"device": "TPU v9"}))
     config = load_config(command[0], [f"balance.calibration={other}"])
     for mesh, warnings in ((make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), 1), (abstract_mesh({"data": 8}, 8), 0)):
-        ground = lay_groundwork(config, mesh)
+        inputs = prepare(config, mesh)
         caplog.clear()
-        plan_spec(config, ground.model, ground.samples, [ground.corpus])
+        plan_spec(config, inputs)
         assert [("TPU v9" in record.message) for record in caplog.records] == [True] * warnings
 
 
@@ -248,8 +248,8 @@ def test_loss_and_gradients_do_not_notice(data, tmp_path):
     only = dict.fromkeys(Coefficients.model_fields, 0.0) | {"quadratic": 1e-9}
     path = written(tmp_path / "file.json", **{f"phases__{name}__training": only for name in setup.spec.phases})
     config = parse_config(silent(data, mesh={"data": 2}, balance={"calibration": str(path)}))
-    ground = lay_groundwork(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
-    chosen = plan_spec(config, ground.model, ground.samples, [ground.corpus, *ground.held_out]).phases
+    inputs = prepare(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
+    chosen = plan_spec(config, inputs).phases
     compiled = {name: (phase.capacities, phase.max_segments) for name, phase in setup.spec.phases.items()}
     phases = {
         name: replace(phase, capacities=compiled[name][0], max_segments=compiled[name][1])

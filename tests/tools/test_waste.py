@@ -11,7 +11,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.metrics import CompilationCounter
-from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.waste import main
@@ -60,12 +60,12 @@ def measured(report):
 def drawn(config_file):
     """(items, plan with balance.mode phases, with none) of every step, and the specs of the phases by mode."""
     config = load_config(config_file)
-    ground = lay_groundwork(config, abstract_mesh({"data": RANKS, "fsdp": 1, "tensor": 1}, RANKS))
+    inputs = prepare(config, abstract_mesh({"data": RANKS, "fsdp": 1, "tensor": 1}, RANKS))
     specs = {}
     for mode in ("phases", "none"):
         with_mode = load_config(config_file, [f"balance.mode={mode}"])
-        specs[mode] = plan_spec(with_mode, ground.model, ground.samples, [ground.corpus])
-    batches = [ground.corpus.gather(batch_examples(ground.order, BATCH, step)) for step in range(STEPS)]
+        specs[mode] = plan_spec(with_mode, inputs)
+    batches = [inputs.corpus.gather(batch_examples(inputs.order, BATCH, step)) for step in range(STEPS)]
     return [(items, plan_step(items, specs["phases"]), plan_step(items, specs["none"])) for items in batches], specs
 
 

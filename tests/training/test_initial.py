@@ -13,7 +13,7 @@ from jaxmllm.config.read import dump_config, load_config, parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
 from jaxmllm.setup.build import build_run
-from jaxmllm.setup.prepare import Groundwork, lay_groundwork
+from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.training.initial import read_parameters
 from jaxmllm.training.loop import train
 from jaxmllm.training.run_folder import check_folder
@@ -21,22 +21,22 @@ from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
 
-def ground(tree: dict, mesh: dict) -> Groundwork:
+def inputs_of(tree: dict, mesh: dict) -> RunInputs:
     """Data and model over a mesh, without anything compiled."""
     config = parse_config(tree | {"mesh": mesh})
-    return lay_groundwork(config, make_mesh(config.mesh_sizes))
+    return prepare(config, make_mesh(config.mesh_sizes))
 
 
 def abstract_params(tree: dict, mesh: dict) -> dict:
     """Shapes and shardings of a model."""
-    return ground(tree, mesh).model.abstract("float32")
+    return inputs_of(tree, mesh).model.abstract("float32")
 
 
 @pytest.fixture(scope="module")
 def source(by_example, tmp_path_factory) -> tuple[Path, dict]:
     """A run folder with the checkpoints 3 and 4, and the parameters of 4."""
     folder = tmp_path_factory.mktemp("source")
-    model = ground(by_example(), {"data": 8}).model
+    model = inputs_of(by_example(), {"data": 8}).model
     with Checkpoints(folder / "checkpoints", 2) as checkpoints:
         for step in (3, 4):
             params = model.init(step, "float32")

@@ -37,8 +37,9 @@ from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
 from jaxmllm.setup.build import build_run
-from jaxmllm.setup.prepare import Groundwork, lay_groundwork, vocabulary
-from jaxmllm.setup.sizing import attention_spec, largest_row, pipeline_sizes, plan_spec
+from jaxmllm.setup.prepare import RunInputs, prepare, vocabulary
+from jaxmllm.setup.row_shapes import attention_spec, largest_row
+from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
 from jaxmllm.training import loop
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
@@ -63,14 +64,14 @@ class Scene:
     base: Path  # config file
 
     @functools.cached_property
-    def ground(self) -> Groundwork:
-        return lay_groundwork(load_config(self.base), MESH)
+    def inputs(self) -> RunInputs:
+        return prepare(load_config(self.base), MESH)
 
     @functools.cached_property
-    def staged(self) -> Groundwork:
+    def staged(self) -> RunInputs:
         """On one rank of a pipeline."""
         config = load_config(self.base, STAGED)
-        return lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:2]))
+        return prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:2]))
 
 
 Observer = Callable[[Config, Scene], Any]
@@ -175,27 +176,26 @@ def lengths(config: Config, _: Scene) -> str:
 
 def examples(config: Config, _: Scene) -> Any:
     """The data: sources, their files and lengths, what is learned of them, the order and size of batches."""
-    ground = lay_groundwork(config, MESH)
-    corpora = [ground.corpus, *ground.held_out]
+    inputs = prepare(config, MESH)
     indexes = [
         (index.name, repr(index.source), index.targets.tolist(), len(index.rejected))
-        for corpus in corpora
+        for corpus in inputs.corpora
         for index in corpus.indexes
     ]
-    weights = [corpus.weights for corpus in corpora[1:]]  # training weights act through the order
-    return indexes, weights, [ground.order[i] for i in range(64)], [len(batch.examples) for batch in ground.samples]
+    weights = [corpus.weights for corpus in inputs.corpora[1:]]  # training weights act through the order
+    return indexes, weights, [inputs.order[i] for i in range(64)], [len(batch.examples) for batch in inputs.samples]
 
 
 def cache_files(config: Config, scene: Scene) -> Any:
-    lay_groundwork(config, MESH)
+    prepare(config, MESH)
     return sorted(path.name for path in scene.folder.iterdir())
 
 
 def plan(config: Config, scene: Scene) -> Any:
     """Rows, pools, exchange and attention of the step's plan."""
-    made, corpora = scene.ground.model, [scene.ground.corpus, *scene.ground.held_out]
-    spec = plan_spec(config, made, scene.ground.samples, corpora)
-    return repr((spec, attention_spec(config, made, scene.ground.corpus.formats, spec)))
+    inputs = scene.inputs
+    spec = plan_spec(config, inputs)
+    return repr((spec, attention_spec(config, inputs.model, inputs.corpus.formats, spec)))
 
 
 def limits(config: Config, _: Scene) -> Any:
@@ -206,10 +206,10 @@ def limits(config: Config, _: Scene) -> Any:
 
 def stages(config: Config, scene: Scene) -> Any:
     """Sizes of a pipeline, and the schedule of a batch."""
-    ground = scene.staged
-    sizes = pipeline_sizes(config, ground.model, ground.samples, [ground.corpus, *ground.held_out])
-    made = plan_pipeline(ground.samples[0], sizes.spec, sizes.training)
-    return repr(sizes.training.tables), sizes.training.microbatches, made.digest(ground.samples[0].examples)
+    inputs = scene.staged
+    sizes = pipeline_sizes(config, inputs)
+    made = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
+    return repr(sizes.training.tables), sizes.training.microbatches, made.digest(inputs.samples[0].examples)
 
 
 def mesh(config: Config, _: Scene) -> Any:

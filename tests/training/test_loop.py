@@ -24,7 +24,7 @@ from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals
-from jaxmllm.setup.build import build_run, local_share
+from jaxmllm.setup.build import build_run
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
@@ -220,7 +220,7 @@ def greedy_decoder(setup, params):
 
 
 def test_evaluation_counts_every_example_once(alone, learnt):
-    filler = StepFiller(alone.held_out, alone.spec, local_share(alone.programs), alone.attention)
+    filler = StepFiller(alone.held_out, alone.spec, alone.programs.local_share, alone.attention)
     names, results = alone.held_out.sources, []
     for batch_size in (10, 24):  # 24 = 10 + 10 + 4
         batches = evaluation_steps(filler, batch_size)
@@ -251,7 +251,7 @@ def damaged_held_out(tmp_path_factory) -> tuple[Path, set[Path]]:
 def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_out):
     folder, broken = damaged_held_out
     corpus = setup_corpus(alone, folder, alone.held_out)
-    filler = StepFiller(corpus, alone.spec, local_share(alone.programs), alone.attention)
+    filler = StepFiller(corpus, alone.spec, alone.programs.local_share, alone.attention)
     told = []
     batches, names = evaluation_steps(filler, 10), corpus.sources
     result = evaluate(alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append)

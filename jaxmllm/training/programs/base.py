@@ -10,6 +10,7 @@ devices is known at once.
 from __future__ import annotations
 
 import abc
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import PlanSpec, shared_exchange
-from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.fill import HostStep, LocalRanks
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
+from jaxmllm.training.programs.transfer import local_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.exchange import Exchange
 from sharding.rules import Layout
@@ -115,6 +117,17 @@ class Programs(abc.ABC):
         self.trained, _ = functions.model.trainable.split(self.params)  # shapes of what is trained, and of gradients
         self.state = self._abstract_state(self.params)
         self.compiled = compile_jobs(self._jobs(formats))
+
+    @property
+    def local_share(self) -> LocalRanks:
+        """The ranks of every phase and exchange whose rows and tables this host supplies."""
+        return LocalRanks(
+            phases={phase: local_ranks(layout.rows, layout.ranks) for phase, layout in self.layouts.items()},
+            exchange={
+                phase: local_ranks(exchange.tables, math.prod(self.spec.routes[phase].grid.shape))
+                for phase, exchange in self.exchanges.items()
+            },
+        )
 
     # ------------------------------------------------------------------ running
 

@@ -14,7 +14,7 @@ from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.reference import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import CompilationCounter
-from jaxmllm.setup.prepare import lay_groundwork
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.train import main
 from jaxmllm.training.run import USER_ERRORS
@@ -228,8 +228,8 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
 
 def sizes(data, devices: int, **changes):
     config = parse_config(tiny_config(data, **changes))
-    ground = lay_groundwork(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
-    return pipeline_sizes(config, ground.model, ground.samples, [ground.corpus, *ground.held_out])
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
+    return pipeline_sizes(config, inputs)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_an_example_that_no_run_holds(data, changes, key):
     made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
     cramped = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, **changes))
     config = parse_config(tiny_config(data))
-    ground = lay_groundwork(config, make_mesh({"data": 1}, jax.devices()[:1]))
-    example = next(i for i in range(96) if ground.corpus.example(i).media)
+    inputs = prepare(config, make_mesh({"data": 1}, jax.devices()[:1]))
+    example = next(i for i in range(96) if inputs.corpus.example(i).media)
     with pytest.raises(ConfigError, match=rf"example {example} .*raise .*{key}"):
-        plan_pipeline(ground.corpus.gather(np.array([example])), made.spec, cramped)
+        plan_pipeline(inputs.corpus.gather(np.array([example])), made.spec, cramped)

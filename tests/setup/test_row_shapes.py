@@ -1,4 +1,4 @@
-"""What the run's parts are built from."""
+"""Rows hold whole blocks, whole tokens and, in parts, whole chunks."""
 
 import pytest
 
@@ -8,8 +8,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.phases import make_phases
-from jaxmllm.setup.prepare import planning_mesh
-from jaxmllm.setup.sizing import alignment, attention_block
+from jaxmllm.setup.row_shapes import alignment, attention_block
 from tests.support import tiny_config
 
 
@@ -51,17 +50,3 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole
     assert [of(block, 2) for block in (8, 32)] == [64, 256]
     with pytest.raises(ConfigError, match=r"blocks of 16 slots, .* multiple of 32, .* audio tower .* raise it to 8"):
         of(4, 2)
-
-
-def test_what_plans_without_running_takes_the_mesh_of_the_config_or_as_many_data_ranks(tmp_path):
-    def shape(ranks=None, **changes):
-        return dict(planning_mesh(parse_config(tiny_config(tmp_path, **changes)), ranks).shape)
-
-    assert shape() == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
-    assert shape(mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
-    assert shape(mesh={"data": 2, "fsdp": 2}) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
-    assert shape(64, mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {"data": 64, "fsdp": 1, "context": 1, "tensor": 2}
-    with pytest.raises(ConfigError, match=r"mesh.tensor is -1, but --ranks leaves no devices to count"):
-        shape(64, mesh={"data": 2, "tensor": -1})
-    with pytest.raises(ConfigError, match=r"pipeline.stages \(2\): this command plans steps without a pipeline"):
-        shape(pipeline__stages=2)

@@ -1,0 +1,46 @@
+"""How the exchange of a run lies on the mesh: its backend, the grids of ranks, the node of each rank."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from jaxmllm.arrays import Ints
+from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
+from jaxmllm.balance.records import ExchangeGrid
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.phases import LANGUAGE
+from sharding.exchange import LayoutPair
+from sharding.rules import rank_nodes
+
+
+def check_exchange(config: Config) -> None:
+    """Raise `ConfigError` for an exchange that does not exist: the schema does not know the table of backends."""
+    known = ("auto", *BACKENDS)
+    if config.balance.exchange not in known:
+        raise ConfigError(f"balance.exchange: must be one of {', '.join(known)} (got {config.balance.exchange!r})")
+
+
+def exchange_backend(config: Config, model: MLLM) -> str:
+    """The config's backend of the exchange; `auto` is the first of the table that the devices' platform can run."""
+    check_exchange(config)
+    if config.balance.exchange != "auto":
+        return config.balance.exchange
+    mesh = model.layout(LANGUAGE).mesh
+    return backend_for(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend())
+
+
+def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
+    """How the ranks of each phase that the language phase reads lie on the ranks of the language phase."""
+    language = model.layout(LANGUAGE)
+    return {
+        phase: ExchangeGrid(*LayoutPair(language.mesh, model.layout(phase), language).grid())
+        for phase in model.phases[LANGUAGE].reads
+    }
+
+
+def nodes_of_ranks(config: Config, model: MLLM) -> dict[str, Ints]:
+    """Node of each rank, by phase."""
+    per_node = config.balance.ranks_per_node
+    return {phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node) for phase in model.phases}

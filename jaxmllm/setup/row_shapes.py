@@ -1,0 +1,77 @@
+"""What rows of a phase must look like: multiples of what is computed as a whole, attention blocks, the largest row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
+from jaxmllm.balance.records import PhaseSpec, PlanSpec
+from jaxmllm.config.schema import Config, ConfigError, PhaseConfig
+from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.row_format import RowFormat
+
+
+def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
+    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
+    in each part of a row.
+
+    Args:
+      formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
+      parts: that rows are split into (context parallelism).
+
+    Raises:
+      ConfigError: a part would end inside of what the tower takes as a whole.
+    """
+    block: int = getattr(config.phases, phase).block
+    if phase not in formats:
+        return block * parts
+    row = formats[phase]
+    slots = block * row.stride
+    if parts > 1 and slots % row.alignment:
+        raise ConfigError(
+            f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, which must be a "
+            f"multiple of {row.alignment}, what the {phase} tower takes as a whole; raise it to "
+            f"{math.lcm(slots, row.alignment) // row.stride}"
+        )
+    return math.lcm(slots, row.alignment) * parts
+
+
+def largest_row(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
+    """Slots of the largest row that a phase may have; longer items are rejected."""
+    settings: PhaseConfig = getattr(config.phases, phase)
+    if settings.long_capacity is not None:
+        return settings.long_capacity
+    if settings.capacities == "auto":
+        unit = alignment(config, phase, formats, parts)
+        return settings.max_capacity // unit * unit
+    return max(settings.capacities)
+
+
+def attention_spec(config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec) -> AttentionSpec:
+    """Attention blocks and parts of every phase's rows."""
+    parts = {phase: model.layout(phase).parts for phase in spec.phases}
+    return AttentionSpec(
+        blocks={phase: attention_block(config, rows, formats, parts[phase]) for phase, rows in spec.phases.items()},
+        parts=parts,
+        bidirectional=config.model.language.bidirectional,
+        windows=config.model.windows,
+    )
+
+
+def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int) -> int:
+    """Slots of an attention block of a phase: `phases.<phase>.block`, or 64 where a part of a row, or a rank's share of
+    a long one, would otherwise have too few blocks to even out their work."""
+    block: int = getattr(config.phases, rows.name).block
+    stride = 1
+    whole = 1
+    if rows.name in formats:
+        stride = formats[rows.name].stride
+        whole = formats[rows.name].alignment
+    if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
+        return block
+    shares = [(capacity, parts) for capacity in rows.capacities]
+    if rows.long_capacity:
+        shares.append((rows.long_capacity, parts * rows.ranks))
+    return min((block_size(slots // stride, count, block) for slots, count in shares if count > 1), default=block)
