@@ -2,7 +2,7 @@
 
     python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm train --config configs/quickstart.yaml
 
-Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines come out behind its
+Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines are printed after its
 number. SIGINT and SIGTERM are passed on to all. When a process fails the others are ended, and its exit code is
 returned. When this launcher is killed, so are they.
 """
@@ -132,22 +132,24 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
             child.wait()
 
 
-def _signal(children: Sequence[subprocess.Popen[str]], number: int) -> None:
-    """To the processes alone: their workers must live on while a checkpoint is saved."""
+def _signal(children: Sequence[subprocess.Popen[str]], signum: int) -> None:
+    """Send a signal to the processes alone: their workers must live on while a checkpoint is saved."""
     for child in children:
-        child.send_signal(number)
+        child.send_signal(signum)
 
 
 @contextmanager
 def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
     """Pass SIGINT and SIGTERM on; the children save and exit, and `_wait` sees how."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: _signal(children, number)) for number in numbers}
+    handlers_before = {
+        signum: signal.signal(signum, lambda signum, _: _signal(children, signum))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers_before.items():
+            signal.signal(signum, handler)
 
 
 def _print_lines(stream: IO[str], process: int, lock: threading.Lock) -> None:
