@@ -5,8 +5,8 @@
 #
 # Everything after the script's name goes to `jaxmllm train`. See launch/README.md for the variables.
 #
-# The run begins in a new run.directory and goes on in one that holds it (--resume=auto), so a job that is requeued goes
-# on by itself from its last checkpoint:
+# The run begins in a new run.directory and continues in one that holds it (--resume=auto), so a job that is requeued
+# continues by itself from its last checkpoint:
 #   preempted, or a node fails   Slurm requeues the job (--requeue)
 #   the time is up               two minutes before, the run saves a checkpoint and this script requeues the job
 #   scancel, or an error         the run saves or ends with a line; the job is not requeued
@@ -32,7 +32,7 @@ fi
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# A port of its own for each job, so that two jobs may share a node.
+# Another port for each job, so that two jobs may share a node.
 export JAXMLLM_COORDINATOR="$first:$((20000 + SLURM_JOB_ID % 20000))"
 export JAXMLLM_PROCESSES=$SLURM_NTASKS
 

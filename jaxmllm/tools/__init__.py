@@ -1,0 +1,1 @@
+"""The commands, one file each, and what they share; only `jaxmllm/__main__.py` and benchmarks know them."""
