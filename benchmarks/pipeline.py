@@ -49,8 +49,9 @@ import numpy as np
 
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_layers
-from jaxmllm.balance.stages.microbatches import PhaseLoad, loads_of, plan_microbatches
+from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
 from jaxmllm.config.schema import VisionConfig
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.build_graph import build_graph
@@ -363,6 +364,13 @@ def measure_search(
 
 
 # ---------------------------------------------------------------------------- microbatches alone
+
+
+def loads_of(plan: MicrobatchPlan, work: Longs, phase: str, replicas: int) -> Longs:
+    """Work of a phase by replica and microbatch: [replicas, M]."""
+    microbatch = plan.language if phase == LANGUAGE else plan.encoder
+    cell = plan.replica.astype(np.int64) * plan.microbatches + microbatch
+    return sums_by(cell, work, replicas * plan.microbatches).reshape(replicas, plan.microbatches)
 
 
 def measure_microbatches(

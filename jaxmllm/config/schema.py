@@ -350,7 +350,7 @@ class PipelineConfig(Section):
 
     stages: PositiveInt = 1
     layout: Literal["chain", "segments", "parallel"] = "segments"
-    schedule: Literal["gpipe", "1f1b", "interleaved", "greedy", "search"] = "greedy"
+    schedule: str = "greedy"  # a name in sharding/pipeline/schedules/by_name.py, checked when a run is prepared
     rollouts: PositiveInt = 64  # greedy schedules that a search tries
     split_backward: bool = False  # input and weight gradients as operations of their own
     deferral: bool = True  # examples may run their language part one microbatch after their media

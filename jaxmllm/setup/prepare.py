@@ -26,6 +26,7 @@ from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
 from jaxmllm.setup.exchange_layout import check_exchange
 from jaxmllm.setup.row_shapes import largest_row
+from sharding.pipeline.schedules.by_name import scheduler_of
 
 SAMPLED_EXAMPLES = 2048  # their lengths decide the sizes that the config leaves to `auto` ...
 FEWEST_BATCHES = 8  # ... in as many batches as they fill, but not fewer than this
@@ -53,6 +54,7 @@ class RunInputs:
 def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     """Index the data and compose the model. An abstract mesh is enough where nothing will run."""
     check_exchange(config)
+    scheduler_of(config.pipeline.schedule)  # a wrong name is an error at once, also without stages
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable.components:

@@ -29,7 +29,8 @@ from matplotlib.patches import Patch, Rectangle
 from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems
-from jaxmllm.balance.stages.microbatches import PhaseLoad, pack_rows, plan_microbatches
+from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
+from jaxmllm.balance.stages.run_rows import pack_rows
 from jaxmllm.tools.output import FAINT, INK, Page, command_parser, html_table, new_figure, print_table, write_picture
 from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.pipeline.build_graph import build_graph

@@ -30,15 +30,17 @@ class Scheduler:
 
     keeps_slots: whether `make` heeds the budget, and raises `PipelineError` where nothing fits. What does not heed it
     gives way to the greedy schedule in batches that do not fit, and takes part in a search.
+    all_in_flight: whether all microbatches of a step are under way at once, so that there should be slots for them.
     """
 
     make: Make
     keeps_slots: bool
+    all_in_flight: bool = False
 
 
-def fixed_order(order: Callable[[Graph], Schedule]) -> Scheduler:
+def fixed_order(order: Callable[[Graph], Schedule], *, all_in_flight: bool = False) -> Scheduler:
     """A schedule that knows nothing of slots."""
-    return Scheduler(lambda graph, slots, rollouts: order(graph), keeps_slots=False)
+    return Scheduler(lambda graph, slots, rollouts: order(graph), keeps_slots=False, all_in_flight=all_in_flight)
 
 
 def fixed_orders() -> list[Callable[[Graph], Schedule]]:
@@ -50,7 +52,9 @@ def fixed_orders() -> list[Callable[[Graph], Schedule]]:
 def scheduler_of(name: str) -> Scheduler:
     """The scheduler of a name. Raises `PipelineError` that lists the names there are."""
     if name not in SCHEDULES:
-        raise PipelineError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise PipelineError(
+            f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}"
+        )
     return SCHEDULES[name]
 
 
@@ -58,7 +62,7 @@ def scheduler_of(name: str) -> Scheduler:
 SCHEDULES: dict[str, Scheduler] = {
     "1f1b": fixed_order(one_f_one_b),
     "interleaved": fixed_order(interleaved),
-    "gpipe": fixed_order(gpipe),
+    "gpipe": fixed_order(gpipe, all_in_flight=True),
     "greedy": Scheduler(lambda graph, slots, rollouts: greedy(graph, slots), keeps_slots=True),
     "search": Scheduler(
         lambda graph, slots, rollouts: search(graph, fixed_orders(), slots, rollouts=rollouts).schedule,

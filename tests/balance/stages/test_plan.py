@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.inputs import SizingInputs
-from jaxmllm.balance.stages.plan import place, plan_pipeline
+from jaxmllm.balance.stages.plan import plan_pipeline
+from jaxmllm.balance.stages.run_rows import pack_run
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
 from jaxmllm.phases import make_phases
@@ -120,7 +121,7 @@ def test_tokens_lie_where_microbatches_look_for_them(case, seed):
     """The buffer of a microbatch, token by token, against what arrival says."""
     made, items = CASES[case], random_batch(seed)
     pipeline, vision, ranks = made.training, items.phases["vision"], made.spec.phases["language"].ranks
-    placed = place(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read)
+    placed = pack_run(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read)
     rows, language, arrivals = placed.phases["vision"], placed.phases["language"], placed.arrivals["vision"]
     per_row = made.spec.phases["vision"].capacities[0] // PER_TOKEN
     held = np.full((rows.count, ranks, per_row), -1)

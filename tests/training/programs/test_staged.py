@@ -24,7 +24,7 @@ from tests.support import Result, assert_close, assert_same, tiny_config
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
 DEEP = {"model__vision__layers": 2, "model__audio__layers": 2, "model__language__layers": 4}
-METRICS = ("ticks", "idle_share", "search_ms", "fallbacks", "deferred_examples", "live_slots")
+METRICS = ("ticks", "idle_share", "search_ms", "fallbacks", "deferred_examples", "slots_used")
 
 
 def computed(setup, step) -> Result:

@@ -1,0 +1,149 @@
+"""Deferral: the heavier half of the microbatches leave examples' language parts to partners in the lighter half.
+
+    encoder rows     [ a b ] [ c d ] [ e f ]      an example is encoded in microbatch i;
+                         \\_______                its language part runs in i or, deferred, in i + 1
+    language rows    [ a   ] [ b c d ] [ e f ]
+
+After Entrain (arXiv 2605.27918). Whole examples are deferred, to the next microbatch and inside the step only, so
+encoder outputs of at most two microbatches wait at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from jaxmllm.arrays import INT64_MAX as NEVER
+from jaxmllm.arrays import Bools, Longs, sums_by
+
+SUBSET_BITS = 11  # subset sums count work in units of which a microbatch has at most 2**11, which bounds their tables
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """Which examples run their language part one microbatch later."""
+
+    threshold: int  # least possible maximum of pairwise deferral, in units of 2**shift of the work
+    shift: int
+    pairs: tuple[tuple[int, ...], ...]  # heavy microbatch and the light one right after it; the last may be alone
+    after: Longs  # [heavy, light] V, in those units: the greater load of the two after the best transfer between them
+    heavy: Longs  # microbatch of every row of V
+    light: Longs  # microbatch of every column of V
+    deferred: Bools  # [N]
+
+
+def defer(
+    group: Longs, work: Longs, slots: Longs, microbatches: int, capacity: int = NEVER, max_deferred: int | None = None
+) -> Deferral:
+    """Level language work by deferring examples from heavy microbatches to light ones.
+
+    What i best leaves to j is the subset of its examples whose work is nearest to half of the difference. The least
+    threshold T such that all heavier than T find partners of their own with whom neither exceeds T is found by
+    bisection over bipartite matchings (arXiv 2605.27918); of the matchings within it, the one with the least sum of
+    squares is taken.
+
+    Args:
+      group: [N] microbatch of each example.
+      work: [N] of the language phase; `slots` [N] of its rows, of `capacity`.
+      max_deferred: most slots that a pair may transfer.
+    """
+    loads = sums_by(group, work, microbatches)
+    shift = max(0, int(loads.max(initial=0)).bit_length() - SUBSET_BITS)
+    work = work >> shift
+    filled = sums_by(group, slots, microbatches)
+    loads = sums_by(group, work, microbatches)
+    by_load = np.argsort(-loads, kind="stable")
+    heavy = np.sort(by_load[: microbatches // 2])
+    light = np.sort(by_load[microbatches // 2 :])
+    room = np.minimum(capacity - filled[light], NEVER if max_deferred is None else max_deferred)
+    members = [np.flatnonzero(group == microbatch) for microbatch in heavy]
+    tables = [_subset_sums(work[examples], slots[examples]) for examples in members]
+    transfer = _best_transfers(tables, loads[heavy][:, None] - loads[light], room)
+    after = np.maximum(loads[heavy][:, None] - transfer, loads[light] + transfer)
+    threshold = _threshold(after, loads[heavy], int(loads[light].max(initial=0)))
+    squares = (loads[heavy][:, None] - transfer) ** 2 + (loads[light] + transfer) ** 2
+    # Dearer than any assignment without it: pairs over the threshold are taken only where nothing else is left.
+    squares[after > threshold] = 2 * int(squares.max(initial=0)) * (microbatches + 1)
+    rows, columns = linear_sum_assignment(squares)
+    deferred = np.zeros(len(group), np.bool_)
+    for row, column in zip(rows, columns, strict=True):
+        chosen = _subset_with(tables[row], work[members[row]], int(transfer[row, column]))
+        deferred[members[row][chosen]] = True
+    # Pairs that transfer something come first.
+    order = np.argsort(transfer[rows, columns] <= 0, kind="stable")
+    pairs = [(int(heavy[row]), int(light[column])) for row, column in zip(rows[order], columns[order], strict=True)]
+    unpaired = np.setdiff1d(light, light[columns])
+    return Deferral(
+        threshold=threshold,
+        shift=shift,
+        pairs=(*pairs, *((int(microbatch),) for microbatch in unpaired)),
+        after=after,
+        heavy=heavy,
+        light=light,
+        deferred=deferred,
+    )
+
+
+def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
+    """Work that heavy microbatch i best leaves to light one j: [heavy, light].
+
+    Args:
+      tables: subset sums of every heavy microbatch.
+      gap: [heavy, light] difference of their loads.
+      room: [light] slots that it can take.
+    """
+    transfer = np.zeros(gap.shape, np.int64)
+    for row, table in enumerate(tables):
+        possible = np.flatnonzero(table[-1] < NEVER)
+        miss = np.abs(2 * possible[:, None] - gap[row])
+        miss[table[-1][possible][:, None] > room] = NEVER
+        miss[0] = np.minimum(miss[0], gap[row])  # the empty subset is always possible
+        transfer[row] = possible[miss.argmin(axis=0)]
+    return transfer
+
+
+def _subset_sums(work: Longs, slots: Longs) -> Longs:
+    """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum]; NEVER if there is none."""
+    table = np.full((len(work) + 1, int(work.sum()) + 1), NEVER, np.int64)
+    table[0, 0] = 0
+    for index, (amount, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
+        without = table[index]
+        row = table[index + 1]
+        row[:] = without
+        source = without[: len(without) - amount]
+        with_example = np.where(source < NEVER, source, NEVER - size) + size
+        np.minimum(row[amount:], with_example, out=row[amount:])
+    return table
+
+
+def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
+    """The examples of the subset that the table found for a sum."""
+    chosen = []
+    for index in range(len(work) - 1, -1, -1):
+        if table[index + 1, total] != table[index, total]:
+            chosen.append(index)
+            total -= int(work[index])
+    return chosen
+
+
+def _threshold(after: Longs, loads: Longs, least: int) -> int:
+    """Least T, not below `least`, such that every load above it has a column of its own where `after` is within T."""
+    candidates = np.unique(np.concatenate([after.ravel(), loads, [least]]))
+    candidates = candidates[candidates >= least]
+    low = 0
+    high = len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        bound = candidates[middle]
+        within = after[loads > bound] <= bound
+        # scipy refuses a matrix without entries.
+        matched = maximum_bipartite_matching(csr_array(within), perm_type="column") if within.size else np.zeros(0)
+        if (matched >= 0).all():
+            high = middle
+        else:
+            low = middle + 1
+    return int(candidates[low])

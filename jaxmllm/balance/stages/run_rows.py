@@ -1,0 +1,214 @@
+"""The rows of one run of the executor: which items lie in which row, and which microbatch reads which encoder rows.
+
+examples --plan_microbatches--> microbatches --pack_rows--> encoder rows --> inputs of every microbatch, arrivals
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
+from jaxmllm.balance.records import BatchItems, PlanSpec
+from jaxmllm.balance.rows.pack import lay_out
+from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
+from jaxmllm.phases import LANGUAGE
+
+WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 bits
+
+
+@dataclass(frozen=True)
+class PhaseRows:
+    """Items of a phase in the rows of one run: numbers [n] of the items, and where each lies."""
+
+    count: int  # rows of every replica
+    item: Longs
+    row: Longs
+    rank: Longs
+    offset: Ints
+    segment: Ints
+    squares: Longs  # [count] sum of squared lengths in a row, of the replica that has most
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Examples in rows. `inputs[m]` are the (encoder, row) that language microbatch m reads, the same on all
+    replicas; `rows_read` is how many of each encoder the microbatch reads that reads most."""
+
+    phases: dict[str, PhaseRows]
+    arrivals: dict[str, Longs]  # by encoder: of the items in `phases`
+    inputs: tuple[tuple[tuple[int, int], ...], ...]
+    rows_read: tuple[int, ...]
+    deferred: int  # examples
+
+
+def pack_run(
+    examples: Longs,
+    items: BatchItems,
+    spec: PlanSpec,
+    microbatches: int,
+    deferral: bool,
+    rows_read: tuple[int, ...] | None = None,
+) -> RunRows:
+    """Put some examples of a batch into rows, in about `microbatches` language microbatches per replica.
+
+    Args:
+      examples: numbers in the batch, ascending.
+      rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them; none: as many as
+        needed.
+    """
+    position = np.full(len(items.examples), -1, np.int64)
+    position[examples] = np.arange(len(examples))
+    members = {name: np.flatnonzero(position[phase_items.example] >= 0) for name, phase_items in items.phases.items()}
+    owner = {name: position[items.phases[name].example[numbers]] for name, numbers in members.items()}
+    length = {name: items.phases[name].length[numbers] for name, numbers in members.items()}
+    loads = _loads(items, spec, length, owner, len(examples))
+    language = loads.pop(LANGUAGE)
+    ranks = spec.phases[LANGUAGE].ranks
+    plan = plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
+    replica = plan.replica.astype(np.int64)
+    # Microbatches without an example on any replica are left out.
+    language_microbatch = np.unique(plan.language, return_inverse=True)[1].astype(np.int64)
+
+    def phase_rows(name: str, row: Longs, count: int) -> PhaseRows:
+        rank = replica[owner[name]]
+        row_on_rank = row * ranks + rank
+        offset, segment = lay_out(row_on_rank, length[name])
+        squares = sums_by(row_on_rank, length[name] ** 2, count * ranks)
+        most_squares = squares.reshape(count, ranks).max(axis=1, initial=0)
+        return PhaseRows(count, members[name], row, rank, offset, segment, most_squares)
+
+    phases = {}
+    for name in loads:
+        row, count = _encoder_rows(plan, owner[name], length[name], spec.phases[name].capacities[0], ranks)
+        phases[name] = phase_rows(name, row, count)
+    phases[LANGUAGE] = phase_rows(
+        LANGUAGE, language_microbatch[owner[LANGUAGE]], int(language_microbatch.max(initial=-1)) + 1
+    )
+    readers = {name: language_microbatch[owner[name]] for name in loads}
+    return _linked(phases, readers, spec, rows_read, int(plan.deferred.sum()))
+
+
+def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[Ints, Ints]:
+    """The items of each microbatch of a replica in as few rows of `capacity` slots as first-fit by descending length
+    finds.
+
+    Args:
+      microbatch: [N] of each item, an image for one.
+      slots: [N].
+
+    Returns:
+      (row [N] of the item inside its microbatch, offset [N] in slots inside the row).
+
+    Raises:
+      ValueError: an item that no row holds.
+    """
+    if len(slots) and slots.max() > capacity:
+        worst = int(slots.argmax())
+        raise ValueError(f"item {worst} has {slots[worst]} slots, but rows have {capacity}: raise the capacity")
+    row = np.empty(len(slots), np.int64)
+    free_slots: dict[int, list[int]] = {}  # of every row so far, by microbatch
+    for item in np.argsort(-slots, kind="stable").tolist():
+        size = int(slots[item])
+        rows = free_slots.setdefault(int(microbatch[item]), [])
+        chosen = next((number for number, free in enumerate(rows) if free >= size), len(rows))
+        if chosen == len(rows):
+            rows.append(capacity)
+        rows[chosen] -= size
+        row[item] = chosen
+    rows_per_microbatch = int(row.max(initial=0)) + 1
+    offset, _ = lay_out(microbatch.astype(np.int64) * rows_per_microbatch + row, slots)
+    return row.astype(np.int32), offset
+
+
+def _loads(
+    items: BatchItems, spec: PlanSpec, length: Mapping[str, Longs], owner: Mapping[str, Longs], examples: int
+) -> dict[str, PhaseLoad]:
+    """What the examples ask of every phase."""
+    longest = {name: int(phase_items.length.max(initial=0)) for name, phase_items in items.phases.items()}
+    costliest = max(phase.cost.of(longest[name]) for name, phase in spec.phases.items())
+    shift = max(0, costliest.bit_length() - WORK_BITS)
+    loads = {}
+    for name, phase in spec.phases.items():
+        work = phase.cost.shifted(shift).of(length[name])
+        loads[name] = PhaseLoad(
+            work=sums_by(owner[name], work, examples),
+            slots=sums_by(owner[name], length[name], examples),
+            # Encoders have as many rows as their items need; a language microbatch is one row.
+            capacity=phase.capacities[0] if phase.has_loss else None,
+        )
+    return loads
+
+
+# ---------------------------------------------------------------------------- encoder rows
+
+
+def _encoder_rows(plan: MicrobatchPlan, owner: Longs, length: Longs, capacity: int, ranks: int) -> tuple[Longs, int]:
+    """Row [N] of every item of an encoder, and the number of rows."""
+    replica = plan.replica.astype(np.int64)[owner]
+    microbatch = plan.encoder[owner]
+    sharing = _sharing_groups(microbatch, replica, length, capacity, plan.microbatches)
+    group = sharing[microbatch]
+    row_in_group, _ = pack_rows(group * ranks + replica, length, capacity)
+    rows_before = np.zeros(plan.microbatches + 1, np.int64)
+    np.maximum.at(rows_before, group + 1, row_in_group + 1)
+    return np.cumsum(rows_before)[group] + row_in_group, int(rows_before.sum())
+
+
+def _sharing_groups(microbatch: Ints, replica: Longs, length: Longs, capacity: int, count: int) -> Longs:
+    """Number of each microbatch's group [count]: consecutive ones that share encoder rows, as many as need no more rows
+    together than the one of them that needs most. A row costs the same however little it holds."""
+
+    def rows_needed(begin: int, end: int) -> int:
+        inside = (microbatch >= begin) & (microbatch <= end)
+        return int(pack_rows(replica[inside], length[inside], capacity)[0].max(initial=-1)) + 1
+
+    group = np.zeros(count, np.int64)
+    begin = 0
+    number = 0
+    most_needed = 0  # by any one microbatch of the group
+    for m in range(count):
+        alone = rows_needed(m, m)
+        if rows_needed(begin, m) > max(most_needed, alone):
+            begin = m
+            number += 1
+            most_needed = 0
+        most_needed = max(most_needed, alone)
+        group[m] = number
+    return group
+
+
+def _linked(
+    phases: dict[str, PhaseRows],
+    readers: Mapping[str, Longs],
+    spec: PlanSpec,
+    rows_read: tuple[int, ...] | None,
+    deferred: int,
+) -> RunRows:
+    """Which microbatch reads which rows, and where it finds the tokens of each item: one row after another.
+
+    Args:
+      readers: by encoder, the language microbatch that reads each item [n].
+    """
+    inputs: list[list[tuple[int, int]]] = [[] for _ in range(phases[LANGUAGE].count)]
+    position = {}  # of an item's row among those that its reader reads
+    needed = []
+    for encoder, (name, reader) in enumerate(readers.items()):
+        rows = phases[name]
+        pairs, pair_of_item = np.unique(reader * (rows.count + 1) + rows.row, return_inverse=True)
+        microbatch, row = np.divmod(pairs, rows.count + 1)
+        pair_position = running_sums(microbatch, np.ones_like(microbatch))
+        for m, number in zip(microbatch.tolist(), row.tolist(), strict=True):
+            inputs[m].append((encoder, number))
+        position[name] = pair_position[pair_of_item]
+        needed.append(int(pair_position.max(initial=-1)) + 1)
+    arrivals = {}
+    base = 0
+    for name, encoder_rows in zip(position, rows_read or needed, strict=True):
+        phase = spec.phases[name]
+        tokens = phase.capacities[0] // phase.slots_per_token
+        arrivals[name] = base + position[name] * tokens + phases[name].offset // phase.slots_per_token
+        base += encoder_rows * tokens
+    return RunRows(phases, arrivals, tuple(map(tuple, inputs)), tuple(needed), deferred)

@@ -1,0 +1,150 @@
+"""Swaps of examples between groups of a batch (replicas or microbatches), until their work is even in every phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from jaxmllm.arrays import INT64_MAX as NEVER
+from jaxmllm.arrays import Bools, Longs, ceil_divide
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far swaps are looked for."""
+
+    total_bits: int = 24  # the work of a batch is below 2**24 units, so that sums of squares are far from overflow
+    sweeps: int = 60  # at most; each changes many groups at once
+    compared: int = 256  # examples that take part in one sweep, at most: it compares all pairs of them
+
+
+SEARCH: Final = Search()
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What N examples ask of P phases, the last of which is language."""
+
+    work: Longs  # [N, P], in all below 2**`SEARCH.total_bits`
+    slots: Longs  # [N, P]
+    capacity: Longs  # [P] slots of a microbatch of one replica, NEVER where there is no limit
+    media: Bools  # [N] whether an example has something to encode
+
+    def subset(self, examples: Longs) -> Demands:
+        """The demands of some examples."""
+        return Demands(self.work[examples], self.slots[examples], self.capacity, self.media[examples])
+
+    @property
+    def encoder_work(self) -> Longs:
+        """[N] work of all encoders together."""
+        return self.work[:, :-1].sum(axis=1)
+
+    @property
+    def language_work(self) -> Longs:
+        """[N]"""
+        return self.work[:, -1]
+
+    @property
+    def limited(self) -> Longs:
+        """Numbers of the phases whose rows have a capacity."""
+        return np.flatnonzero(self.capacity < NEVER)
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Below so many the slots of a replica do not fit, whatever the packing."""
+        return max(1, int((-(-self.slots.sum(axis=0) // self.capacity)).max(initial=1)))
+
+
+def swap_examples(
+    group: Longs, demands: Demands, groups: int, media_groups: int | None = None, moves: bool = False
+) -> Longs:
+    """Swap examples between groups, or move them, as long as the sum of their squared work, over phases, falls.
+
+    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a - b - (g - h)),
+    for all pairs at once. Of the pairs that gain, best first, those in untouched groups are swapped.
+
+    Args:
+      group: [N] of each example, within the capacities.
+      media_groups: examples with media stay in groups below this number; None: they may go into any.
+      moves: whether an example may be swapped for nothing.
+
+    Returns:
+      [N] the groups afterwards.
+    """
+    examples, phases = demands.work.shape
+    # For moves every group has an entry more, which asks for nothing.
+    blanks = groups if moves else 0
+    work = np.vstack([demands.work, np.zeros((blanks, phases), np.int64)])
+    slots = np.vstack([demands.slots, np.zeros((blanks, demands.slots.shape[1]), np.int64)])
+    group = np.append(group, np.arange(blanks))
+    bound = None
+    if media_groups is not None and media_groups < groups:
+        bound = np.append(demands.media, np.zeros(blanks, np.bool_))
+    squares = (work**2).sum(axis=1)
+    load = np.zeros((groups, phases), np.int64)
+    np.add.at(load, group, work)
+    filled = np.zeros((groups, slots.shape[1]), np.int64)
+    np.add.at(filled, group, slots)
+    limited = demands.limited.tolist()
+    rounds = ceil_divide(len(group), SEARCH.compared)
+    idle = 0
+    for sweep in range(SEARCH.sweeps * rounds):
+        entries = np.arange(sweep % rounds, len(group), rounds)
+        entry_group = group[entries]
+        change = _changes(work[entries], load[entry_group], squares[entries])
+        change[entry_group[:, None] == entry_group] = 0
+        for phase in limited:
+            free = (demands.capacity[phase] - filled[:, phase])[entry_group]
+            received = slots[entries, phase][:, None] - slots[entries, phase]  # by the second one's group
+            change[(received > free) | (-received > free[:, None])] = 0
+        if bound is not None:
+            assert media_groups is not None
+            astray = bound[entries][:, None] & (entry_group >= media_groups)
+            change[astray | astray.T] = 0
+        partner = change.argmin(axis=1)
+        gain = change[np.arange(len(entries)), partner]
+        best_first = np.argsort(gain, kind="stable")[: int((gain < 0).sum())]
+        one, other = _without_common_groups(best_first, partner[best_first], entry_group)
+        idle = 0 if len(one) else idle + 1
+        if idle == rounds:
+            break
+        a = entries[one]
+        b = entries[other]
+        g = entry_group[one]
+        h = entry_group[other]
+        load[g] -= work[a] - work[b]
+        load[h] += work[a] - work[b]
+        filled[g] -= slots[a] - slots[b]
+        filled[h] += slots[a] - slots[b]
+        # Blank entries stay where they are.
+        group[a] = np.where(a < examples, h, g)
+        group[b] = np.where(b < examples, g, h)
+    return group[:examples]
+
+
+def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
+    """Half the change of the sum of squared loads when any two of n entries are swapped: [n, n].
+
+    Args:
+      work: [n, P] of the entries.
+      load: [n, P] of their groups.
+      squares: [n] sum over phases of the squared work.
+    """
+    half = np.repeat((squares - (work * load).sum(axis=1))[:, None], len(work), axis=1)
+    for phase in range(work.shape[1]):
+        half += work[:, phase, None] * (load - work)[:, phase]
+    return half + half.T
+
+
+def _without_common_groups(ones: Longs, others: Longs, group: Longs) -> tuple[Longs, Longs]:
+    """The pairs that share no group with one before them."""
+    touched: set[int] = set()
+    chosen = []
+    pairs = zip(group[ones].tolist(), group[others].tolist(), strict=True)
+    for index, (g, h) in enumerate(pairs):
+        if g not in touched and h not in touched:
+            touched |= {g, h}
+            chosen.append(index)
+    return ones[chosen], others[chosen]
