@@ -238,7 +238,7 @@ class SourceConfig(Section):
 class ImageDataConfig(Section):
     """Bounds on the area of an image after resizing, in pixels."""
 
-    min_pixels: PositiveInt = 28 * 28
+    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)  # at most what a file may have; see data/media/images.py
     max_pixels: PositiveInt = 1024 * 1024
 
 

@@ -10,7 +10,7 @@ import jax
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Steps
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.rows.fill import MisalignmentError
+from jaxmllm.data.rows.batch import MisalignmentError
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import TokenizerError
 from jaxmllm.runtime.metrics import CompilationCounter

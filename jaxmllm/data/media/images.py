@@ -113,6 +113,8 @@ class Images:
                 _check_scans(file, media)
             try:
                 pixels = _pixels(image, shape[1] * self.patch_size, shape[0] * self.patch_size)
+            except MemoryError:  # the machine's fault, not the file's
+                raise
             except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
                 raise MediaError("undecodable_image", f"{media} does not decode: {error}") from error
         return self._patches(pixels, shape)
@@ -184,6 +186,8 @@ def _open(file: Stream, media: MediaReference) -> Image.Image:
         return Image.open(cast(IO[bytes], file), formats=Images.formats)
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(media) from error
+    except MemoryError:
+        raise
     except Exception as error:  # what broken headers raise depends on the format
         formats = ", ".join(Images.formats)
         raise MediaError("broken_image_header", f"{media} has no readable {formats} header: {error}") from error

@@ -229,6 +229,8 @@ def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
     source = file.fileno() if isinstance(file, FileIO) else file
     try:
         return soundfile.SoundFile(source, closefd=False)
+    except MemoryError:
+        raise
     except Exception as error:  # LibsndfileError, and TypeError for raw samples
         what = getattr(error, "error_string", error)  # without the number of the descriptor
         raise MediaError("broken_audio_header", f"{media} has no readable header: {what}") from error
@@ -243,6 +245,8 @@ def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReferen
         while True:
             try:
                 block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
+            except MemoryError:  # the machine's fault, not the file's
+                raise
             except Exception as error:
                 what = getattr(error, "error_string", error)
                 raise MediaError("undecodable_audio", f"{media} does not decode: {what}") from error

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxmllm.data.media.images import MAX_ASPECT_RATIO, Images
+from jaxmllm.config.schema import ImageDataConfig
+from jaxmllm.data.media.images import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS, Images
 from jaxmllm.data.media.reference import File, FileRange, MediaError
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
@@ -216,6 +217,25 @@ def test_extreme_aspect_ratio(tmp_path: Path) -> None:
     shape = IMAGES.measure(File(tmp_path / "thin.png"))
     assert IMAGES.load(File(tmp_path / "thin.png"), shape).shape == (IMAGES.length(shape), 48)
     assert reason(tmp_path / "thinner.png") == "extreme_aspect_ratio"
+
+
+def test_memory_that_is_short_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    picture(16, 24).save(tmp_path / "a.png")
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("PIL.ImageFile.ImageFile.load", fail)
+        IMAGES.load(File(tmp_path / "a.png"), (4, 6))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("PIL.Image.open", fail)
+        IMAGES.measure(File(tmp_path / "a.png"))
+
+
+def test_images_are_not_scaled_up_beyond_what_files_may_have() -> None:
+    assert ImageDataConfig(min_pixels=MAX_SOURCE_PIXELS, max_pixels=10**9).min_pixels == MAX_SOURCE_PIXELS
+    with pytest.raises(ValueError, match="min_pixels"):
+        ImageDataConfig(min_pixels=MAX_SOURCE_PIXELS + 1, max_pixels=10**9)
 
 
 def test_impossible_settings_name_the_key() -> None:

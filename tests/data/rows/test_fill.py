@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from jaxmllm.balance.records import (
     StepPlan,
 )
 from jaxmllm.data.media.reference import File, MediaError
-from jaxmllm.data.rows.fill import HostStep, LocalRanks, MisalignmentError, fill
+from jaxmllm.data.rows.batch import MisalignmentError
+from jaxmllm.data.rows.fill import HostStep, LocalRanks, fill
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.render import MediaSpan, Rendered
 from jaxmllm.phases import decoder_phase, encoder_phase
@@ -348,6 +350,32 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
         for row, masked in zip(step.rows[phase], expected.rows[phase], strict=True):
             for name in ("features", "valid", "failed", "segments"):
                 np.testing.assert_array_equal(row[name], masked[name], err_msg=f"{phase} {name}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (MemoryError(), MemoryError, "no memory is left to load {}"),
+        (OSError(5, "Input/output error"), OSError, "Input/output error: {}"),
+        (KeyError("rate"), RuntimeError, "{} cannot be loaded: KeyError: 'rate'"),
+    ],
+)
+def test_whatever_goes_wrong_names_its_item(error, kind, words):
+    """The media may be sound: the run ends, and says with which file."""
+
+    @dataclass(frozen=True)
+    class Failing(FakeModality):
+        def load(self, media, shape):
+            if "broken" in media.path.name:
+                raise error
+            return super().load(media, shape)
+
+    case = make_case(3, broken=True)
+    modalities = {name: Failing(name, fake.format) for name, fake in MODALITIES.items()}
+    arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
+    with pytest.raises(kind) as caught:
+        fill(*arguments, modalities, EVERYWHERE, ATTENTION)
+    assert re.search(re.escape(words).replace(r"\{\}", r"\d+-\d-broken"), str(caught.value))
 
 
 def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.balance.records import ExchangeGrid, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import ExchangeGrid, ItemCost, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.corpus import Corpus
@@ -130,7 +130,7 @@ def make_filler(corpus: Corpus) -> StepFiller:
     capacities = {"vision": (128, 4), "audio": (128, 8), "language": (128, 1)}
     kinds = {**{name: encoder_phase(name) for name in MODALITIES}, "language": decoder_phase(tuple(MODALITIES))}
     phases = {
-        name: PhaseSpec(kinds[name], 2, (capacity,), 16, slots_per_token, 10, 1)
+        name: PhaseSpec(kinds[name], 2, (capacity,), 16, slots_per_token, ItemCost(10, 1))
         for name, (capacity, slots_per_token) in capacities.items()
     }
     route = RouteSpec(grid, encoder_pool=64, language_pool=128, pair_slots=32)

@@ -1,0 +1,72 @@
+"""The examples of a batch as rows are filled from them: rendered on demand, and compared with what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.arrays import Longs
+from jaxmllm.balance.records import BatchItems, PhasePlan
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.printable import shown
+from jaxmllm.data.text.render import MediaSpan, Rendered
+
+CHANGED = "the data changed after its length index was built; delete the index (data.index_cache) and start again"
+
+
+class MisalignmentError(ValueError):
+    """What was loaded is not what the plan was made from; the message says both counts, in one line."""
+
+    def __init__(self, message: str):
+        super().__init__(shown(message))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The B examples of a batch. `index` counts in the batch, `number` in the corpus."""
+
+    examples: Longs  # [B] numbers
+    items: BatchItems
+    render: Callable[[int], Rendered]  # by number
+    modalities: Mapping[str, Modality]
+    cancelled: Callable[[], bool]
+
+    def example(self, index: int) -> Rendered:
+        """One example. Raises `CancelledError` once the batch is not wanted any more."""
+        if self.cancelled():
+            raise CancelledError
+        return self.render(int(self.examples[index]))
+
+    def media(self, phase: str, index: int) -> Iterator[tuple[int, MediaSpan]]:
+        """Item number and span of each media item of one example. Raises `MisalignmentError`."""
+        items = self.items.phases[phase]
+        number = int(self.examples[index])
+        start, stop = np.searchsorted(items.example, [index, index + 1]).tolist()
+        spans = [span for span in self.example(index).media if span.phase == phase]
+        if len(spans) != stop - start:
+            raise MisalignmentError(
+                f"example {number} has {len(spans)} {phase} items, but the plan was made for {stop - start}: {CHANGED}"
+            )
+        for item, span in zip(range(start, stop), spans, strict=True):
+            rendered = (self.modalities[phase].length(span.shape), span.tokens, span.slot)
+            planned = (int(items.length[item]), int(items.tokens[item]), int(items.slot[item]))
+            if rendered != planned:
+                raise MisalignmentError(
+                    f"{span.reference} of example {number} has (slots, tokens, first token) {rendered}, "
+                    f"but the plan was made for {planned}: {CHANGED}"
+                )
+            yield item, span
+
+
+def slots_of(phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], length: int) -> tuple[int, slice]:
+    """Where an item goes: the local number of its rank, and its slots in that row. Raises `MisalignmentError`."""
+    start = int(plan.offset[item])
+    capacity = int(plan.capacity[plan.microbatch[item]])
+    if start + length > capacity:  # a slice would be cut silently
+        raise MisalignmentError(
+            f"{phase} item {item} ends at slot {start + length} of a row of {capacity}: the plan does not fit its items"
+        )
+    return ranks.index(int(plan.rank[item])), slice(start, start + length)

@@ -1,0 +1,134 @@
+"""Rows of the encoder phases: media are loaded into the slots that the plan gives them.
+
+A row holds, with r local ranks, C slots and F features of a slot:
+    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, 2],
+    valid bool [r, C / slots_per_token] (language token really computed), failed int32 [r] (items that did not load),
+    places int32 [r, C / slots_per_token] (where its tokens are), tiles, and for towers that attend in windows
+    windows int32 [r, C] and window_tiles (see masks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.balance.records import PhaseItems, PhasePlan
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.media.reference import MediaError, MediaReference
+from jaxmllm.data.printable import shown
+from jaxmllm.data.rows.batch import Batch, MisalignmentError, slots_of
+from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row
+from jaxmllm.data.text.render import MediaSpan
+from jaxmllm.row_format import RowFormat
+
+
+def encoder_rows(
+    batch: Batch, phase: str, plan: PhasePlan, ranks: tuple[int, ...], attention: AttentionSpec, threads: int
+) -> tuple[list[Row], list[str]]:
+    """Rows of every microbatch, and a message for each item that did not load.
+
+    Raises `MisalignmentError`, and `CancelledError` once the batch is not wanted any more.
+    """
+    modality = batch.modalities[phase]
+    row_format = modality.format
+    _check_tokens(phase, plan, row_format)
+    example = batch.items.phases[phase].example
+    local = np.flatnonzero(np.isin(plan.rank, ranks))
+    spans = {item: span for index in np.unique(example[local]).tolist() for item, span in batch.media(phase, index)}
+    rows = [_empty_row(len(ranks), int(capacity), row_format) for capacity in plan.capacity]
+    filling = _Filling(phase, modality, batch.items.phases[phase], plan, ranks, rows)
+
+    def load(item: int) -> str | None:
+        if batch.cancelled():
+            raise CancelledError
+        return filling.load(item, spans[item])
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        messages = list(pool.map(load, local.tolist()))
+    failures = [(item, message) for item, message in zip(local.tolist(), messages, strict=True) if message is not None]
+    for item, _ in failures:
+        rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
+    for row in rows:
+        finish_encoder_row(
+            row,
+            *attention.of(phase),
+            stride=row_format.stride,
+            slots_per_token=row_format.slots_per_token,
+            window=attention.windows.get(phase),
+        )
+    return rows, [message for _, message in failures]
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Rows of one phase while items are loaded into them, by several threads at once."""
+
+    phase: str
+    modality: Modality
+    items: PhaseItems
+    plan: PhasePlan
+    ranks: tuple[int, ...]
+    rows: Sequence[Row]
+
+    def load(self, item: int, span: MediaSpan) -> str | None:
+        """Fill the slots of one item; the message where it does not load, which leaves zeros that are not valid.
+
+        Items own disjoint slots, so threads may write into one row; `failed`, which they share, is counted later.
+        """
+        modality = self.modality
+        row = self.rows[self.plan.microbatch[item]]
+        rank, slots = slots_of(self.phase, item, self.plan, self.ranks, int(self.items.length[item]))
+        row["segments"][rank, slots] = np.where(modality.real_slots(span.shape), self.plan.segment[item], 0)
+        row["positions"][rank, slots] = modality.positions(span.shape)
+        try:
+            features = modality.load(span.reference, span.shape)
+        except MediaError as error:
+            return str(error)
+        except Exception as error:
+            raise _named(error, span.reference) from error
+        expected = (slots.stop - slots.start, modality.format.features)
+        if features.shape != expected:
+            raise MisalignmentError(
+                f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
+            )
+        if features.dtype.kind == "f" and not np.isfinite(features).all():
+            return shown(f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again")
+        np.copyto(row["features"][rank, slots], features, casting="same_kind")
+        first = slots.start // modality.format.slots_per_token
+        row["valid"][rank, first : first + int(self.items.tokens[item])] = True
+        return None
+
+
+def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
+    """Raise `MisalignmentError` where a row or an item begins or ends inside a language token."""
+    slots_per_token = row_format.slots_per_token
+    for name, slots in (("capacity", plan.capacity), ("offset", plan.offset)):
+        for value in slots[slots % slots_per_token != 0][:1]:
+            raise MisalignmentError(
+                f"a {phase} row has {name} {value}, which cuts a language token of {slots_per_token} slots; "
+                f"make phases.{phase}.capacities multiples of it"
+            )
+
+
+def _named(error: Exception, media: MediaReference) -> Exception:
+    """What went wrong other than the media themselves, with the item that it happened to."""
+    where = shown(media)
+    if isinstance(error, MemoryError):
+        return MemoryError(f"no memory is left to load {where}")
+    if isinstance(error, OSError):
+        return OSError(error.errno, f"{error.strerror or error}: {where}")
+    return RuntimeError(f"{where} cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _empty_row(ranks: int, capacity: int, row_format: RowFormat) -> Row:
+    tokens = capacity // row_format.slots_per_token
+    return {
+        "features": np.zeros((ranks, capacity, row_format.features), row_format.dtype),
+        "segments": np.zeros((ranks, capacity), np.int32),
+        "positions": np.zeros((ranks, capacity, 2), np.int32),
+        "valid": np.zeros((ranks, tokens), np.bool_),
+        "failed": np.zeros(ranks, np.int32),
+    }
