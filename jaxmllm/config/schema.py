@@ -6,7 +6,7 @@ Only the code that *builds* a run (setup/) reads the whole `Config`; everything 
 from __future__ import annotations
 
 import unicodedata
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -97,26 +97,41 @@ class TowerConfig(Section):
         return self
 
 
-class VisionConfig(TowerConfig):
+class LayerWindows(Section):
+    """Which layers attend in windows: with `window`, all but `full_layers`, which see all that others would."""
+
+    layers: PositiveInt
+    window: PositiveInt | None = None
+    full_layers: tuple[int, ...] = ()  # counted from 0
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Of each layer."""
+        return tuple(self.window is not None and layer not in self.full_layers for layer in range(self.layers))
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if self.window is None and self.full_layers:
+            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
+        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
+            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
+        if self.window is not None and not any(self.windowed):
+            raise ValueError(
+                f"full_layers names all layers, so that window ({self.window}) changes nothing; unset both"
+            )
+        return self
+
+
+class VisionConfig(LayerWindows, TowerConfig):
     """Native-resolution vision transformer; `merge` x `merge` patches become one language token. With `window`, layers
     attend inside windows of `window` x `window` patches, but for `full_layers`, which see the whole image."""
 
     patch_size: PositiveInt = 14
-    window: PositiveInt | None = None
-    full_layers: tuple[int, ...] = ()  # counted from 0
 
     @property
     def patch_features(self) -> int:
         """Numbers of one patch: three colors of every pixel."""
         return 3 * self.patch_size**2
-
-    @model_validator(mode="after")
-    def _check_windows(self) -> VisionConfig:
-        if self.window is None and self.full_layers:
-            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
-        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
-            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
-        return self
 
 
 class AudioConfig(TowerConfig):
@@ -153,9 +168,10 @@ class ModelConfig(Section):
         return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
 
     @property
-    def windows(self) -> dict[str, int]:
-        """Side of the attention windows of the towers that have them, by phase."""
-        return {"vision": self.vision.window} if self.vision is not None and self.vision.window is not None else {}
+    def windows(self) -> dict[str, LayerWindows]:
+        """The attention windows of phases whose layers have any."""
+        sections = {phase: getattr(self, phase) for phase in (*self.encoders, "language")}
+        return {phase: section for phase, section in sections.items() if getattr(section, "window", None) is not None}
 
 
 # ---------------------------------------------------------------------------- components
@@ -437,11 +453,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.pipeline.stages > 1 and self.model.windows:
-            raise ValueError(
-                "model.vision.window: towers that attend in windows cannot be cut into stages; "
-                "set pipeline.stages: 1, or leave the window out"
-            )
         for name in (*self.model.encoders, "language"):
             remat = getattr(self.components, name).remat
             if self.pipeline.stages > 1 and remat != "full":

@@ -6,7 +6,7 @@ Every parameter carries the names of its logical axes; `RowContext` carries what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
@@ -36,11 +36,15 @@ class RowContext:
     tiles: RowTiles
     angles: Float[Array, "R C K/2"]
     kernel: Kernel = "auto"  # of attention
-    windows: tuple[TokenIds, RowTiles] | None = None  # what layers that attend in windows go by, instead
+    windows: tuple[TokenIds, RowTiles] | None = None  # ids and tiles of layers that attend in windows, instead
 
-    def seen_by(self, windowed: Array) -> RowContext:
-        """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs."""
-        if self.windows is None:
+    def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
+        """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
+
+        Args:
+          windowed: whether it attends in windows, where there are any.
+        """
+        if self.windows is None or windowed is None:
             return self
         choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
         ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
@@ -243,19 +247,21 @@ def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs
 
 
 def run_stack(
-    blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat, full_layers: tuple[int, ...] = ()
+    blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat, windowed: Sequence[bool] | None = None
 ) -> Float[Array, "R C D"]:
-    """Scan over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`). Where rows
-    have windows, all layers but the full ones attend in them."""
+    """Scan over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`).
+
+    Args:
+      windowed: which layers attend in the windows of the rows; none: there are no windows.
+    """
     graph, parameters = nnx.split(blocks)
-    layers = jax.tree.leaves(parameters)[0].shape[0]
-    windowed = ~np.isin(np.arange(layers), full_layers)
+    kinds = None if windowed is None else np.array(windowed)
 
     def layer(x: Array, layer: Any) -> tuple[Array, None]:
         parameters, windowed = layer
-        return nnx.merge(graph, parameters)(x, rows.seen_by(windowed)), None
+        return nnx.merge(graph, parameters)(x, rows.for_layer(windowed)), None
 
-    x, _ = jax.lax.scan(checkpointed(layer, remat), x, (parameters, windowed))
+    x, _ = jax.lax.scan(checkpointed(layer, remat), x, (parameters, kinds))
     return x
 
 

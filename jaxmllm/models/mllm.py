@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
@@ -143,12 +143,25 @@ class MLLM:
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
         return jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
 
-    def layer(self, phase: str, params: Any, x: Float[Array, "R T D"], rows: EncoderRows | LanguageRows) -> Array:
-        """One layer of a phase's tower or of the decoder; `params` are that layer's own."""
+    def layer(
+        self,
+        phase: str,
+        params: Any,
+        x: Float[Array, "R T D"],
+        rows: EncoderRows | LanguageRows,
+        windowed: Bool[Array, ""] | None = None,
+    ) -> Array:
+        """One layer of a phase's tower or of the decoder.
+
+        Args:
+          params: that layer's own.
+          windowed: whether it attends in windows, where some layers do.
+        """
         component = self.components[phase]
         tower = component.module({phase: {}})
         block = nnx.merge(nnx.split(tower.layers)[0], params)
-        out: Array = block(x, tower.context(rows, component.layout, component.dtype, component.settings))
+        context = tower.context(rows, component.layout, component.dtype, component.settings)
+        out: Array = block(x, context.for_layer(windowed))
         return out
 
     def normed(self, params: Params, phase: str, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:

@@ -27,6 +27,11 @@ class RowTiles(NamedTuple):
     key_blocks: Int[Array, "R X L"]
 
 
+def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
+    """The tile lists of a row of the host, by field."""
+    return {name: RowTiles(**row[name]) for name in ("tiles", "window_tiles") if name in row}
+
+
 class EncoderRows(NamedTuple):
     """One microbatch of an encoder phase; g slots become one language token."""
 
@@ -38,21 +43,18 @@ class EncoderRows(NamedTuple):
     places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
     tiles: RowTiles
     windows: Int[Array, "R C"] | None = None  # window number in the row, for towers that attend in windows
-    window_tiles: RowTiles | None = None
+    window_tiles: RowTiles | None = None  # of these windows
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
         """From the host's dictionary."""
-        tables: dict[str, Any] = {name: RowTiles(**row[name]) for name in ("tiles", "window_tiles") if name in row}
-        return cls(**row | tables)
+        return cls(**row | _tile_tables(row))
 
     def shardings(self, layout: Layout) -> EncoderRows:
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
-        slots: Any = layout.sharding(("batch", "sequence"))
-        tiles = RowTiles(*(slots for _ in RowTiles._fields))
-        found = EncoderRows(slots, slots, slots, valid=rows, failed=rows, places=rows, tiles=tiles)
-        return found if self.windows is None else found._replace(windows=slots, window_tiles=tiles)
+        by_slots: EncoderRows = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), self)
+        return by_slots._replace(valid=rows, failed=rows, places=rows)
 
 
 class LanguageRows(NamedTuple):
@@ -67,18 +69,18 @@ class LanguageRows(NamedTuple):
     groups: Int[Array, "R C"]  # > 0: media of one item, which see one another in both directions
     order: Int[Array, "R C"]  # place of each slot in the packed row, before parts were dealt
     tiles: RowTiles
+    window_tiles: RowTiles | None = None  # where layers attend in windows
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
         """From the host's dictionary."""
-        return cls(**{**row, "tiles": RowTiles(**row["tiles"])})
+        return cls(**row | _tile_tables(row))
 
     def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
-        slots: Any = layout.sharding(("batch", "sequence"))
-        tiles = RowTiles(*(slots for _ in RowTiles._fields))
-        return LanguageRows(slots, slots, slots, slots, slots, sources=rows, groups=slots, order=slots, tiles=tiles)
+        by_slots: LanguageRows = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), self)
+        return by_slots._replace(sources=rows)
 
 
 class TokenPool(NamedTuple):
@@ -91,7 +93,11 @@ class TokenPool(NamedTuple):
 def abstract_encoder_rows(
     layout: Layout, capacity: int, row_format: RowFormat, block: int, windows: bool = False
 ) -> EncoderRows:
-    """Shapes, types and shardings of the rows of one capacity C; `windows`: whether the tower attends in windows."""
+    """Shapes, types and shardings of the rows of one capacity C.
+
+    Args:
+      windows: whether some layers attend in windows.
+    """
     tokens = capacity // row_format.slots_per_token
     shapes = EncoderRows(
         features=_shape((capacity, row_format.features), row_format.dtype),
@@ -107,8 +113,14 @@ def abstract_encoder_rows(
     return _on_ranks(layout, shapes)
 
 
-def abstract_language_rows(layout: Layout, capacity: int, max_segments: int, block: int) -> LanguageRows:
-    """Shapes, types and shardings of the rows of one capacity C with at most S segments."""
+def abstract_language_rows(
+    layout: Layout, capacity: int, max_segments: int, block: int, windows: bool = False
+) -> LanguageRows:
+    """Shapes, types and shardings of the rows of one capacity C with at most S segments.
+
+    Args:
+      windows: whether some layers attend in windows.
+    """
     slots = _shape((capacity,))
     shapes = LanguageRows(
         tokens=slots,
@@ -121,6 +133,8 @@ def abstract_language_rows(layout: Layout, capacity: int, max_segments: int, blo
         order=slots,
         tiles=_tiles(layout, capacity // block),
     )
+    if windows:
+        shapes = shapes._replace(window_tiles=shapes.tiles)
     return _on_ranks(layout, shapes)
 
 

@@ -38,7 +38,7 @@ class VisionTower(nnx.Module):
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.full_layers))
+        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""

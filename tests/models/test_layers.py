@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jaxmllm.attention.mask import TokenIds
-from jaxmllm.data.rows.masks import finish_language_row
+from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
 from jaxmllm.models.layers import (
     MLP,
     Block,
@@ -30,7 +30,7 @@ SEGMENTS = np.array([[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64
 
 def context(layout):
     row = {"segments": SEGMENTS.astype(np.int32), "groups": np.zeros(SEGMENTS.shape, np.int32)}
-    finish_language_row(row, BLOCK, 1)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}))
     return RowContext(
         layout,
         TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order"))),

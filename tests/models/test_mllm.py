@@ -15,7 +15,7 @@ from jaxmllm.config.schema import (
     ProjectorConfig,
     VisionConfig,
 )
-from jaxmllm.data.rows.masks import finish_language_row
+from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import MeshError, make_mesh
@@ -196,7 +196,7 @@ def make_rows(seed):
         sources=np.zeros((4, 4), np.int32),
         groups=np.zeros((4, SLOTS), np.int32),
     )
-    finish_language_row(row, BLOCK, 1)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}))
     return LanguageRows.of(row)
 
 

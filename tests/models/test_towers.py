@@ -15,10 +15,11 @@ from jaxmllm.config.schema import (
     ProjectorConfig,
     VisionConfig,
 )
-from jaxmllm.data.rows.masks import finish_encoder_row, finish_language_row
+from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.row_format import RowFormat
 from sharding.mesh import make_mesh
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -188,7 +189,7 @@ def encode(encoders, phase, rows):
         return [np.asarray(x) for x in run(params, rows)]
 
 
-def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK, window=None):
+def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None):
     ranks, slots = segments.shape
     row = {
         "features": features,
@@ -197,7 +198,9 @@ def encoder_rows(features, positions, segments, slots_per_token, stride=1, block
         "valid": np.ones((ranks, slots // slots_per_token), bool),
         "failed": np.zeros(ranks, np.int32),
     }
-    finish_encoder_row(row, block, 1, stride, slots_per_token, window)
+    row_format = RowFormat(features.shape[-1], features.dtype, slots_per_token, stride, alignment=1)
+    windows = {} if windows is None else {"tower": windows}
+    finish_encoder_row(row, AttentionSpec({"tower": block}, windows=windows), "tower", row_format)
     return EncoderRows.of(row)
 
 
@@ -227,7 +230,7 @@ def test_decoder(config):
         "sources": np.zeros((4, 3), np.int32),
         "groups": np.zeros_like(tokens),
     }
-    finish_language_row(row, BLOCK, 1)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}))
     rows = LanguageRows.of(row)
     with jax.enable_x64(True):
         model = build(language=config)
@@ -278,7 +281,7 @@ def test_vision_tower_in_windows(full_layers):
     with jax.enable_x64(True):
         model = build(language=TIED, vision=config)
         params = randomized(model)
-        rows = encoder_rows(pixels, positions, segments, 4, block=16, window=3)
+        rows = encoder_rows(pixels, positions, segments, 4, block=16, windows=config)
         features = np.asarray(jax.jit(lambda params, rows: model.features(params, "vision", rows))(params, rows))
     for row, start, height, width in shapes:
         here = row, slice(start, start + height * width)

@@ -15,9 +15,10 @@ from jaxmllm.config.schema import (
     ProjectorConfig,
     VisionConfig,
 )
-from jaxmllm.data.rows.masks import finish_encoder_row, finish_language_row
+from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.mesh import make_mesh
@@ -65,7 +66,8 @@ def encoder_rows(seed):
         "valid": valid,
         "failed": np.zeros(RANKS, np.int32),
     }
-    finish_encoder_row(row, BLOCK, 1, 1, PATCHES // TOKENS)
+    row_format = RowFormat(12, np.dtype(np.uint8), slots_per_token=PATCHES // TOKENS, stride=1, alignment=1)
+    finish_encoder_row(row, AttentionSpec({"vision": BLOCK}), "vision", row_format)
     return EncoderRows.of(row)
 
 
@@ -87,7 +89,7 @@ def language_rows(seed):
         "sources": np.tile(np.array([1, 0, -1], np.int32), (RANKS, 1)),
         "groups": np.zeros_like(segments),
     }
-    finish_language_row(row, BLOCK, 1)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}))
     return LanguageRows.of(row)
 
 

@@ -52,13 +52,7 @@ def encoder_rows(
     for item, _ in failures:
         rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
     for row in rows:
-        finish_encoder_row(
-            row,
-            *attention.of(phase),
-            stride=row_format.stride,
-            slots_per_token=row_format.slots_per_token,
-            window=attention.windows.get(phase),
-        )
+        finish_encoder_row(row, attention, phase, row_format)
     return rows, [message for _, message in failures]
 
 

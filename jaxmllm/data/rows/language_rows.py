@@ -59,9 +59,8 @@ def language_rows(
                 row["media"][rank, first:last] = route.arrival[media] + np.arange(span.tokens)
                 if encoder in attention.bidirectional:
                     row["groups"][rank, first:last] = first + 1  # a number that no other item of the row has
-    block, parts = attention.of(LANGUAGE)
     for row, shared in zip(rows, is_shared, strict=True):
-        finish_language_row(row, block, parts * spec.ranks if shared else parts)
+        finish_language_row(row, attention, shared_by=spec.ranks if shared else 1)
     return rows
 
 

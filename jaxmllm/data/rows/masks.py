@@ -19,6 +19,9 @@ from jaxmllm.arrays import Ints
 from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
 from jaxmllm.attention.parts import assign_blocks, block_work
 from jaxmllm.attention.tiles import dealt_tiles, list_bound, visible_tiles
+from jaxmllm.config.schema import LayerWindows
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.row_format import RowFormat
 
 Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
 
@@ -30,43 +33,44 @@ class AttentionSpec:
     blocks: Mapping[str, int]  # attention tokens of a block
     parts: Mapping[str, int] = field(default_factory=dict)  # X of each phase whose rows are split
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
-    windows: Mapping[str, int] = field(default_factory=dict)  # side of the windows of towers that attend in them
+    windows: Mapping[str, LayerWindows] = field(default_factory=dict)  # of phases with layers that attend in them
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""
         return self.blocks[phase], self.parts.get(phase, 1)
 
 
-def finish_encoder_row(
-    row: Row, block: int, parts: int, stride: int, slots_per_token: int, window: int | None = None
-) -> None:
+def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat) -> None:
     """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to a row of both
-    directions, and deal its slots to the parts.
-
-    Args:
-      stride: slots behind one attention token.
-      slots_per_token: slots behind one language token; a block of attention tokens holds whole ones.
-      window: side of the windows that the tower attends in, in positions.
-    """
+    directions, and deal its slots to the parts. A block of attention tokens holds whole language tokens."""
+    block, parts = attention.of(phase)
+    stride = row_format.stride
     segments = row["segments"][:, ::stride]
     ids = [item_ids(of_rank) for of_rank in segments]
     blocks = deal_blocks(ids, segments.shape[1], block, parts)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     moved = ["features", "segments", "positions"]
+    window = attention.windows[phase].window if phase in attention.windows else None
     if window is not None:
         moved.append("windows")
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
-        row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // slots_per_token)
+        row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // row_format.slots_per_token)
         _reorder(row, moved, _expand(blocks, block * stride))
     else:
         row["places"] = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1))
 
 
-def finish_language_row(row: Row, block: int, parts: int) -> None:
-    """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts."""
+def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) -> None:
+    """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts.
+
+    Args:
+      shared_by: ranks that share the row, a long one; each has the usual parts.
+    """
+    block, parts = attention.of(LANGUAGE)
+    parts *= shared_by
     both = zip(row["segments"], row["groups"], strict=True)
     ids = [causal_ids(segments, groups) for segments, groups in both]
     blocks = deal_blocks(ids, row["segments"].shape[1], block, parts)

@@ -264,6 +264,7 @@ class PhasedPrograms(Programs):
         grads = self._grads_of(self.trained, LANGUAGE)
         pool = self.pools[LANGUAGE]
         sums = self._abstract_sums()
+        windows = LANGUAGE in functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
             ProgramName("zero", "d_language"): zeros_job(pool.tokens),
@@ -281,10 +282,10 @@ class PhasedPrograms(Programs):
             )
 
         for capacity in spec.capacities:
-            rows = abstract_language_rows(layout, capacity, spec.max_segments, block)
+            rows = abstract_language_rows(layout, capacity, spec.max_segments, block, windows)
             add(capacity, rows, functions.language_loss_and_grad, functions.evaluate)
         if capacity := spec.long_capacity:
-            rows = abstract_language_rows(layout.long, capacity, spec.max_segments, block)
+            rows = abstract_language_rows(layout.long, capacity, spec.max_segments, block, windows)
             long = (functions.language_loss_and_grad_long, functions.evaluate_long)
             add(capacity, rows, *long, self._scalar(np.int32))
         return jobs

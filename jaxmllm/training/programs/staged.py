@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.records import PipelineRun
@@ -172,7 +172,7 @@ class StagedPrograms(Programs):
         }
 
     def _gradients(self, params: Any, rows: Any, table: TableArrays, scale: jax.Array) -> tuple[Any, Sums, jax.Array]:
-        pieces = Pieces(self.functions, self.replicas)
+        pieces = Pieces(self.functions, self.replicas, self.stages)
         executor = self._executor(self.sizes.training, pieces)
         out = executor(table, pieces.inputs(params, rows, scale, self.functions.model.trainable))
         grads = pieces.gradients(out.layers, out.outer)
@@ -181,7 +181,7 @@ class StagedPrograms(Programs):
         return grads, self._by_rank(out.sums), _failed(rows, pieces)
 
     def _evaluate(self, params: Any, rows: Any, table: TableArrays, found: Evaluated) -> Evaluated:
-        pieces = Pieces(self.functions, self.replicas)
+        pieces = Pieces(self.functions, self.replicas, self.stages)
         executor = self._executor(self.sizes.evaluation, pieces)
         one = jnp.ones((), found.sums.loss.dtype)
         out = executor(table, pieces.inputs(params, rows, one, NOTHING_TRAINED))
@@ -223,11 +223,13 @@ class StagedPrograms(Programs):
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
             layout, capacity = self.layouts[phase], spec.capacities[0]
+            block = self.attention.blocks[phase]
+            windows = phase in self.attention.windows
             one: Any
             if spec.has_loss:
-                one = abstract_language_rows(layout, capacity, spec.max_segments, self.attention.blocks[phase])
+                one = abstract_language_rows(layout, capacity, spec.max_segments, block, windows)
             else:
-                one = abstract_encoder_rows(layout, capacity, formats[phase], self.attention.blocks[phase])
+                one = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
             rows[phase] = jax.tree.map(partial(self._stacked, phase), one)
         return rows
 
@@ -330,8 +332,9 @@ class Activation(NamedTuple):
 class Pieces:
     """A step's mathematics as components of the executor, for code inside manual axes: stages and `replicas`."""
 
-    def __init__(self, functions: StepFunctions, replicas: tuple[str, ...]):
+    def __init__(self, functions: StepFunctions, replicas: tuple[str, ...], stages: Mapping[str, ChainStages]):
         model = functions.model
+        self.stages = stages
         parts = {
             name: replace(part, layout=part.layout.inside(STAGE, *replicas)) for name, part in model.components.items()
         }
@@ -351,9 +354,16 @@ class Pieces:
         layers, outer = [], []
         for phase in self.model.phases:
             trained, frozen = trainable.split({name: params[name] for name in self.model.phases[phase].components})
-            layers.append(Params(_layers_of(trained, phase), _layers_of(frozen, phase)))
+            layers.append(Params(_layers_of(trained, phase), (_layers_of(frozen, phase), self._windowed(phase))))
             outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
         return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in self.model.phases))
+
+    def _windowed(self, phase: str) -> Bool[Array, "S K L"] | None:
+        """Which layers of a phase attend in windows, where any do: a part of their frozen parameters."""
+        windows = self.model.config.windows
+        if phase not in windows:
+            return None
+        return self.stages[phase].staged(jnp.array(windows[phase].windowed)).astype(bool)
 
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
         """The executor's gradients by trained component."""
@@ -370,7 +380,8 @@ class Pieces:
             return self.model.stem(_all(outer), phase, rows)
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
-            return self.model.layer(phase, join(params.trained, params.frozen), x, rows)
+            frozen, windowed = params.frozen
+            return self.model.layer(phase, join(params.trained, frozen), x, rows, windowed)
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _all(outer)
@@ -394,7 +405,9 @@ class Pieces:
             return Activation(self.model.embed(_all(outer), rows, arrived.tokens), arrived.valid)
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
-            return x._replace(hidden=self.model.layer(LANGUAGE, join(params.trained, params.frozen), x.hidden, rows))
+            frozen, windowed = params.frozen
+            hidden = self.model.layer(LANGUAGE, join(params.trained, frozen), x.hidden, rows, windowed)
+            return x._replace(hidden=hidden)
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
             params, scale = _all(outer), outer.frozen[1]

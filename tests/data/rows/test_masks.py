@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jaxmllm.attention.mask import causal_ids
 from jaxmllm.attention.tiles import visible_tiles
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
+from jaxmllm.row_format import RowFormat
 
 BLOCK, SLOTS = 4, 48
 
@@ -50,7 +51,7 @@ def dense(row, rank, parts):
 def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
     before = language_row(ids)
     row = {name: values.copy() for name, values in before.items()}
-    finish_language_row(row, BLOCK, parts)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}, {"language": parts}))
     for rank in range(2):
         order = row["order"][rank]
         assert sorted(order) == list(range(SLOTS))
@@ -76,7 +77,8 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
         "valid": np.ones((1, len(slots) // 4), bool),
         "failed": np.zeros(1, np.int32),
     }
-    finish_encoder_row(row, BLOCK, parts, stride=2, slots_per_token=4)
+    row_format = RowFormat(1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4)
+    finish_encoder_row(row, AttentionSpec({"audio": BLOCK}, {"audio": parts}), "audio", row_format)
     tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))
     np.testing.assert_array_equal(row["segments"][0], slots[row["features"][0, :, 0].astype(int)])
@@ -85,7 +87,7 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
 def test_parts_share_the_work_of_a_long_causal_document():
     row = language_row([np.ones(SLOTS, np.int32)])
     row["groups"][:] = 0
-    finish_language_row(row, BLOCK, 3)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}), shared_by=3)
     work = row["tiles"]["query_spans"][0, :, :, 1:].sum(axis=(1, 2))
     assert work.sum() == 12 * 13 // 2 and work.max() - work.min() <= 1
 
