@@ -65,7 +65,8 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")
         return
-    _require(_within(plan.microbatch, plan.microbatches), phase, "a microbatch is out of range")
+    in_range = _within(plan.microbatch, plan.microbatches)
+    _require(in_range, phase, "a microbatch number is out of range")
     _require(_within(plan.rank, spec.ranks), phase, "a rank number is out of range")
     row_capacity = plan.capacity[plan.microbatch]
     end = plan.offset + items.length

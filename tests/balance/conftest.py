@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.phases import decoder_phase, encoder_phase
@@ -64,10 +65,9 @@ def spec_for(
     for name, count in ranks.items():
         phase = encoder_phase(name) if name in grids else decoder_phase(tuple(grids))
         alignment = 2 * ENCODERS.get(name, 4)
-        largest = -(-int(batch.phases[name].length.max(initial=1)) // alignment) * alignment
-        capacities = tuple(sorted({max(alignment, largest // 3**k // alignment * alignment) for k in range(classes)}))[
-            ::-1
-        ]
+        largest = round_up(int(batch.phases[name].length.max(initial=1)), alignment)
+        smaller = (largest // 3**k // alignment * alignment for k in range(classes))
+        capacities = tuple(sorted({max(alignment, capacity) for capacity in smaller}, reverse=True))
         phases[name] = PhaseSpec(phase, count, capacities, max_segments, ENCODERS.get(name, 1), ItemCost(1000, 3))
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)

@@ -47,7 +47,7 @@ def test_flops_of_a_large_model_are_not_scaled(make):
 
 
 def test_gap_and_idle_share_of_a_giant(make):
-    """One item dwarfs the rest: the floor is that item, and three of four ranks idle beside it."""
+    """One item dwarfs the rest: the floor is that item, and three of four ranks wait for it."""
     batch = make.batch(3, 12, media=0)
     length = batch.phases["language"].length.copy()
     length[4] = 100_000

@@ -74,7 +74,7 @@ def test_balancing_beats_leaving_examples_where_they_are(make):
 
 
 def test_example_ranks_of_every_mode(make):
-    """Contiguous blocks; like totals of tokens; the ranks of the balanced language phase."""
+    """Contiguous blocks; nearly equal totals of tokens; the ranks of the balanced language phase."""
     batch = make.batch(5, 64)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
     plans = {mode: plan_step(batch, make.spec(batch, grids, 2, mode, pool=4096)).phases for mode in MODES}
@@ -91,8 +91,8 @@ def test_example_ranks_of_every_mode(make):
     assert totals.max() <= 1.01 * totals.mean()
     grid = make.spec(batch, grids).routes["vision"].grid
     for mode in ("none", "tokens", "language"):  # media run on the devices of their example
-        home = ranks[mode][batch.phases["vision"].example]
-        block = [int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in home]
+        language_rank = ranks[mode][batch.phases["vision"].example]
+        block = [int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in language_rank]
         on = plans[mode]["vision"].rank
         assert all(rank in grid.encoder[number] for rank, number in zip(on, block, strict=True))
 

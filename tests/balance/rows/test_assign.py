@@ -131,8 +131,8 @@ def test_synchronised_cost_against_the_searched_optimum():
     assert min(gaps) >= 1 and max(gaps) <= 4 / 3 and np.mean(gaps) <= 1.05
 
 
-def test_rows_of_like_cost_share_a_microbatch():
-    """Four large and four small items, one a row: mixed microbatches would wait for a large one four times."""
+def test_rows_of_similar_cost_share_a_microbatch():
+    """Four large and four small items, one per row: mixed microbatches would wait for a large one four times."""
     spec = spec_of(4, (32,), max_segments=1)
     lengths = [30, 2, 30, 2, 30, 2, 30, 2]
     plan = assign(spec, items_of(lengths))

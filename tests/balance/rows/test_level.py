@@ -1,4 +1,4 @@
-"""Exchanging items between rows: sums stay true, capacities hold, and nothing gets slower."""
+"""Swapping items between rows: sums stay true, capacities hold, and nothing gets slower."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(state: RowState, capacity: np.ndarray, max_segments: int = 60) -> None
 
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 6, 12]))
-def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ranks):
+def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
     state, capacity = state_of(items, slack, most := 60)
     classes = [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
 
@@ -52,7 +52,7 @@ def test_levelling_keeps_rows_and_never_makes_ranks_wait_longer(items, slack, ra
 
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]), st.booleans())
-def test_relieving_tells_the_truth(items, slack, max_segments, search):
+def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     state, capacity = state_of(items, slack, max_segments)
@@ -75,7 +75,7 @@ def test_an_overflow_that_only_two_against_two_cure():
     assert state.remaining[SLOTS].tolist() == [0, 0]
 
 
-def test_a_search_goes_on_where_a_sweep_finds_nothing():
+def test_a_search_continues_where_a_sweep_finds_nothing():
     """Row 0 first meets row 3, which has most room but no item to give for the 6; then row 2, which has."""
     items = [(0, 6), (0, 6), (1, 9), (2, 5), (2, 4), (3, 7)]
     row_of, length = zip(*items, strict=True)
@@ -86,7 +86,7 @@ def test_a_search_goes_on_where_a_sweep_finds_nothing():
 
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.integers(0, 300), st.sampled_from([1, 2, 3, 4, 6, 12]), st.randoms())
-def test_evening_out_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
+def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
     row_of, length = np.array(items, np.int64).T
     cost, weight = length**2, np.array([random.randrange(50) for _ in items], np.int64)
     capacity, allowed = sums_by(row_of, length, 12) + slack, sums_by(row_of, cost, 12) + spare_cost

@@ -1,4 +1,6 @@
-import dataclasses
+"""Items that no ordinary row holds, and the plans of all others."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -8,12 +10,8 @@ from hypothesis import strategies as st
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import PhaseItems, PhaseSpec
 from jaxmllm.balance.rows.assign import assign, assign_in_place
-from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.statistics import phase_statistics
-from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase
-from jaxmllm.tools.workload import generate
 
 SPEC = PhaseSpec(decoder_phase(), 4, (64, 16), 8, 1, ItemCost(1, 0), long_capacity=256)
 
@@ -55,35 +53,3 @@ def test_statistics_share_a_long_row_among_all_ranks():
 def test_an_item_longer_than_a_long_row_is_refused():
     with pytest.raises(ValueError, match=r"257 slots \(example 1 .*long row holds 256: raise phases\.language\.long_c"):
         assign(SPEC, items_of([3, 257]))
-
-
-# ---------------------------------------------------------------------------- sizes
-
-
-def needs(config, longest=40_000):
-    return SizingInputs(decoder_phase(), 4, 128, 1, longest, ItemCost(1000, 1), config)
-
-
-def test_ordinary_rows_are_chosen_from_ordinary_items():
-    samples = [generate([0, n], 64) for n in range(2)]
-    long = samples[0].phases["language"]
-    length = long.length.copy()
-    length[3] = 40_000
-    with_one = dataclasses.replace(long, length=length, real=length)
-    spiked = [dataclasses.replace(samples[0], phases=samples[0].phases | {"language": with_one}), samples[1]]
-    config = PhaseConfig(max_capacity=8192, long_capacity=65_536)
-    language = choose_sizes(spiked, [needs(config)], {}, BalanceConfig()).phases["language"]
-    assert language.long_capacity == 65_536 and language.capacities[0] <= 8192
-
-
-@pytest.mark.parametrize(
-    ("capacity", "message"),
-    [
-        (65_664, r"phases\.language\.long_capacity: 65664 is not a multiple of 512 .*use 66048"),
-        (32_768, r"long_capacity: 32768 is too small for the longest item of 40000 slots: raise it to 40448"),
-    ],
-)
-def test_long_rows_that_cannot_be_are_refused(capacity, message):
-    config = PhaseConfig(max_capacity=8192, long_capacity=capacity)
-    with pytest.raises(ConfigError, match=message):
-        choose_sizes([generate(0, 64)], [needs(config)], {}, BalanceConfig())

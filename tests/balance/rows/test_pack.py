@@ -52,7 +52,7 @@ def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 12))
-def test_items_are_dealt_to_the_lightest_row(costs, rows):
+def test_items_go_to_the_lightest_row(costs, rows):
     """Where rows are of one size and have room for all."""
     capacity = np.full(rows, max(sum(costs), 1))
     row_of = fill_by_cost(long(costs), long(costs), capacity, max(len(costs), 1))
@@ -64,7 +64,7 @@ def test_items_are_dealt_to_the_lightest_row(costs, rows):
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, ROWS, st.integers(1, 6))
-def test_dealing_never_exceeds_segments(lengths, capacities, max_segments):
+def test_filling_never_exceeds_segments(lengths, capacities, max_segments):
     lengths = [min(length, max(capacities)) for length in lengths]
     row_of = fill_by_cost(long(lengths), long(lengths), long(capacities), max_segments)
     if len(lengths) > max_segments * len(capacities):

@@ -86,6 +86,6 @@ def test_many_items_reach_the_floor(ranks, linear, quadratic):
     assert load.max() <= 1.01 * max(load.mean(), costs.max())
 
 
-def test_levelling_improves_on_longest_first():
+def test_swaps_improve_on_longest_first():
     """Two ranks, 3 3 2 2 2: longest-first puts 7 on one, a swap of 3 against 2 makes it 6."""
     assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [6, 6]

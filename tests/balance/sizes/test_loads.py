@@ -1,0 +1,20 @@
+"""Batches drawn again from few samples stand for many."""
+
+from __future__ import annotations
+
+from jaxmllm.balance.rows.assign import assign
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.config.schema import BalanceConfig, PhaseConfig
+from tests.balance.sizes.sample_inputs import grids_of, inputs_of
+
+
+def test_two_samples_tell_how_far_loads_stray(make):
+    """Rows chosen from two batches are nearly as full in fresh ones as rows chosen from sixteen."""
+    inputs, fresh = inputs_of(8, vision=PhaseConfig(row_classes=3)), [make.batch(500 + k, 64) for k in range(16)]
+    fill = []
+    for count in (2, 16):
+        samples = [make.batch(k, 64) for k in range(count)]
+        spec = choose_sizes(samples, inputs, grids_of(make, 8), BalanceConfig()).phases["vision"]
+        slots = sum(int(assign(spec, batch.phases["vision"]).capacity.sum()) for batch in fresh)
+        fill.append(sum(batch.phases["vision"].length.sum() for batch in fresh) / slots / 8)
+    assert fill[0] >= fill[1] - 0.05
