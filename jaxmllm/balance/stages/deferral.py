@@ -17,8 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from jaxmllm.arrays import INT64_MAX as NEVER
-from jaxmllm.arrays import Bools, Longs, sums_by
+from jaxmllm.arrays import INT64_MAX, Bools, Longs, sums_by
 
 SUBSET_BITS = 11  # subset sums count work in units of which a microbatch has at most 2**11, which bounds their tables
 
@@ -37,7 +36,12 @@ class Deferral:
 
 
 def defer(
-    group: Longs, work: Longs, slots: Longs, microbatches: int, capacity: int = NEVER, max_deferred: int | None = None
+    group: Longs,
+    work: Longs,
+    slots: Longs,
+    microbatches: int,
+    capacity: int = INT64_MAX,
+    max_deferred: int | None = None,
 ) -> Deferral:
     """Level language work by deferring examples from heavy microbatches to light ones.
 
@@ -59,7 +63,7 @@ def defer(
     by_load = np.argsort(-loads, kind="stable")
     heavy = np.sort(by_load[: microbatches // 2])
     light = np.sort(by_load[microbatches // 2 :])
-    room = np.minimum(capacity - filled[light], NEVER if max_deferred is None else max_deferred)
+    room = np.minimum(capacity - filled[light], INT64_MAX if max_deferred is None else max_deferred)
     members = [np.flatnonzero(group == microbatch) for microbatch in heavy]
     tables = [_subset_sums(work[examples], slots[examples]) for examples in members]
     transfer = _best_transfers(tables, loads[heavy][:, None] - loads[light], room)
@@ -98,24 +102,24 @@ def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
     """
     transfer = np.zeros(gap.shape, np.int64)
     for row, table in enumerate(tables):
-        possible = np.flatnonzero(table[-1] < NEVER)
+        possible = np.flatnonzero(table[-1] < INT64_MAX)
         miss = np.abs(2 * possible[:, None] - gap[row])
-        miss[table[-1][possible][:, None] > room] = NEVER
+        miss[table[-1][possible][:, None] > room] = INT64_MAX
         miss[0] = np.minimum(miss[0], gap[row])  # the empty subset is always possible
         transfer[row] = possible[miss.argmin(axis=0)]
     return transfer
 
 
 def _subset_sums(work: Longs, slots: Longs) -> Longs:
-    """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum]; NEVER if there is none."""
-    table = np.full((len(work) + 1, int(work.sum()) + 1), NEVER, np.int64)
+    """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum]. INT64_MAX: there is none."""
+    table = np.full((len(work) + 1, int(work.sum()) + 1), INT64_MAX, np.int64)
     table[0, 0] = 0
     for index, (amount, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
         without = table[index]
         row = table[index + 1]
         row[:] = without
         source = without[: len(without) - amount]
-        with_example = np.where(source < NEVER, source, NEVER - size) + size
+        with_example = np.where(source < INT64_MAX, source, INT64_MAX - size) + size
         np.minimum(row[amount:], with_example, out=row[amount:])
     return table
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmllm.arrays import INT64_MAX as NEVER
-from jaxmllm.arrays import Bools, Ints, Longs, ceil_divide, sums_by
+from jaxmllm.arrays import INT64_MAX, Bools, Ints, Longs, ceil_divide, sums_by
 from jaxmllm.balance.stages.deferral import defer
 from jaxmllm.balance.stages.swaps import SEARCH, Demands, swap_examples
 from jaxmllm.phases import LANGUAGE
@@ -119,7 +118,7 @@ def _demands(loads: Sequence[PhaseLoad]) -> Demands:
     work = np.stack([load.work for load in loads], axis=1)
     work = work >> max(0, int(work.sum(dtype=object)).bit_length() - SEARCH.total_bits)
     slots = np.stack([load.slots for load in loads], axis=1)
-    capacity = np.array([NEVER if load.capacity is None else load.capacity for load in loads], np.int64)
+    capacity = np.array([INT64_MAX if load.capacity is None else load.capacity for load in loads], np.int64)
     return Demands(work, slots, capacity, media=(work[:, :-1] + slots[:, :-1]).sum(axis=1) > 0)
 
 
@@ -240,7 +239,7 @@ def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) 
     """Microbatch of each example, or None where one has no room: by the share of a row that it takes, descending, the
     fullest with room."""
     capacity = demands.capacity
-    limits = np.where(capacity < NEVER, capacity, max(1, int(demands.slots.sum())))
+    limits = np.where(capacity < INT64_MAX, capacity, max(1, int(demands.slots.sum())))
     share = (demands.slots << SHARE_BITS) // limits
     room = np.tile(capacity, (microbatches, 1))
     filled = np.zeros(microbatches, np.int64)

@@ -7,8 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from jaxmllm.arrays import INT64_MAX as NEVER
-from jaxmllm.arrays import Bools, Longs, ceil_divide
+from jaxmllm.arrays import INT64_MAX, Bools, Longs, ceil_divide
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Demands:
 
     work: Longs  # [N, P], in all below 2**`SEARCH.total_bits`
     slots: Longs  # [N, P]
-    capacity: Longs  # [P] slots of a microbatch of one replica, NEVER where there is no limit
+    capacity: Longs  # [P] slots of a microbatch of one replica, INT64_MAX where there is no limit
     media: Bools  # [N] whether an example has something to encode
 
     def subset(self, examples: Longs) -> Demands:
@@ -49,7 +48,7 @@ class Demands:
     @property
     def limited(self) -> Longs:
         """Numbers of the phases whose rows have a capacity."""
-        return np.flatnonzero(self.capacity < NEVER)
+        return np.flatnonzero(self.capacity < INT64_MAX)
 
     @property
     def fewest_microbatches(self) -> int:
