@@ -29,15 +29,18 @@ from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, visible
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
-HEADS, KEY_HEADS, SIZE = 8, 4, 64
+HEADS = 8
+KEY_HEADS = 4
+SIZE = 64
 DENSE_BYTES = 2**30  # largest array of logits for which the dense form is run
 MATMUL = 2048
-FORWARD_FLOPS = 4 * HEADS * SIZE  # a query-key pair: logits and weighted sum
+FORWARD_FLOPS = 4 * HEADS * SIZE  # of a query-key pair: logits and weighted sum
 BACKWARD_FLOPS = 10 * HEADS * SIZE  # logits again, and four products
 PASSES = {"forward": FORWARD_FLOPS, "training": FORWARD_FLOPS + BACKWARD_FLOPS}
 TIMES = ["x faster", "of peak"]
 COLUMNS = ["slots", "documents", "block", "tiles", "forward ms", *TIMES, "training ms", *TIMES, "backward of peak"]
-SLOPE_SLOTS, SLOPE_DOCUMENTS = 16384, (512, 1024, 2048, 4096, 8192, 16384)
+SLOPE_SLOTS = 16384
+SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
 GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
 
 
@@ -96,15 +99,16 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
     dense = HEADS * slots**2 * 4 <= DENSE_BYTES  # float32 logits
     if dense:
         visible = visible_pairs(ids)
-        forms[0], tiles[0] = programs(dense_attention, q, k, v, jnp.asarray(visible)), 1
-    functions = {(name, block): run for block, both in forms.items() for name, run in both.items()}
+        forms[0] = programs(dense_attention, q, k, v, jnp.asarray(visible))
+        tiles[0] = 1
+    functions = {(name, block): run for block, passes in forms.items() for name, run in passes.items()}
     seconds = median_seconds({("matmul", 0): matmul(random)} | functions, repeats)
     peak = 2 * MATMUL**3 / seconds["matmul", 0]
 
     real = ids.document > 0
     expected = np.asarray(forms[0]["forward"]())[0, real] if dense else None
     records = []
-    for block, both in forms.items():
+    for block, passes in forms.items():
         pairs = tiles[block] * (block or slots) ** 2
         record: dict[str, Any] = {"slots": slots, "documents": len(np.unique(ids.document[real])), "block": block}
         record["tiles"] = tiles[block] if block else None
@@ -114,7 +118,7 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
             record[f"{name}_peak"] = pairs * flops / seconds[name, block] / peak
         backward = seconds["training", block] - seconds["forward", block]
         record["backward_peak"] = pairs * BACKWARD_FLOPS / backward / peak
-        out = np.asarray(both["forward"]())[0, real]
+        out = np.asarray(passes["forward"]())[0, real]
         record["pairs"] = visible.sum() / pairs if dense else None
         record["difference"] = float(abs(out - expected).max()) if expected is not None else None
         records.append(record)
@@ -125,7 +129,9 @@ def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, 
     """Cost of rows of one length by their visible tiles, and the line through it."""
     random = np.random.default_rng([seed, slots])
     q, k, v = random_inputs(random, slots)
-    run, functions, tiles = jax.jit(attention), {}, []
+    run = jax.jit(attention)
+    functions = {}
+    tiles = []
     lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
     for length in lengths:
         segments = (np.arange(slots) // length + 1).astype(np.int32)
@@ -160,7 +166,7 @@ def main() -> None:
         [[value if name != "block" else value or "dense" for name, value in record.items()] for record in records],
     )
     slope = measure_slope(options.seed, min(SLOPE_SLOTS, max(options.slots)), options.blocks[0], options.repeats)
-    line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us a tile + {1e3 * slope['constant_seconds']:.3g} ms"
+    line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us per tile + {1e3 * slope['constant_seconds']:.3g} ms"
     print_table(
         f"causal rows of {slope['slots']} slots, blocks of {slope['block']}:\n{line}, R^2 {slope['r_squared']:.4f}",
         ["documents of", "tiles", "forward ms"],

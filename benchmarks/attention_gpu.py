@@ -4,7 +4,7 @@
 
 One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length. cuDNN gets each as a
 row of its own, so that it sees the same pairs. `TFLOP/s` counts the tiles that hold a visible pair, with two matrix
-products a tile forward and five backward, whatever a kernel computes besides. `error` is the norm of the difference
+products per tile forward and five backward, whatever else a kernel computes. `error` is the norm of the difference
 from float32 over the norm of what float32 gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so
 and exits with 2.
 """
@@ -26,14 +26,17 @@ from jaxmllm.attention.mask import Mask, causal_ids
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
-HEADS, KEY_HEADS, SIZE, BLOCK = 32, 8, 128, 128
+HEADS = 32
+KEY_HEADS = 8
+SIZE = 128
+BLOCK = 128
 SLOTS = (8192, 16384, 32768, 65536)
 DOCUMENTS = (1, 8)
-CALLS = 5  # one after the other for one time, so that the host's part of a call is hidden
+CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
 REPEATS = {"gpu": 7, "cudnn": 7, "jax": 1}  # times, of which the median counts; the JAX kernel takes seconds
-FLOPS = {"forward": 4, "backward": 10}  # a visible pair and number of a head
+FLOPS = {"forward": 4, "backward": 10}  # per visible pair and number of a head
 COLUMNS = ["slots", "documents", "tiles", "kernel"]
-COLUMNS += [f"{part} {column}" for part in FLOPS for column in ("ms", "TFLOP/s", "error")]
+COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in ("ms", "TFLOP/s", "error")]
 GENERATOR = "numpy default_rng([seed, slots]): normal q, k, v and gradient of the output"
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -107,8 +110,8 @@ def random_inputs(
 ) -> tuple[jax.Array, ...]:
     """q, k, v and the gradient of the output, in bfloat16."""
     return tuple(
-        jnp.asarray(random.standard_normal((1, slots, count, size), dtype=np.float32), jnp.bfloat16)
-        for count in (heads, key_heads, key_heads, heads)
+        jnp.asarray(random.standard_normal((1, slots, heads_, size), dtype=np.float32), jnp.bfloat16)
+        for heads_ in (heads, key_heads, key_heads, heads)
     )
 
 
@@ -117,10 +120,10 @@ def record(
 ) -> dict[str, Any]:
     """One row of the table, whose columns are `COLUMNS`."""
     cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
-    for part, flops in FLOPS.items():
-        cells[f"{part} ms"] = 1e3 * seconds[part]
-        cells[f"{part} TFLOP/s"] = flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[part] / 1e12
-        cells[f"{part} error"] = error[part]
+    for direction, flops in FLOPS.items():
+        cells[f"{direction} ms"] = 1e3 * seconds[direction]
+        cells[f"{direction} TFLOP/s"] = flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[direction] / 1e12
+        cells[f"{direction} error"] = error[direction]
     return cells
 
 
