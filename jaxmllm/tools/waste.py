@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     phase_ranks = {phase: inputs.model.layout(phase).ranks for phase in inputs.model.phases}
     ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
-    print_table(title, COLUMNS, [list(record.values()) for record in records])
+    print_table(title, COLUMNS, [list(record.values()) for record in records], left_aligned=2)
     write_json(
         options.json,
         "waste",
