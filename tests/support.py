@@ -1,4 +1,4 @@
-"""A tiny three-modality set-up for tests of whole steps: config, corpus, programs on any mesh, steps by hand.
+"""A tiny set-up of three modalities for tests of whole steps: config, corpus, programs on any mesh, single steps.
 
 tiny_config(data) --assemble(config, devices)--> Setup --.step(examples)--> HostStep --.gradients--> Result
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-para
 
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
-    """The config of a run of seconds, as a tree; `changes` replace values by dotted key ("." written "__")."""
+    """The config of a run that takes seconds, as a tree.
+
+    `changes` replace values by dotted key, "." written as "__".
+    """
     tree: dict[str, Any] = {
         "run": {"directory": str(data / "run"), "steps": 4},
         "model": {
@@ -72,10 +76,14 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 def one_source_an_example(path: Path) -> Path:
-    """Copy a JSONL file beside itself with every record's source set to its id: sums by source become by example."""
+    """Copy a JSONL file, in its folder, with the source of every record set to its id.
+
+    Sums by source are then sums by example.
+    """
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     copy = path.with_name(f"each-{path.name}")
-    copy.write_text("".join(json.dumps(record | {"source": record["id"]}) + "\n" for record in records))
+    lines = [json.dumps(record | {"source": record["id"]}) + "\n" for record in records]
+    copy.write_text("".join(lines))
     return copy
 
 
@@ -116,17 +124,19 @@ class Setup:
         return self.programs.init(self.config.run.seed).params
 
     def step(self, examples: Sequence[int], corpus: Corpus | None = None, **spec: Any) -> HostStep:
-        """The rows of these examples on all ranks; `spec` replaces fields of the plan's, mode for one."""
-        ranks = {phase: tuple(range(each.ranks)) for phase, each in self.spec.phases.items()}
-        exchange = {phase: tuple(range(int(np.prod(r.grid.shape)))) for phase, r in self.spec.routes.items()}
+        """The rows of these examples on all ranks; `spec` replaces fields of the plan's spec, such as mode."""
+        local = LocalRanks(
+            phases={phase: tuple(range(rows.ranks)) for phase, rows in self.spec.phases.items()},
+            exchange={phase: tuple(range(math.prod(route.grid.shape))) for phase, route in self.spec.routes.items()},
+        )
         plan = dataclasses.replace(self.spec, **spec)
         pipeline = self.pipeline and self.pipeline.training
-        filler = StepFiller(corpus or self.corpus, plan, LocalRanks(ranks, exchange), self.attention, pipeline)
+        filler = StepFiller(corpus or self.corpus, plan, local, self.attention, pipeline)
         return filler(0, np.asarray(examples, np.int64))
 
     def gradients(self, step: HostStep, params: Any = None) -> Result:
-        grads, sums, failed = self.programs.gradients(self.params if params is None else params, self.put(step))
-        grads, sums, failed = jax.device_get((grads, sums, failed))
+        params = self.params if params is None else params
+        grads, sums, failed = jax.device_get(self.programs.gradients(params, self.put(step)))
         return Result(grads, sums.loss.sum(0), sums.targets.sum(0), int(failed))
 
     def put(self, step: HostStep) -> Any:
@@ -134,8 +144,12 @@ class Setup:
 
     def of_kind(self, kinds: Iterable[str]) -> list[int]:
         """Examples that hold media of exactly these phases."""
-        wanted = set(kinds)
-        return [i for i in range(len(self.corpus)) if {m.phase for m in self.corpus.example(i).media} == wanted]
+        phases = set(kinds)
+
+        def phases_of(example: int) -> set[str]:
+            return {media.phase for media in self.corpus.example(example).media}
+
+        return [example for example in range(len(self.corpus)) if phases_of(example) == phases]
 
 
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
@@ -149,9 +163,11 @@ def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) 
     """The step with the targets of these sources masked, or (keep) of all others."""
     rows = []
     for row in step.rows[LANGUAGE]:
-        of_segment = np.concatenate([np.full((len(row["sources"]), 1), -1), row["sources"]], axis=1)
-        of_token = np.take_along_axis(of_segment, row["segments"], axis=1)
-        rows.append(row | {"targets": np.where(np.isin(of_token, sources) == keep, row["targets"], np.int32(-1))})
+        padding = np.full((len(row["sources"]), 1), -1)  # segment 0
+        source_of_segment = np.concatenate([padding, row["sources"]], axis=1)
+        source_of_token = np.take_along_axis(source_of_segment, row["segments"], axis=1)
+        learned = np.isin(source_of_token, sources) == keep
+        rows.append(row | {"targets": np.where(learned, row["targets"], np.int32(-1))})
     return dataclasses.replace(step, rows=step.rows | {LANGUAGE: rows})
 
 
@@ -164,19 +180,22 @@ def added(trees: Sequence[Any]) -> Any:
 
 
 def assert_close(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    """Every entry of every leaf differs by at most `tolerance` of the leaf's largest entry: a component's norm would
-    hide all leaves but its largest, and those of a tower differ by factors of ten thousand. Leaves that are zero must
-    be zero exactly; not all leaves of a component may be."""
+    """Every entry of every leaf differs by at most `tolerance` of the leaf's largest entry.
+
+    A component's norm would hide all leaves but its largest, and those of a tower differ by factors of ten thousand.
+    Leaves that are zero must be zero exactly; not all leaves of a component may be.
+    """
     assert actual.keys() == expected.keys()
     for name, tree in expected.items():
         assert any(np.any(leaf) for leaf in jax.tree.leaves(tree)), f"{name}: nothing to compare"
         leaves = jax.tree.leaves_with_path(tree)
-        for (path, leaf), found in zip(leaves, jax.tree.leaves(actual[name]), strict=True):
-            where = name + jax.tree_util.keystr(path)
-            assert found.shape == leaf.shape, where
+        for (path, leaf), actual_leaf in zip(leaves, jax.tree.leaves(actual[name]), strict=True):
+            parameter = name + jax.tree_util.keystr(path)
+            assert actual_leaf.shape == leaf.shape, parameter
             largest = float(np.max(np.abs(np.float64(leaf))))
-            difference = float(np.max(np.abs(np.float64(found) - np.float64(leaf))))
-            assert difference <= tolerance * largest, f"{where}: off by {difference:.2e}, largest entry {largest:.2e}"
+            difference = float(np.max(np.abs(np.float64(actual_leaf) - np.float64(leaf))))
+            message = f"{parameter}: off by {difference:.2e}, largest entry {largest:.2e}"
+            assert difference <= tolerance * largest, message
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float) -> None:

@@ -22,7 +22,8 @@ from jaxmllm.config.renamed import renamed_keys
 from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 
 SHOWN = 200  # characters of a value in a message
-BRANCHES = ("constrained-", "literal[", "tuple[")  # how pydantic names the branches of a union in an error's place
+# How pydantic names the branches of a union where it says in which key an error is.
+BRANCHES = ("constrained-", "literal[", "tuple[")
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -43,7 +44,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
-    """Validate a nested dict into a `Config`. Raises `ConfigError`, of the kind `RenamedKeyError` for old keys."""
+    """Validate a nested dict into a `Config`.
+
+    Raises `ConfigError`; for keys that have another name now, its kind `RenamedKeyError`.
+    """
     if renamed := renamed_keys(tree):
         raise RenamedKeyError(f"{where}: " + "; ".join(renamed))
     try:
@@ -64,12 +68,15 @@ def config_tree(config: Config) -> dict[str, Any]:
 
 
 def dotted_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists, such as `Config.model_dump` gives, by dotted key; an empty container is one."""
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        yield from dotted_values(child, f"{prefix}.{name}" if prefix else str(name))
+    """Leaves of nested dicts and lists, such as `config_tree` gives, by dotted key.
+
+    An empty dict or list is a leaf.
+    """
     if not isinstance(node, dict | list) or not node:
         yield prefix, node
+        return
+    for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from dotted_values(child, f"{prefix}.{name}" if prefix else str(name))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -82,7 +89,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     for depth, name in enumerate(parents):
         if node.get(name) is None:
             node[name] = {}
-        child, path = node[name], ".".join(parents[: depth + 1])
+        child = node[name]
+        path = ".".join(parents[: depth + 1])
         if isinstance(child, list):
             raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
         if not isinstance(child, dict):
@@ -97,30 +105,38 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError, where: str) -> str:
     """One line: every offending key with what would be valid there."""
     problems: dict[str, None] = {}
-    wanted: dict[tuple[str, str], list[str]] = {}  # a union reports each of its branches: gather them by key
+    # A union reports each of its branches: they are gathered by key and value.
+    valid_values: dict[tuple[str, str], list[str]] = {}
     for item in error.errors():
         location = item["loc"]
         key = ".".join(map(str, location))
         if item["type"] == "extra_forbidden":
-            *parents, last = location
-            names = _fields_at(Config, parents)
-            close = difflib.get_close_matches(str(last), names, n=1, cutoff=0.4)
-            nearest = ".".join(map(str, [*parents, *close]))
-            hint = f"did you mean {nearest!r}?" if close else f"valid here: {', '.join(sorted(names))}"
-            problems[f"unknown key {key!r}; {hint}"] = None
+            problems[f"unknown key {key!r}; {_hint(location)}"] = None
         elif item["type"] == "missing":
             problems[f"missing key {key!r}"] = None
         elif item["type"] == "value_error":
             problems[f"{key}: {item['msg'].removeprefix('Value error, ')}"] = None
         else:
-            key = ".".join(str(part) for part in location if not str(part).startswith(BRANCHES))
+            steps = [str(step) for step in location]
+            key = ".".join(step for step in steps if not step.startswith(BRANCHES))
             valid = item["msg"].removeprefix("Input should be ")
-            wanted.setdefault((key, _shortened(item["input"])), []).append(valid)
-    for (key, value), branches in wanted.items():
+            valid_values.setdefault((key, _shortened(item["input"])), []).append(valid)
+    for (key, value), branches in valid_values.items():
         # The schema is checked in JSON's words; the file is YAML.
         valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
         problems[f"{key}: must be {valid} (got {value})"] = None
     return f"{where}: " + "; ".join(problems)
+
+
+def _hint(location: Sequence[Any]) -> str:
+    """The nearest valid key to an unknown one, or all keys that are valid in its place."""
+    *parents, name = location
+    valid = _fields_at(Config, parents)
+    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
+    if not close:
+        return f"valid here: {', '.join(sorted(valid))}"
+    nearest = ".".join(map(str, [*parents, *close]))
+    return f"did you mean {nearest!r}?"
 
 
 def _shortened(value: Any) -> str:
@@ -129,10 +145,11 @@ def _shortened(value: Any) -> str:
 
 
 def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    for part in location:
-        if isinstance(part, int):
+    """Names of the keys at a place of the schema; none where it ends."""
+    for step in location:
+        if isinstance(step, int):  # number of an entry in a list of sections
             continue
-        field = section.model_fields.get(str(part))
+        field = section.model_fields.get(str(step))
         if field is None:
             return []
         section = next(iter(_sections_of(field.annotation)), section)

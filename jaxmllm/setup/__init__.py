@@ -1,2 +1,3 @@
-"""From the config to a run that is ready to train: data and model, sizes, compiled programs. The only room that reads
-the whole config."""
+"""From the config to a run that is ready to train: data and model, sizes, compiled programs.
+
+The only room that reads the whole config."""

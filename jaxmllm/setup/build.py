@@ -14,9 +14,11 @@ from pathlib import Path
 import jax
 
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import evaluation_steps, steps
+from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.runtime import hosts
@@ -41,26 +43,33 @@ SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same 
 def build_run(config: Config) -> Run:
     """Index the data, choose the sizes, compose the model, compile its programs.
 
-    Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint has room.
+    Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint
+    has room.
     """
     compilations = CompilationCounter()  # first, to count and to keep what comes from here on
     warnings = WarningLog()
     inputs = prepare(config, make_mesh(config.mesh_sizes))
     _check_room_for_checkpoints(config, inputs.model)
     programs, pipeline = make_programs(config, inputs)
+    batch_size = config.data.batch_size
     share = programs.local_share
-    training = pipeline.training if pipeline else None
-    filler = StepFiller(inputs.corpus, programs.spec, share, programs.attention, training)
+
+    def filler(corpus: Corpus, stages: PipelineSpec | None) -> StepFiller:
+        return StepFiller(corpus, programs.spec, share, programs.attention, stages)
+
+    batches = steps(filler(inputs.corpus, pipeline.training if pipeline else None), batch_size, config.run.seed)
     evaluation = None
     if inputs.held_out is not None:
-        evaluating = pipeline.evaluation if pipeline else None
-        held_out_filler = StepFiller(inputs.held_out, programs.spec, share, programs.attention, evaluating)
-        evaluation = evaluation_steps(held_out_filler, config.data.batch_size, config.evaluation.examples)
+        evaluation = evaluation_steps(
+            filler(inputs.held_out, pipeline.evaluation if pipeline else None),
+            batch_size,
+            config.evaluation.examples,
+        )
     return Run(
         config=config,
         programs=programs,
         corpus=inputs.corpus,
-        batches=steps(filler, config.data.batch_size, config.run.seed),
+        batches=batches,
         evaluation=evaluation,
         sources=inputs.corpus.sources,
         peak_flops=_peak_flops(config),
@@ -74,14 +83,19 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     model = inputs.model
     formats = inputs.corpus.formats
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, len(inputs.corpus.sources))
+    sources = len(inputs.corpus.sources)
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     if config.pipeline.stages == 1:
         spec = plan_spec(config, inputs)
         hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
         attention = attention_spec(config, model, formats, spec)
         return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype), None
     sizes = pipeline_sizes(config, inputs)
-    hosts.compare("plan", lambda: plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}, SAME_PLAN)
+
+    def facts() -> dict[str, str]:
+        return plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}
+
+    hosts.compare("plan", facts, SAME_PLAN)
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype), sizes
 
@@ -99,7 +113,8 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
 
 
 def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
-    """Raise `CheckpointError` where the run folder's disk has no room for a checkpoint, before anything is compiled."""
+    """Raise `CheckpointError` where the disk of the run folder has no room for a checkpoint: now, not after minutes
+    of compiling."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
     check_space(Path(config.run.directory), state_bytes((params, [trained] * MOMENTS)))

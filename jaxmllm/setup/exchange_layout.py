@@ -16,23 +16,27 @@ from sharding.rules import rank_nodes
 
 
 def check_exchange(config: Config) -> None:
-    """Raise `ConfigError` for an exchange that does not exist: the schema does not know the table of backends."""
+    """Raise `ConfigError` for an exchange that does not exist: the schema does not know the table."""
     known = ("auto", *BACKENDS)
-    if config.balance.exchange not in known:
-        raise ConfigError(f"balance.exchange: must be one of {', '.join(known)} (got {config.balance.exchange!r})")
+    chosen = config.balance.exchange
+    if chosen not in known:
+        raise ConfigError(f"balance.exchange: must be one of {', '.join(known)} (got {chosen!r})")
 
 
 def exchange_backend(config: Config, model: MLLM) -> str:
-    """The config's backend of the exchange; `auto` is the first of the table that the devices' platform can run."""
+    """The config's backend; `auto` is the first of the table that the devices' platform can run."""
     check_exchange(config)
     if config.balance.exchange != "auto":
         return config.balance.exchange
     mesh = model.layout(LANGUAGE).mesh
-    return backend_for(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend())
+    if isinstance(mesh, Mesh):
+        return backend_for(mesh.devices.flat[0].platform)
+    # An abstract mesh: as if the run began on this machine.
+    return backend_for(jax.default_backend())
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
-    """How the ranks of each phase that the language phase reads lie on the ranks of the language phase."""
+    """By phase that the language phase reads: how its ranks lie on those of the language phase."""
     language = model.layout(LANGUAGE)
     return {
         phase: ExchangeGrid(*LayoutPair(language.mesh, model.layout(phase), language).grid())
@@ -42,5 +46,6 @@ def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
 
 def nodes_of_ranks(config: Config, model: MLLM) -> dict[str, Ints]:
     """Node of each rank, by phase."""
-    per_node = config.balance.ranks_per_node
-    return {phase: rank_nodes(model.layout(phase), None if per_node == "auto" else per_node) for phase in model.phases}
+    configured = config.balance.ranks_per_node
+    per_node = None if configured == "auto" else configured
+    return {phase: rank_nodes(model.layout(phase), per_node) for phase in model.phases}

@@ -18,16 +18,22 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
       ranks: data ranks, instead of the config's `data` and `fsdp` axes.
 
     Raises:
-      ConfigError: an axis is left open, or the config has a pipeline, whose rows such commands do not plan.
+      ConfigError: an axis is left open, or the config has a pipeline, whose rows such commands do
+        not plan.
     """
     if config.pipeline.stages > 1:
         raise ConfigError(
-            f"pipeline.stages ({config.pipeline.stages}): this command plans steps without a pipeline; "
-            "set pipeline.stages=1"
+            f"pipeline.stages ({config.pipeline.stages}): this command plans steps without a "
+            "pipeline; set pipeline.stages=1"
         )
     sizes = config.mesh.model_dump()
     if ranks is not None:
         sizes |= {"data": ranks, "fsdp": 1}
-        for axis in (name for name, size in sizes.items() if size == -1):
-            raise ConfigError(f"mesh.{axis} is -1, but --ranks leaves no devices to count; set mesh.{axis} to a number")
-    return abstract_mesh(sizes, jax.device_count() if -1 in sizes.values() else math.prod(sizes.values()))
+        for axis, size in sizes.items():
+            if size == -1:
+                raise ConfigError(
+                    f"mesh.{axis} is -1, but --ranks leaves no devices to count; set mesh.{axis} to a number"
+                )
+    if -1 in sizes.values():
+        return abstract_mesh(sizes, jax.device_count())
+    return abstract_mesh(sizes, math.prod(sizes.values()))

@@ -1,7 +1,7 @@
 """The data and the model of a run, before anything is compiled or lies on a device.
 
-sources --index--> Corpus, without the examples that no row can hold --> order, sampled batches --+
-tokenizer, config --> components of the model, abstract, on the mesh ------------------------------+--> RunInputs
+sources --index--> Corpus, without the examples that no row can hold --> order, sampled batches
+tokenizer, config --> components of the model, as shapes on the mesh
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ class RunInputs:
 
 def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     """Index the data and compose the model. An abstract mesh is enough where nothing will run."""
+    # Wrong names are errors at once, before the data are indexed; that of the schedule also without stages.
     check_exchange(config)
-    scheduler_of(config.pipeline.schedule)  # a wrong name is an error at once, also without stages
+    scheduler_of(config.pipeline.schedule)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable.components:
         raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
     media = modalities(config.model, config.data, model.split_phases)
     corpus, held_out = open_corpora(config, tokenizer, media, model)
+    # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
     batches = min(max(SAMPLED_EXAMPLES // config.data.batch_size, FEWEST_BATCHES), MOST_BATCHES)
@@ -75,8 +77,8 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
         return math.ceil(tokenizer.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.language.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} tokens; "
-            f"raise it, or say 'auto'"
+            f"model.language.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} "
+            "tokens; raise it, or say 'auto'"
         )
     return size
 
@@ -84,18 +86,26 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 def open_corpora(
     config: Config, tokenizer: Tokenizer, modalities: Mapping[str, Modality], model: MLLM
 ) -> tuple[Corpus, Corpus | None]:
-    """The training corpus and, where there is one, the held-out corpus, with source numbers in common."""
+    """The training corpus and, where there is one, the held-out corpus.
+
+    They number their sources the same way, so that losses by source can be compared.
+    """
     formats = row_formats(modalities)
     limits = {phase: largest_row(config, phase, formats, model.layout(phase).parts) for phase in model.phases}
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
-        sources = [under_root(config.data.root, source) for source in sources]
-        opened = Corpus.open(sources, tokenizer, modalities, config.data.index_cache, progress=jax.process_index() == 0)
-        corpus = opened.refuse(limits)
+        corpus = Corpus.open(
+            [under_root(config.data.root, source) for source in sources],
+            tokenizer,
+            modalities,
+            config.data.index_cache,
+            progress=jax.process_index() == 0,
+        ).refuse(limits)
         corpus.check_rejected(config.data.max_rejected)
         return corpus
 
-    corpora = [open_corpus(sources) for sources in (config.data.sources, config.data.evaluation) if sources]
+    splits = (config.data.sources, config.data.evaluation)
+    corpora = [open_corpus(sources) for sources in splits if sources]
     names = tuple(sorted({name for corpus in corpora for name in corpus.sources}))
     corpus, *held_out = (corpus.with_sources(names) for corpus in corpora)
     return corpus, held_out[0] if held_out else None

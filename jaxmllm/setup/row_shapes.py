@@ -1,4 +1,7 @@
-"""What rows of a phase must look like: multiples of what is computed as a whole, attention blocks, the largest row."""
+"""What rows of a phase must look like: their alignment, their attention blocks, and the largest one.
+
+Rows consist of whole attention blocks and whole language tokens, so that no row ends inside of either.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from jaxmllm.row_format import RowFormat
 
 
 def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
-    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, equally many
-    in each part of a row.
+    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, the same
+    number in each part of a row.
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
@@ -28,12 +31,12 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
     if phase not in formats:
         return block * parts
     row = formats[phase]
-    slots = block * row.stride
+    slots = block * row.stride  # a block counts tokens of attention, of which each stands for `stride` slots
     if parts > 1 and slots % row.alignment:
         raise ConfigError(
-            f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, which must be a "
-            f"multiple of {row.alignment}, what the {phase} tower takes as a whole; raise it to "
-            f"{math.lcm(slots, row.alignment) // row.stride}"
+            f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, "
+            f"which must be a multiple of {row.alignment}, what the {phase} tower takes as a whole; "
+            f"raise it to {math.lcm(slots, row.alignment) // row.stride}"
         )
     return math.lcm(slots, row.alignment) * parts
 
@@ -61,17 +64,18 @@ def attention_spec(config: Config, model: MLLM, formats: Mapping[str, RowFormat]
 
 
 def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int) -> int:
-    """Slots of an attention block of a phase: `phases.<phase>.block`, or 64 where a part of a row, or a rank's share of
-    a long one, would otherwise have too few blocks to even out their work."""
+    """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row, or a rank's share of a long
+    one, would otherwise have too few blocks to even out their work."""
     block: int = getattr(config.phases, rows.name).block
     stride = 1
-    whole = 1
+    multiple = 1
     if rows.name in formats:
         stride = formats[rows.name].stride
-        whole = formats[rows.name].alignment
-    if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % whole:
-        return block
-    shares = [(capacity, parts) for capacity in rows.capacities]
+        multiple = formats[rows.name].alignment
+    if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % multiple:
+        return block  # the smaller block does not divide it, or does not hold whole tokens
+    split_rows = [(capacity, parts) for capacity in rows.capacities]
     if rows.long_capacity:
-        shares.append((rows.long_capacity, parts * rows.ranks))
-    return min((block_size(slots // stride, count, block) for slots, count in shares if count > 1), default=block)
+        split_rows.append((rows.long_capacity, parts * rows.ranks))
+    blocks = [block_size(slots // stride, shares, block) for slots, shares in split_rows if shares > 1]
+    return min(blocks, default=block)

@@ -43,7 +43,9 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
     """Rows, stages and slots of a pipeline."""
-    largest = [largest_examples(corpus, phase) for corpus in inputs.corpora for phase in config.model.encoders]
+    largest = [
+        largest_examples(corpus, phase) for corpus in inputs.corpora for phase in inputs.model.phases[LANGUAGE].reads
+    ]
     return choose_pipeline(
         inputs.samples,
         _sizing_inputs_of(config, inputs),
@@ -62,7 +64,9 @@ def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
         examples = np.arange(first, min(first + LENGTHS_AT_ONCE, len(corpus)))
         items = corpus.gather(examples).phases[phase]
         np.add.at(slots, first + items.example, items.length)
-    return corpus.gather(np.sort(np.argsort(-slots, kind="stable")[:LARGEST_EXAMPLES]))
+    # Stable, so that all hosts choose the same among equals.
+    largest = np.argsort(-slots, kind="stable")[:LARGEST_EXAMPLES]
+    return corpus.gather(np.sort(largest))
 
 
 def _sizing_inputs_of(config: Config, inputs: RunInputs) -> list[SizingInputs]:
@@ -73,8 +77,12 @@ def _sizing_inputs_of(config: Config, inputs: RunInputs) -> list[SizingInputs]:
 def sizing_inputs(
     config: Config, model: MLLM, formats: Mapping[str, RowFormat], longest: Mapping[str, int]
 ) -> list[SizingInputs]:
-    """All that decides the rows of every phase besides the sampled lengths; `longest` is the largest item of each
-    phase, in slots."""
+    """All that decides the rows of every phase besides the sampled lengths.
+
+    Args:
+      formats: by encoder phase.
+      longest: by phase, slots of the largest item.
+    """
     flops = model_flops(config, model)
     times = measured_times(config, model, flops)
     return [
@@ -114,6 +122,7 @@ def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -
         return {}
     calibration = load_calibration(path, flops)
     mesh = model.layout(LANGUAGE).mesh
+    # Commands that plan on an abstract mesh have no device that could differ from the measured one.
     device = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else None
     for difference in calibration.differences(device, flops):
         _log.warning("balance.calibration: %s %s; calibrate anew for the best balance", path, difference)
