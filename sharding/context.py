@@ -1,8 +1,8 @@
-"""Context parallelism: the slots of a row are split over devices, each of which attends from its own queries.
+"""Context parallelism: the slots of a row are split over devices, which attend from their queries.
 
-Which slots a device gets is the host's choice and reaches it as data; every device has equally many, so all that works
-token by token stays balanced. Keys and values are gathered from all parts, a few heads at a time, and their gradients
-are scattered back as sums: the transpose of the gather.
+Which slots a device gets is the host's choice and reaches it as data; every device has equally
+many, so all that works token by token stays balanced. Keys and values are gathered from all parts,
+a few heads at a time, and their gradients are scattered back as sums: the transpose of the gather.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from sharding.rules import Layout
 
-HEAD_GROUPS = 4  # gathers of keys and values, so that all but the first can run behind attention
+# Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap with
+# the attention of the group before.
+HEAD_GROUPS = 4
 
 
 def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
@@ -22,16 +24,21 @@ def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
     return jax.lax.all_gather(x, tuple(axes), axis=axis, tiled=True) if axes else x
 
 
-def take_slots(layout: Layout, x: jax.Array, places: jax.Array) -> jax.Array:
-    """Slots of whole rows in another order: x [R, T, D] in parts, places int32 [R, T] -> [R, T, D], not in parts."""
-    split = layout.mesh_axes("sequence")
-    if not split:
-        return x
-    return layout.local(
-        lambda x, places: jnp.take_along_axis(gather_parts(x, split), places[..., None], axis=1),
-        in_axes=(("batch", "sequence"), ("batch",)),
-        out_axes=("batch",),
-    )(x, places)
+def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
+    """Slots of rows in another order, gathered from the parts: [R, T, D], no longer in parts.
+
+    Args:
+      x: [R, T, D] in parts.
+      slots: int32 [R, T], which slot of x each is.
+    """
+    axes = layout.mesh_axes("sequence")
+    if not axes:
+        return x  # a row in one part is in order
+
+    def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
+
+    return layout.local(on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",))(x, slots)
 
 
 def gathered_attention(
@@ -60,10 +67,12 @@ def gathered_attention(
     for group in range(groups):
         k_all, v_all = ready
         if group + 1 < groups:
-            own = keys[group + 1], values[group + 1]
-            if outs:  # one group ahead and no more, or the whole row's keys would lie in memory at once
-                own = jax.lax.optimization_barrier((own, outs[-1]))[0]
-            ready = _gathered(*own, axes)
+            following = keys[group + 1], values[group + 1]
+            # Gather one group ahead and no more, or the whole row's keys would lie in memory at
+            # once: the gather waits for the group before the current one.
+            if outs:
+                following = jax.lax.optimization_barrier((following, outs[-1]))[0]
+            ready = _gathered(*following, axes)
         outs.append(attend(queries[group], k_all, v_all))
     return jnp.concatenate(outs, axis=2)
 

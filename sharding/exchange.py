@@ -1,16 +1,16 @@
 """The exchange that carries encoder outputs to the ranks where the language phase needs them.
 
-    encoder pool [R_encoder, W, ...], buffer [X, U, ...] --hop--> buffer        as many hops as the round has
-    buffer, encoder pool --gather--> language pool [R_language, W, ...]         deliver
+    hop        encoder pool [R_encoder, W, ...], buffer [X, U, ...] --> buffer    several per round
+    deliver    buffer, encoder pool --gather--> language pool [R_language, W, ...]
 
-A hop sends tokens between devices; how, and by which index tables, is the backend's matter, whose function for one
-device is passed in. It may forward what an earlier hop brought, so that a token can take a way around a busy pair of
-ranks. Tokens that stay where they are take no hop.
+A hop sends tokens between devices; how, and by which index tables, is the backend's matter, whose
+function for one device is passed in. It may forward what an earlier hop brought, so that a token
+can take a way around a busy pair of ranks. Tokens that stay where they are take no hop.
 
-Both directions only gather: the way back has index tables of its own, so no scatter-add is needed and the gradient is
-deterministic. Mesh axes fall into three groups: A are batch axes of both layouts, E of the encoder's only, L of the
-language's only. Each device sends along A; what the E axes received is summed, because every slot is filled by one of
-them.
+Both directions only gather: the way back has index tables of its own, so no scatter-add is needed
+and the gradient is deterministic. Mesh axes fall into three groups: A are batch axes of both
+layouts, E of the encoder's only, L of the language's only. Each device sends along A; what the E
+axes received is summed, because every slot is filled by one of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from sharding.rules import Layout
 
 Pool = Any  # a pytree of arrays [R, W, ...]
 
-# (pool [W, ...], buffer [U, ...], number of the hop, its tables, mesh axes A) -> buffer, on one device
-HopOnDevice = Callable[[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], tuple[str, ...]], jax.Array]
+Tables = tuple[jax.Array, ...]
+
+# On one device: (pool [W, ...], buffer [U, ...], number of the hop, its tables, mesh axes A) -> buffer
+HopOnDevice = Callable[[jax.Array, jax.Array, jax.Array, Tables, tuple[str, ...]], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class LayoutPair:
         return NamedSharding(self.mesh, P((*self.shared, *self.encoder_only, *self.language_only)))
 
     def grid(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rank numbers on the exchange's device grid: encoder int32 [A, E] and language int32 [A, L]."""
+        """Rank numbers on the grid of devices: encoder int32 [A, E], language int32 [A, L]."""
         return (
             self._ranks(self.encoder.batch_axes, self.encoder_only),
             self._ranks(self.language.batch_axes, self.language_only),
@@ -73,7 +75,8 @@ class LayoutPair:
         sizes = [self.mesh.shape[axis] for axis in batch_axes]
         ranks = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
         order = [batch_axes.index(axis) for axis in (*self.shared, *own_axes)]
-        return ranks.transpose(order).reshape(math.prod(self.mesh.shape[axis] for axis in self.shared), -1)
+        peers = math.prod(self.mesh.shape[axis] for axis in self.shared)
+        return ranks.transpose(order).reshape(peers, -1)
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,18 @@ class Exchange(LayoutPair):
         return self._hop(d_language_pool, buffer, number, tables, self.language)
 
     def deliver(self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, gather: jax.Array) -> Pool:
-        """Add what has arrived to `language_pool` (zero where it arrives): gather int32 [X, W] into buffer ++ encoder
-        pool."""
+        """Add what has arrived to `language_pool`, which is zero where it arrives.
+
+        Args:
+          gather: int32 [X, W] into buffer ++ encoder pool.
+        """
         return self._deliver(
-            encoder_pool, buffer, language_pool, gather, layouts=(self.encoder, self.language), summed=self.encoder_only
+            encoder_pool,
+            buffer,
+            language_pool,
+            gather,
+            layouts=(self.encoder, self.language),
+            summed=self.encoder_only,
         )
 
     def deliver_back(self, d_language_pool: Pool, buffer: Pool, d_encoder_pool: Pool, gather: jax.Array) -> Pool:
@@ -114,14 +125,13 @@ class Exchange(LayoutPair):
             summed=self.language_only,
         )
 
-    def _hop(
-        self, source: Pool, buffer: Pool, number: jax.Array, tables: tuple[jax.Array, ...], layout: Layout
-    ) -> Pool:
+    def _hop(self, source: Pool, buffer: Pool, number: jax.Array, tables: Tables, layout: Layout) -> Pool:
         def on_device(source: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
             own_tables = tuple(table[0] for table in tables)
 
             def move(pool: jax.Array, received: jax.Array) -> jax.Array:
-                return self.hop_on_device(pool[0], received[0], number, own_tables, self.shared)[None]
+                buffer = self.hop_on_device(pool[0], received[0], number, own_tables, self.shared)
+                return buffer[None]
 
             return jax.tree.map(move, source, buffer)
 

@@ -1,9 +1,9 @@
-"""Rows and pools: what a row takes from its rank's pool and puts there, and what one rank shares with all.
+"""Rows and pools: what rows take from their rank's pool, and what one rank shares with all.
 
     pool [R, W, D] --take_rows--> rows [R, C, D]        put_rows is the transpose
 
-Nothing is scattered: the way back gathers by an inverse table, which is made of integers. So gradients are
-deterministic.
+Nothing is scattered: the way back gathers by an inverse table, which is made of integers. So
+gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import jax.numpy as jnp
 from sharding.rules import Layout
 
 SLOTS = ("batch", "sequence")  # logical axes of [R, C, ...]
+Residuals = tuple[jax.Array, jax.Array]  # pool, index
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
-    """Each rank's rows from its own pool: pool [R, W, D], index int32 [R, C] (-1: zero) -> [R, C, D].
+    """Each rank's rows from its own pool: [R, C, D]. Differentiable in `pool`.
 
-    No slot may occur twice in one row's index, if it is differentiated.
+    Args:
+      pool: [R, W, D].
+      index: int32 [R, C] slot of the pool; -1: zero. No slot twice in one row, where gradients flow.
     """
 
     def on_device(pool: jax.Array, index: jax.Array) -> jax.Array:
@@ -31,11 +34,11 @@ def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
     return layout.local(on_device, (("batch",), SLOTS), SLOTS)(pool, index)
 
 
-def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, Residuals]:
     return take_rows(layout, pool, index), (pool, index)
 
 
-def _take_backward(layout: Layout, residuals: tuple[jax.Array, jax.Array], d_rows: jax.Array) -> tuple[jax.Array, None]:
+def _take_backward(layout: Layout, residuals: Residuals, d_rows: jax.Array) -> tuple[jax.Array, None]:
     pool, index = residuals
     return put_rows(layout, d_rows, index, jnp.zeros_like(pool)), None
 
@@ -55,7 +58,7 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
 
     def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
         slots = pool.shape[1]
-        target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; beyond the end it is dropped
+        target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
         added = gather(rows[0], inverse)[None].astype(pool.dtype)
@@ -75,7 +78,7 @@ def share_rank(layout: Layout, x: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def add_to_rank(layout: Layout, x: jax.Array, shared: jax.Array, rank: jax.Array) -> jax.Array:
-    """Add what all ranks know to what one of them holds: x [R, ...], shared [1, ...] -> [R, ...]."""
+    """Add what all ranks know, [1, ...], to what one of them holds: x [R, ...] -> [R, ...]."""
     axes = layout.batch_axes
 
     def on_device(x: jax.Array, shared: jax.Array, rank: jax.Array) -> jax.Array:

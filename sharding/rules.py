@@ -1,8 +1,9 @@
 """Logical axes -> mesh axes, one `Layout` per component.
 
-Parameters and activations name their axes by meaning ("embed", "heads", "batch"); a layout says which mesh
-axes each of them is split over. Two components may have different layouts on one mesh: an encoder can count
-`tensor` as one more data axis, which gives it more ranks than the language model has.
+Parameters and activations name their axes by meaning ("embed", "heads", "batch"); a layout says
+which mesh axes each of them is split over. Two components may have different layouts on one mesh:
+an encoder can count `tensor` as one more data axis, which gives it more ranks than the language
+model has.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """R: rows computed side by side, one on each rank."""
+        """R: rows computed at the same time, one on each rank."""
         return self.size("batch")
 
     def size(self, name: str) -> int:
@@ -77,38 +78,53 @@ class Layout:
     @property
     def long(self) -> Layout:
         """The same devices with one row for all of them: [1, C], its slots in R * X parts."""
-        rules = dict(self.rules) | {"batch": (), "sequence": self.batch_axes + self.mesh_axes("sequence")}
-        return Layout(self.mesh, tuple(rules.items()))
+        return self._with(batch=(), sequence=self.batch_axes + self.mesh_axes("sequence"))
 
     @property
     def by_part(self) -> Layout:
         """The same devices with each part of a row counted as a row of its own: [R * X, C / X]."""
-        rules = dict(self.rules) | {"batch": self.batch_axes + self.mesh_axes("sequence"), "sequence": ()}
-        return Layout(self.mesh, tuple(rules.items()))
+        return self._with(batch=self.batch_axes + self.mesh_axes("sequence"), sequence=())
+
+    def _with(self, **rules: tuple[str, ...]) -> Layout:
+        return Layout(self.mesh, tuple((dict(self.rules) | rules).items()))
 
     def inside(self, *axes: str) -> Layout:
-        """The same for code inside a shard_map that is manual over mesh axes: what they split is one part there."""
+        """The same for code inside a shard_map that is manual over mesh axes.
+
+        What these axes split is one part there.
+        """
         mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
-        rules = tuple((name, tuple(axis for axis in of if axis not in axes)) for name, of in self.rules)
+        rules = tuple((name, tuple(axis for axis in mesh_axes if axis not in axes)) for name, mesh_axes in self.rules)
         return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), rules)
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
     def gathered(self, weight: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as the computation needs it: whole but for the compute axes (the all-gather of FSDP)."""
-        return self.constrain(weight, tuple(name if name in COMPUTE_AXES else None for name in axes))
+        """A parameter gathered except along the compute axes, as the computation needs it.
+
+        This is the all-gather of FSDP.
+        """
+        kept = tuple(name if name in COMPUTE_AXES else None for name in axes)
+        return self.constrain(weight, kept)
 
     def local(self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any) -> Callable[..., Any]:
-        """Run `function` on each device's own part, e.g. a kernel whose loop bounds are that rank's data."""
-        is_axes = lambda node: isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node)  # noqa: E731
-        axes_of_mesh = self.mesh.axis_names, self.mesh.axis_types
+        """Run `function` on each device's own part.
+
+        That serves a kernel whose loop bounds are the data of its rank, for one.
+
+        Args:
+          in_axes: of each argument.
+          out_axes: of the result, or a tree of them.
+        """
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=tuple(self.spec(axes) for axes in in_axes),
-            out_specs=jax.tree.map(self.spec, out_axes, is_leaf=is_axes),
-            axis_names={name for name, kind in zip(*axes_of_mesh, strict=True) if kind != AxisType.Manual},
+            out_specs=jax.tree.map(self.spec, out_axes, is_leaf=_is_axes),
+            # Inside another shard_map its manual axes may not be named again.
+            axis_names={name for name, axis_type in types if axis_type != AxisType.Manual},
             check_vma=False,
         )
 
@@ -122,27 +138,37 @@ class Layout:
             if axis is not None and length % self.size(axis):
                 raise MeshError(
                     f"{name}: axis {axis!r} of length {length} cannot be split over mesh axes "
-                    f"{self.mesh_axes(axis)} of {self.size(axis)} devices; change the mesh or this component's layout"
+                    f"{self.mesh_axes(axis)} of {self.size(axis)} devices; change the mesh or this "
+                    f"component's layout"
                 )
 
 
 def make_layout(
-    mesh: Mesh | AbstractMesh, overrides: Mapping[str, Sequence[str]] | None = None, where: str = "layout"
+    mesh: Mesh | AbstractMesh,
+    overrides: Mapping[str, Sequence[str]] | None = None,
+    where: str = "layout",
 ) -> Layout:
-    """The default rules with overrides. Mesh axes named for `batch` are taken from the compute axes that the
-    overrides do not name, so `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
+    """The default rules with overrides.
 
-    Raises `MeshError` for unknown axes.
+    Mesh axes named for `batch` are taken from the compute axes that the overrides do not name, so
+    `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
+
+    Args:
+      overrides: mesh axes by logical axis.
+      where: key of the config that errors name.
+
+    Raises:
+      MeshError: an axis is unknown, or split over for two purposes.
     """
     overrides = overrides or {}
     for name, axes in overrides.items():
         if name not in DEFAULT_RULES:
-            raise MeshError(f"{where}: unknown logical axis {name!r}; known: {', '.join(DEFAULT_RULES)}")
+            known = ", ".join(DEFAULT_RULES)
+            raise MeshError(f"{where}: unknown logical axis {name!r}; known: {known}")
         for axis in axes:
             if axis not in mesh.axis_names:
-                raise MeshError(
-                    f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}"
-                )
+                known = ", ".join(mesh.axis_names)
+                raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {known}")
     rules = {name: _in_mesh_order(mesh, overrides.get(name, axes)) for name, axes in DEFAULT_RULES.items()}
     for name in COMPUTE_AXES:
         clash = set(rules[name]) & set(rules["batch"])
@@ -159,8 +185,9 @@ def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str,
 def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:
     """Node of each rank of a layout, that of its first device: int32 [R].
 
-    A node is what one process drives or, with `devices_per_node`, as many devices in the order of their ids. The
-    devices of an abstract mesh count in order; without `devices_per_node` they are one node.
+    A node is what one process drives or, with `devices_per_node`, as many devices in the order of
+    their ids. The devices of an abstract mesh count in order; without `devices_per_node` they are
+    one node.
     """
     mesh = layout.mesh
     if not isinstance(mesh, Mesh):
@@ -170,5 +197,9 @@ def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarra
     else:
         nodes = np.array([device.id // devices_per_node for device in mesh.devices.flat])
     numbered = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
-    first_device = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
-    return numbered[first_device].reshape(-1).astype(np.int32)
+    first_devices = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
+    return numbered[first_devices].reshape(-1).astype(np.int32)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)

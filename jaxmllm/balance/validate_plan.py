@@ -128,10 +128,10 @@ def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Lo
         _validate_round(owner, round_, route)
         tables = route_tables(round_, route, range(len(encoder_rank)))
         tokens = encoder_pools[round_.source][encoder_rank]
-        received = run_hops(tokens, tables.send_forward, tables.gather_forward, route, 0)
+        received = run_hops(tokens, tables.send_forward, tables.gather_forward, route=route, direction=0)
         np.add.at(arrived[round_.target], language_rank, received)
         gradients = language_pools[round_.target][language_rank]
-        received = run_hops(gradients, tables.send_backward, tables.gather_backward, route, 1)
+        received = run_hops(gradients, tables.send_backward, tables.gather_backward, route=route, direction=1)
         np.add.at(returned[round_.source], encoder_rank, received)
     complete = all(np.array_equal(arrived[pool], tokens) for pool, tokens in language_pools.items())
     _require(complete, owner, "the rounds do not bring every token to its arrival")

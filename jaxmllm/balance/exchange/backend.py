@@ -1,6 +1,6 @@
-"""What a backend of the exchange has to supply: everything that depends on how tokens are sent stands in one object.
+"""A backend of the exchange: all that depends on how tokens are sent, in one object.
 
-    plan      spread         tokens that leave their rank -> spans by round, and the hops of each round
+    plan      spread         tokens that leave their rank -> spans by round, hops per round
               tables         a round -> index tables of some exchange ranks
     sizes     buffer_slots   what the hops of a round fill
               hop_shapes     arrays that one hop reads
@@ -9,8 +9,9 @@
 
 To add a backend, write such an object in a file of its own and name it in `BACKENDS` (tables.py).
 
-Letters: N items that leave their rank, K spans, T tokens, W pool slots, U buffer slots; X = A * E * L exchange ranks,
-of which the A peers of a group send each other tokens: exchange rank x is peer x // groups of group x % groups.
+Letters: N items that leave their rank, K spans, T tokens, W pool slots, U buffer slots, and X
+exchange ranks. The A peers of a group send each other tokens: exchange rank x is peer x // groups
+of group x % groups (`ExchangeGrid`).
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ class Spans:
 
     round: Longs
     item: Longs
-    first: Longs  # token of the item
+    start: Longs  # its first token, counted in the item
     tokens: Longs
     direct: Bools  # sent to the receiver at once, without a relay
-    ordinal: Longs  # of the first token in its round: among those of the pair or, where relayed, those of the sender
+    # Number of its first token in the round: among those of the same sender and receiver if it is
+    # direct, else among all that the sender spreads.
+    ordinal: Longs
     hops: list[tuple[int, int]]  # of the first and the second leg, for each round
-    direct_tokens: int  # of each pair and round
+    direct_tokens: int  # per pair and round
 
 
 class Backend(ABC):
-    """One way to send tokens between exchange ranks. A backend has no state: sizes are those of the `RouteSpec`."""
+    """One way to send tokens between exchange ranks.
+
+    A backend has no state: sizes are those of the `RouteSpec`, tables those of the round.
+    """
 
     ragged: ClassVar[bool]  # whether chunks have any size, so that nothing is sent but tokens
 
@@ -57,12 +63,12 @@ class Backend(ABC):
         """Divide what leaves its rank into as few rounds as the sizes allow.
 
         Args:
-          sender, receiver: [N] different exchange ranks of one group, ordered by sender and receiver.
+          sender, receiver: [N] different exchange ranks of one group, in ascending order.
           tokens: [N], above 0.
         """
 
     @abstractmethod
-    def tables(self, round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
+    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
         """The index tables of a round for some exchange ranks.
 
         Args:
@@ -75,7 +81,7 @@ class Backend(ABC):
 
     @abstractmethod
     def hop_shapes(self, route: RouteSpec, pool_slots: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays of a `Hop` for one exchange rank, which sends from a pool of `pool_slots`."""
+        """Shapes of `Hop.arrays` for one exchange rank, which sends from `pool_slots`."""
 
     @abstractmethod
     def slots_moved(self, rounds: Sequence[RouteRound], route: RouteSpec) -> int:
@@ -86,8 +92,12 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, hop: Hop, route: RouteSpec) -> None:
-        """Run hop `number` of a round on all exchange ranks: source [X, W], buffer [X, U], filled in place."""
+    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
+        """Run a hop on all exchange ranks: source [X, W], buffer [X, U], which is filled in place.
+
+        Args:
+          number: of the hop in its round.
+        """
 
     @abstractmethod
     def hop_on_device(

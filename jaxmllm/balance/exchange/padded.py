@@ -1,7 +1,8 @@
 """The padded exchange: all-to-alls of equal chunks, which every platform has.
 
-A hop sends `pair_slots` tokens from each exchange rank to each of its peers, wanted or not, and fills the buffer from
-slot hop * A * pair_slots on. Which token goes in which slot, and by which relay, is the matter of relay.py.
+A hop sends `pair_slots` tokens from each exchange rank to each of its peers, wanted or not, and
+fills the buffer from slot hop * A * pair_slots on. Which token goes in which slot, and by which
+relay, is the matter of relay.py.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ class Padded(Backend):
             max_hops=route.hops,
         )
 
-    def tables(self, round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
-        """A token leaves the sender in one hop and reaches the receiver in the same or a later one. Its gradient takes
-        the same way back, so the hops of the way back are those of the forward one in reverse order."""
+    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
         peers = route.grid.peers
         groups = route.grid.groups
         slots = route.pair_slots
@@ -60,18 +59,20 @@ class Padded(Backend):
         last_sender = np.where(relayed, paths.relay, paths.sender)
 
         def chunk_slot(hop: Longs, rank: Longs, slot: Longs) -> Longs:
-            """Slot of a chunk for `rank` among those sent in all hops, and of one from it in the buffer."""
+            """Slot of a chunk for `rank` among those sent, and of one from it in the buffer."""
             return (hop * peers + rank // groups) * slots + slot
 
         def send_tables(*legs: _Leg) -> tuple[Hop, ...]:
             sent = np.full((len(ranks), round_.hops * peers * slots), -1, np.int32)
             for leg in legs:
-                fill(sent, local[leg.rank], leg.taken, chunk_slot(leg.hop, leg.to_rank, leg.slot), leg.source)
+                slot = chunk_slot(leg.hop, leg.to_rank, leg.slot)
+                fill(sent, local[leg.rank], leg.taken, slot, leg.source)
             by_hop = sent.reshape(len(ranks), round_.hops, peers, slots).swapaxes(0, 1)
             return tuple(Hop(np.ascontiguousarray(index)) for index in by_hop)
 
         forward_slots, backward_slots = self.buffer_slots(route)
 
+        # A relay sends from its buffer, which follows the encoder pool in what a hop reads.
         at_relay = route.encoder_pool + chunk_slot(first_hop, paths.sender, first_slot)
         send_forward = send_tables(
             _Leg(paths.sender, moves, first_hop, paths.relay, first_slot, paths.start),
@@ -82,6 +83,8 @@ class Padded(Backend):
         arrives = np.where(moves, arrived_at, forward_slots + paths.start)
         fill(gather_forward, local[paths.receiver], True, paths.arrival, arrives)
 
+        # The gradient takes the same way back, so the hops of the way back are those of the forward
+        # one in reverse order.
         first_hop_back = round_.hops - 1 - last_hop
         last_hop_back = round_.hops - 1 - first_hop
         back_at_relay = route.language_pool + chunk_slot(first_hop_back, paths.receiver, last_slot)
@@ -134,12 +137,13 @@ class Padded(Backend):
             return None
         return "a token is sent so late that the round has no hop for it"
 
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, hop: Hop, route: RouteSpec) -> None:
+    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
         peers = route.grid.peers
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index.reshape(len(source), -1))
         slots = chunks.shape[1]
         by_peers = chunks.reshape(peers, -1, peers, slots // peers)  # sender, group, receiver, slot
-        buffer[:, number * slots : (number + 1) * slots] = np.swapaxes(by_peers, 0, 2).reshape(chunks.shape)
+        received = np.swapaxes(by_peers, 0, 2).reshape(chunks.shape)
+        buffer[:, number * slots : (number + 1) * slots] = received
 
     def hop_on_device(
         self,
@@ -149,7 +153,7 @@ class Padded(Backend):
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
-        import jax
+        import jax  # here, for worker processes plan without it
 
         from sharding.pools import gather_either
 
@@ -173,11 +177,11 @@ class _Leg(NamedTuple):
 
 
 def choose_pair_slots(moves: Sequence[tuple[Longs, Longs, Longs]], grid: ExchangeGrid, longest: int) -> int:
-    """Pair slots with which `USUAL_HOPS` move what sampled steps move on average. Where nothing moves, they are enough
-    for an item of `longest` tokens.
+    """Pair slots with which `USUAL_HOPS` move what sampled steps move on average.
 
     Args:
       moves: of each step (sender, receiver, tokens), as for `split_over_relays`.
+      longest: tokens of the longest item, which must be able to move where no sample does.
     """
     needed = [_slots_per_pair(*step, grid) for step in moves]
     usual = float(np.mean(needed)) if any(needed) else 2 * longest / grid.peers
@@ -187,7 +191,13 @@ def choose_pair_slots(moves: Sequence[tuple[Longs, Longs, Longs]], grid: Exchang
 def _slots_per_pair(sender: Longs, receiver: Longs, tokens: Longs, grid: ExchangeGrid) -> int:
     """Slots from each exchange rank to each peer that a step takes, all hops together."""
     spans = split_over_relays(
-        sender, receiver, tokens, peers=grid.peers, groups=grid.groups, pair_slots=1, max_hops=INT64_MAX
+        sender,
+        receiver,
+        tokens,
+        peers=grid.peers,
+        groups=grid.groups,
+        pair_slots=1,  # so that hops are slots
+        max_hops=INT64_MAX,
     )
     return sum(spans.hops[0])
 

@@ -1,4 +1,4 @@
-"""Node-wise placement: where items run, so that encoder outputs have a short way to the language rows.
+"""Node-wise placement: items run where their tokens have a short way to the language rows.
 
 A token costs nothing when it stays on its devices, little inside a node, and most between nodes.
 Three rounds of swaps, none of which changes the number of rows or makes a microbatch wait longer:
@@ -51,7 +51,8 @@ def place_items_near(
     """
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
-    language = _spread_media(plans[LANGUAGE], sequences.length, phases[LANGUAGE], media[sequences.example])
+    media_of_sequences = media[sequences.example]
+    language = _spread_media(plans[LANGUAGE], sequences.length, phases[LANGUAGE], media_of_sequences)
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
     example_rank = _example_ranks(items, language)
@@ -164,11 +165,12 @@ def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs | No
     length = length[items].astype(np.int64)
     cost = item_costs(spec, length)
 
-    # Each row may cost as much as the costliest of its microbatch, and has its part of what its rank
-    # may take on.
+    # Each row may cost as much as the costliest of its microbatch, and has its part of what its
+    # rank may take on.
     row_cost = sums_by(row_of, cost, rows).reshape(-1, ranks)
-    mean = row_cost.sum(axis=1) // ranks
-    microbatch_limit = np.maximum(row_cost.max(axis=1, initial=0), mean + mean // PLACEMENT_SEARCH.margin)[:, None]
+    mean = row_cost.sum(axis=1, keepdims=True) // ranks
+    costliest = row_cost.max(axis=1, initial=0, keepdims=True)
+    microbatch_limit = np.maximum(costliest, mean + mean // PLACEMENT_SEARCH.margin)
     rank_cost = row_cost.sum(axis=0)
     rank_room = (rank_limit(rank_cost, cost) - rank_cost) // max(plan.microbatches, 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, rank_room)

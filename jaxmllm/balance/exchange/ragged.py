@@ -1,7 +1,7 @@
 """The ragged exchange: one all-to-all with chunks of any size, where the platform has it.
 
-Tokens lie in the order of their receivers when they leave and in that of their senders when they arrive. The way back
-is the same with the two exchanged.
+Tokens lie in the order of their receivers when they leave and in that of their senders when they
+arrive. The way back is the same with the two exchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ragged(Backend):
         return Spans(
             round=nothing,
             item=np.arange(len(tokens)),
-            first=nothing,
+            start=nothing,
             tokens=tokens,
             direct=tokens > 0,
             ordinal=running_sums(sender * route.grid.ranks + receiver, tokens),
@@ -40,10 +40,10 @@ class Ragged(Backend):
             direct_tokens=0,
         )
 
-    def tables(self, round_: RouteRound, route: RouteSpec, local: Longs, ranks: Sequence[int]) -> RouteTables:
+    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
         groups = route.grid.groups
-        sent, landing_there = _volumes(round_.sender, round_.receiver, round_.tokens, ranks, route.grid)
-        expected, landing_back = _volumes(round_.receiver, round_.sender, round_.tokens, ranks, route.grid)
+        sent, landing_there = _volumes(round_.sender, round_.receiver, round_.tokens, ranks=ranks, grid=route.grid)
+        expected, landing_back = _volumes(round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid)
         leaving = np.cumsum(sent, axis=1) - sent
         landing = np.cumsum(expected, axis=1) - expected
 
@@ -55,8 +55,9 @@ class Ragged(Backend):
         arrival = round_.arrival[span] + step
         ordinal = round_.ordinal[span] + step
         moves = sender != receiver
-        sent_at = leaving[local[sender], receiver // groups] + ordinal  # where the sender is local
-        lands_at = landing[local[receiver], sender // groups] + ordinal  # where the receiver is local
+        # Meaningless where the sender, or the receiver, is not local (-1): `fill` leaves those out.
+        sent_at = leaving[local[sender], receiver // groups] + ordinal
+        lands_at = landing[local[receiver], sender // groups] + ordinal
 
         send_forward = np.full((len(ranks), route.encoder_pool), -1, np.int32)
         send_backward = np.full((len(ranks), route.language_pool), -1, np.int32)
@@ -88,9 +89,10 @@ class Ragged(Backend):
         return (pool_slots,), (4, route.grid.peers)
 
     def slots_moved(self, rounds: Sequence[RouteRound], route: RouteSpec) -> int:
-        return sum(int(round_.tokens[round_.sender != round_.receiver].sum(dtype=np.int64)) for round_ in rounds)
+        moving = (round_.tokens[round_.sender != round_.receiver] for round_ in rounds)
+        return sum(int(tokens.sum(dtype=np.int64)) for tokens in moving)
 
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, hop: Hop, route: RouteSpec) -> None:
+    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
         assert hop.sizes is not None
         groups = route.grid.groups
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index)
@@ -107,7 +109,7 @@ class Ragged(Backend):
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
-        import jax
+        import jax  # here, for worker processes plan without it
 
         from sharding.pools import gather_either
 
@@ -120,9 +122,10 @@ class Ragged(Backend):
 
 
 def _volumes(
-    rank_of: Ints, peer_of: Ints, tokens: Ints, ranks: Sequence[int], grid: ExchangeGrid
+    rank_of: Ints, peer_of: Ints, tokens: Ints, *, ranks: Sequence[int], grid: ExchangeGrid
 ) -> tuple[Longs, Longs]:
-    """What some exchange ranks send each peer, and how much lower peers send the same receiver: [x, A] each.
+    """What some exchange ranks send each peer, and how much lower peers send the same receiver:
+    [x, A] each.
 
     Args:
       rank_of: [K] exchange rank that sends each span (or receives, for the way back).
@@ -133,11 +136,16 @@ def _volumes(
     lower_volume = np.zeros_like(volume)
     moves = rank_of != peer_of
     for row, rank in enumerate(ranks):
-        own = moves & (rank_of == rank)
-        volume[row] = sums_by(peer_of[own] // groups, tokens[own].astype(np.int64), grid.peers)
-        lower = moves & (rank_of % groups == rank % groups) & (rank_of // groups < rank // groups)
-        lower_volume[row] = sums_by(peer_of[lower] // groups, tokens[lower].astype(np.int64), grid.peers)
+        of_rank = moves & (rank_of == rank)
+        volume[row] = _sums_by_peer(peer_of[of_rank], tokens[of_rank], grid)
+        same_group = rank_of % groups == rank % groups
+        lower = moves & same_group & (rank_of // groups < rank // groups)
+        lower_volume[row] = _sums_by_peer(peer_of[lower], tokens[lower], grid)
     return volume, lower_volume
+
+
+def _sums_by_peer(exchange_rank: Ints, tokens: Ints, grid: ExchangeGrid) -> Longs:
+    return sums_by(exchange_rank // grid.groups, tokens.astype(np.int64), grid.peers)
 
 
 RAGGED = Ragged()

@@ -1,21 +1,24 @@
 """Spreading uneven traffic evenly over the equal chunks of a padded all-to-all.
 
-One all-to-all (a hop) moves `pair_slots` tokens between every two ranks, wanted or not. The tokens of an image all go
-to one rank, so few pairs have traffic, and those have much. So every sender spreads its tokens over all peers in turn,
-like cards, and those forward them:
+One all-to-all (a hop) moves `pair_slots` tokens between every two ranks, wanted or not. The tokens
+of an image all go to one rank, so few pairs have traffic, and those have much. So every sender
+spreads its tokens over all peers in turn, like cards, and those forward them:
 
     sender --hops of the first leg--> relay --hops of the second leg--> receiver
 
-Token p of those that a sender spreads goes by relay (p + the sender's peer number) % A, which may be the sender or the
-receiver itself. So all chunks of the first leg are equally full, and those of the second leg nearly so, since the
-tokens of an item were spread in turn, too, and come from all relays equally. A rank's chunks are as full as it sends or
-receives much, so hops are as many as the busiest ranks need: about (most sent + most received) / (A * pair_slots).
-The plan holds one record per item, nothing per pair of ranks, and takes linear time; that is what lets it be made for
+Token p of those that a sender spreads goes by relay (p + the sender's peer number) % A, which may
+be the sender or the receiver itself. So all chunks of the first leg are equally full, and those of
+the second leg nearly so, since the tokens of an item were spread in turn, too, and come from all
+relays equally. A rank's chunks are as full as it sends or receives much, so hops are as many as the
+busiest ranks need: about (most sent + most received) / (A * pair_slots). The plan holds one record
+per item, nothing per pair of ranks, and takes linear time; that is what lets it be made for
 thousands of ranks.
 
-Where most pairs have traffic, as among few ranks, the first `direct_tokens` of each pair go to their receiver at once.
+Where most pairs have traffic, as among few ranks, the first `direct_tokens` of each pair go to
+their receiver at once.
 
-Letters: A peers; N items that leave their rank; K spans; T tokens; X exchange ranks (see backend.py).
+Letters: A peers; N items that leave their rank; K spans; T tokens; X exchange ranks (see
+backend.py).
 """
 
 from __future__ import annotations
@@ -33,20 +36,29 @@ from jaxmllm.balance.records import RouteRound
 class DirectSearch:
     """How many tokens of each pair go to their receiver at once."""
 
-    dense_part: int = 4  # none, unless at least 1/4 of all pairs of ranks have traffic
-    shares: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)  # that are tried, of the mean pair's tokens; none and all are, too
+    # None, unless at least 1/4 of all pairs of ranks have traffic.
+    dense_part: int = 4
+    # Tried are none, all, and these shares of the mean pair's tokens.
+    shares: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)
 
 
 DIRECT = DirectSearch()
 
 
 def split_over_relays(
-    sender: Longs, receiver: Longs, tokens: Longs, *, peers: int, groups: int, pair_slots: int, max_hops: int
+    sender: Longs,
+    receiver: Longs,
+    tokens: Longs,
+    *,
+    peers: int,
+    groups: int,
+    pair_slots: int,
+    max_hops: int,
 ) -> Spans:
     """Spread all tokens over relays, in as few rounds as doubling finds.
 
     Args:
-      sender, receiver: [N] different exchange ranks of one group, ordered by sender and receiver.
+      sender, receiver: [N] different exchange ranks of one group, in ascending order.
       tokens: [N], above 0.
       pair_slots: tokens from one rank to another in one hop.
       max_hops: of one round; at least 2.
@@ -85,8 +97,9 @@ def _split(
 ) -> Spans:
     """The spans of a number of equal rounds, and the hops that each needs."""
     ranks = peers * groups
-    round_, item, first, amount = _cut_into_rounds(tokens, rounds)
-    of_pair = running_sums((round_ * ranks + sender[item]) * ranks + receiver[item], amount)  # earlier tokens
+    round_, item, start, amount = _cut_into_rounds(tokens, rounds)
+    pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
+    of_pair = running_sums(pair, amount)  # earlier tokens
     direct = np.clip(direct_tokens - of_pair, 0, amount)
 
     relayed = np.flatnonzero(amount > direct)
@@ -96,24 +109,26 @@ def _split(
     relayed_amount = (amount - direct)[relayed]
     of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_amount)
 
-    first_leg = direct_tokens + _max_by(relayed_round, ceil_divide(of_sender + relayed_amount, peers), rounds)
+    # In turn, so every relay gets as many of a sender's tokens, or one less.
+    spread_slots = ceil_divide(of_sender + relayed_amount, peers)
+    first_leg = direct_tokens + _max_by(relayed_round, spread_slots, rounds)
     first_relay = (of_sender + relayed_sender // groups) % peers
     goal, goal_tokens = _most_of_one_color(
         relayed_round * ranks + relayed_receiver, first_relay, relayed_amount, colors=peers
     )
     second_leg = _max_by(goal // ranks, goal_tokens, rounds)
 
-    whole = np.flatnonzero(direct)
+    with_direct = np.flatnonzero(direct)
     return Spans(
-        round=np.concatenate([round_[whole], relayed_round]),
-        item=np.concatenate([item[whole], item[relayed]]),
-        first=np.concatenate([first[whole], (first + direct)[relayed]]),
-        tokens=np.concatenate([direct[whole], relayed_amount]),
-        direct=np.arange(len(whole) + len(relayed)) < len(whole),
-        ordinal=np.concatenate([of_pair[whole], of_sender]),
+        round=np.concatenate([round_[with_direct], relayed_round]),
+        item=np.concatenate([item[with_direct], item[relayed]]),
+        start=np.concatenate([start[with_direct], (start + direct)[relayed]]),
+        tokens=np.concatenate([direct[with_direct], relayed_amount]),
+        direct=np.arange(len(with_direct) + len(relayed)) < len(with_direct),
+        ordinal=np.concatenate([of_pair[with_direct], of_sender]),
         hops=[
-            (ceil_divide(int(slots), pair_slots), ceil_divide(int(relay_slots), pair_slots))
-            for slots, relay_slots in zip(first_leg, second_leg, strict=True)
+            (ceil_divide(int(send_slots), pair_slots), ceil_divide(int(relay_slots), pair_slots))
+            for send_slots, relay_slots in zip(first_leg, second_leg, strict=True)
         ],
         direct_tokens=direct_tokens,
     )
@@ -130,7 +145,7 @@ def _choose_direct_tokens(sender: Longs, receiver: Longs, tokens: Longs, *, peer
     mean = int(volume.sum()) / pairs
 
     def slots(direct_tokens: int) -> int:
-        """Slots of all chunks of a rank that no hop saves."""
+        """Slots of a rank to all peers, in all hops: as many as the busiest ranks need."""
         relayed = np.maximum(volume - direct_tokens, 0)
         most_sent = np.bincount(sender[begins], weights=relayed).max()
         most_received = np.bincount(receiver[begins], weights=relayed).max()
@@ -141,15 +156,18 @@ def _choose_direct_tokens(sender: Longs, receiver: Longs, tokens: Longs, *, peer
 
 
 def _cut_into_rounds(tokens: Longs, rounds: int) -> tuple[Longs, Longs, Longs, Longs]:
-    """(round, item, first token, tokens) of items cut into equal parts; which round takes which part differs from item
-    to item, so that items of a single token are spread over the rounds as well."""
+    """(round, item, first token, tokens) of items cut into equal parts, one per round.
+
+    Which round takes which part differs from item to item, so that items of a single token are
+    spread over the rounds as well.
+    """
     item = np.tile(np.arange(len(tokens)), rounds)
     round_ = np.repeat(np.arange(rounds), len(tokens))
     part = (round_ + item) % rounds
-    first = tokens[item] * part // rounds
+    start = tokens[item] * part // rounds
     end = tokens[item] * (part + 1) // rounds
-    kept = np.flatnonzero(end > first)
-    return round_[kept], item[kept], first[kept], (end - first)[kept]
+    filled = np.flatnonzero(end > start)
+    return round_[filled], item[filled], start[filled], (end - start)[filled]
 
 
 def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
@@ -160,23 +178,30 @@ def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
 
 
 def _most_of_one_color(group: Longs, color: Longs, tokens: Longs, *, colors: int) -> tuple[Longs, Longs]:
-    """Most tokens of one color in each group, when every item's tokens take the colors in turn from `color` on.
+    """Most tokens of one color in each group, when an item's tokens take the colors in turn.
 
-    Full circles count for every color. What is left over is an arc on the circle of colors, and the most arcs over one
-    color are found by one walk around it.
+    Full circles count for every color. What is left over is an arc on the circle of colors, and the
+    most arcs over one color are found by one walk around it.
+
+    Args:
+      group, tokens: [N] of each item.
+      color: [N] of each item's first token.
 
     Returns:
       (groups that occur, ascending; most tokens of one color in each).
     """
     if not len(tokens):
         return tokens, tokens
-    circles, rest = np.divmod(tokens, colors)
-    end = color + rest
-    wraps = end > colors
-    position = np.concatenate([color, np.minimum(end, colors), np.zeros_like(color[wraps]), end[wraps] - colors])
+    circles, arc = np.divmod(tokens, colors)
+    end = color + arc
+    wraps = end > colors  # such an arc is two: up to the last color, and from color 0 on
+    zero = np.zeros_like(color[wraps])
+    position = np.concatenate([color, np.minimum(end, colors), zero, end[wraps] - colors])
     change = np.repeat([1, -1, 1, -1], [len(color), len(color), wraps.sum(), wraps.sum()])
     owner = np.concatenate([group, group, group[wraps], group[wraps]])
-    order = np.argsort((owner * (colors + 1) + position) * 2 + (change > 0), kind="stable")  # ends before beginnings
+    # At one position ends come before beginnings, or an arc would meet the next one.
+    key = (owner * (colors + 1) + position) * 2 + (change > 0)
+    order = np.argsort(key, kind="stable")
     arcs = np.cumsum(change[order])  # over the color; 0 at the end of every group
     begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
     of_circles = np.zeros(int(group.max()) + 1, np.int64)
@@ -187,8 +212,11 @@ def _most_of_one_color(group: Longs, color: Longs, tokens: Longs, *, colors: int
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """The way of each token: all [T]. The slots between two ranks are counted through all hops of a round: slot n is
-    slot n % pair_slots of hop n // pair_slots."""
+    """The way of each token: all [T].
+
+    The slots between two ranks are counted through all hops of a round: slot n is slot
+    n % pair_slots of hop n // pair_slots.
+    """
 
     start: Longs
     arrival: Longs
@@ -211,9 +239,11 @@ def token_paths(round_: RouteRound, *, peers: int, groups: int, pair_slots: int,
     ordinal = round_.ordinal[span] + step
     direct = round_.direct[span]
     spread = (sender != receiver) & ~direct
-    relay = np.where(spread, (ordinal + sender // groups) % peers * groups + sender % groups, receiver)
+    relay_peer = (ordinal + sender // groups) % peers  # other senders begin with other relays
+    relay = np.where(spread, relay_peer * groups + sender % groups, receiver)
 
-    # A relay slot counts the earlier tokens with the same relay and receiver: if one of the two is local, all are here.
+    # A relay slot counts the earlier tokens with the same relay and receiver: if one of the two is
+    # local, all are here.
     earlier = np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens
     line = earlier[span] + step
     pair = np.where(spread, relay * peers + receiver // groups, -1)
@@ -249,8 +279,8 @@ def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tu
     same_group = round_.sender[span] % groups == rank % groups
     span = span[same_group]
     rank = rank[same_group]
-    first = (rank // groups - round_.ordinal[span] - round_.sender[span] // groups) % peers
-    count = np.maximum(round_.tokens[span] - first + peers - 1, 0) // peers
-    visit = np.repeat(np.arange(len(span)), count)
-    far_step = first[visit] + peers * running_sums(visit, np.ones_like(visit))
+    first_relayed = (rank // groups - round_.ordinal[span] - round_.sender[span] // groups) % peers
+    relayed_tokens = np.maximum(round_.tokens[span] - first_relayed + peers - 1, 0) // peers
+    visit = np.repeat(np.arange(len(span)), relayed_tokens)
+    far_step = first_relayed[visit] + peers * running_sums(visit, np.ones_like(visit))
     return np.concatenate([near_span, span[visit]]), np.concatenate([near_step, far_step])

@@ -1,12 +1,14 @@
-"""The routes of a step: where encoder outputs wait, where the language phase finds them, and the exchange between.
+"""The routes of a step: how encoder outputs get to where the language phase finds them.
 
-    encoder rows --pool_offset--> encoder pools --rounds of hops--> language pools --arrival--> language rows
+    encoder rows --pool_offset--> encoder pools
+        --rounds of hops--> language pools --arrival--> language rows
 
-A pool is a buffer of fixed size on every rank; what does not fit one goes to the next. Normally a step needs one pool
-per phase and one round. Phases of equal grids share the encoder pools and the exchange of the first of them.
+A pool is a buffer of fixed size on every rank; what does not fit one goes to the next. Normally a
+step needs one pool per phase and one round. Phases of equal grids share the encoder pools and the
+exchange of the first of them.
 
-The plan describes rounds by spans of tokens, the same on every host; each host makes the index tables of its own
-exchange ranks from them (tables.py).
+The plan describes rounds by spans of tokens, the same on every host; each host makes the index
+tables of its own exchange ranks from them (tables.py).
 
 Letters: N items, R ranks, M microbatches, K spans, and A, E, L, X of `ExchangeGrid`.
 """
@@ -20,7 +22,13 @@ import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.exchange.tables import backend_of
-from jaxmllm.balance.exchange.traffic import Goals, Traffic, exchange_ranks, media_tokens, sequence_of_example
+from jaxmllm.balance.exchange.traffic import (
+    Goals,
+    Traffic,
+    exchange_ranks,
+    media_tokens,
+    sequence_of_example,
+)
 from jaxmllm.balance.records import (
     BatchItems,
     PhasePlan,
@@ -69,7 +77,8 @@ def plan_routes(
     traffic: dict[str, list[Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
         encoder = placed[phase]
-        start = encoder.pool_offset[encoder.microbatch] + encoder.offset // spec.phases[phase].slots_per_token
+        row_start = encoder.pool_offset[encoder.microbatch]
+        start = row_start + encoder.offset // spec.phases[phase].slots_per_token
         sender, receiver = exchange_ranks(spec.routes[phase].grid, encoder.rank, goals[phase].rank)
         traffic[owner_of[phase]].append(
             Traffic(
@@ -82,10 +91,9 @@ def plan_routes(
                 receiver=receiver,
             )
         )
-    return placed, {
-        phase: RoutePlan(arrivals[phase].astype(np.int32), _rounds(traffic[phase], spec.routes[phase]))
-        for phase in encoders
-    }
+    rounds = {phase: _rounds(traffic[phase], spec.routes[phase]) for phase in encoders}
+    arrival = {phase: arrivals[phase].astype(np.int32) for phase in encoders}
+    return placed, {phase: RoutePlan(arrival[phase], rounds[phase]) for phase in encoders}
 
 
 # ---------------------------------------------------------------------------- pools
@@ -94,11 +102,15 @@ def plan_routes(
 def _encoder_pools(phases: Sequence[str], plans: Mapping[str, PhasePlan], spec: PlanSpec) -> dict[str, PhasePlan]:
     """The plans of phases that share pools, with `pool` and `pool_offset`."""
     tokens = [plans[phase].capacity.astype(np.int64) // spec.phases[phase].slots_per_token for phase in phases]
-    name = f"encoder pool of phase {phases[0]!r}"
-    pool, start = _fill_pools(np.concatenate(tokens)[:, None], spec.routes[phases[0]].encoder_pool, name)
+    owner = phases[0]
+    pool, start = _fill_pools(
+        np.concatenate(tokens)[:, None],
+        spec.routes[owner].encoder_pool,
+        name=f"encoder pool of phase {owner!r}",
+    )
     ends = np.cumsum([len(rows) for rows in tokens])[:-1]
-    parts = zip(phases, np.split(pool, ends), np.split(start[:, 0], ends), strict=True)
-    return {phase: replace(plans[phase], pool=pools, pool_offset=offsets) for phase, pools, offsets in parts}
+    columns = zip(phases, np.split(pool, ends), np.split(start[:, 0], ends), strict=True)
+    return {phase: replace(plans[phase], pool=pools, pool_offset=offsets) for phase, pools, offsets in columns}
 
 
 def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
@@ -127,7 +139,12 @@ def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
 
 
 def _arrivals(goals: dict[str, Goals], tokens: dict[str, Ints], start: Ints, ranks: int) -> dict[str, Longs]:
-    """First language pool slot of every item: in the order of the language row, all phases together."""
+    """First language pool slot of every item, in the order of the language row.
+
+    Args:
+      tokens: by phase, of each item.
+      start: [M * R] first pool slot of each language row.
+    """
     row = np.concatenate([goal.row(ranks) for goal in goals.values()])
     slot = np.concatenate([goal.slot for goal in goals.values()])
     amount = np.concatenate([tokens[phase] for phase in goals]).astype(np.int64)
@@ -161,7 +178,8 @@ def _rounds_between(source: int, target: int, traffic: Traffic, route: RouteSpec
     stays = np.flatnonzero(~changes)
     moves = np.flatnonzero(changes)
     moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
-    spans = backend_of(route).spread(traffic.sender[moves], traffic.receiver[moves], traffic.tokens[moves], route)
+    leaving = traffic.chosen(moves)
+    spans = backend_of(route).spread(leaving.sender, leaving.receiver, leaving.tokens, route)
     moves = moves[spans.item]
 
     def column(staying: Longs, moving: Longs) -> Ints:
@@ -171,8 +189,8 @@ def _rounds_between(source: int, target: int, traffic: Traffic, route: RouteSpec
     round_of = column(nothing, spans.round)
     columns = {
         "tokens": column(traffic.tokens[stays], spans.tokens),
-        "start": column(traffic.start[stays], traffic.start[moves] + spans.first),
-        "arrival": column(traffic.arrival[stays], traffic.arrival[moves] + spans.first),
+        "start": column(traffic.start[stays], traffic.start[moves] + spans.start),
+        "arrival": column(traffic.arrival[stays], traffic.arrival[moves] + spans.start),
         "sender": column(traffic.sender[stays], traffic.sender[moves]),
         "receiver": column(traffic.receiver[stays], traffic.receiver[moves]),
         "ordinal": column(nothing, spans.ordinal),
@@ -197,9 +215,16 @@ def _rounds_between(source: int, target: int, traffic: Traffic, route: RouteSpec
 
 
 def route_statistics(
-    rounds: Sequence[RouteRound], route: RouteSpec, encoder_node: Ints | None, language_node: Ints | None
+    rounds: Sequence[RouteRound],
+    route: RouteSpec,
+    encoder_node: Ints | None,
+    language_node: Ints | None,
 ) -> dict[str, float]:
-    """What an exchange moves in a step; `plan_step` says what the names mean. Nodes are of each rank, or None."""
+    """What an exchange moves in a step; `plan_step` says what the names mean.
+
+    Args:
+      encoder_node, language_node: [R] node of each rank; none: not known.
+    """
     nothing = [np.zeros(0, np.int32)]  # joins to int32 even without rounds
     tokens = np.concatenate([round_.tokens for round_ in rounds] or nothing).astype(np.int64)
     sender = np.concatenate([round_.sender for round_ in rounds] or nothing)
@@ -225,7 +250,7 @@ def route_statistics(
         sending_node = encoder_node[route.grid.encoder[sending_peer, encoder_column]]
         receiving_node = language_node[route.grid.language[receiving_peer, language_column]]
         statistics["node_tokens"] = int(tokens[sending_node != receiving_node].sum())
-        far_pairs = float((encoder_node[:, None] != language_node).mean())  # share of the pairs of ranks
-        if arbitrary := far_pairs * routed:
+        far_share = float((encoder_node[:, None] != language_node).mean())  # of the pairs of ranks
+        if arbitrary := far_share * routed:
             statistics["node_tokens_over_arbitrary"] = statistics["node_tokens"] / arbitrary
     return statistics

@@ -1,13 +1,14 @@
 """Ranks for the rows of an encoder phase, near the language ranks that need their tokens.
 
-    benefit[row, rank] = weight of the items for the rank's node + of those for the rank's own devices
+    benefit[row, rank] = weight of the items for the rank's node
+                         + of those for the rank's own devices
 
-An item weighs the square of its tokens, for short ones find others to swap with afterwards. Few ranks
-get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each
+An item weighs the square of its tokens, for short ones find others to swap with afterwards. Few
+ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each
 (node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row).
 
-Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`. A block is a row of its grid:
-the encoder ranks and the language ranks on the same devices.
+Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`. A block is a row of its
+grid: the encoder ranks and the language ranks on the same devices.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _cap_rank_totals(rank_of: Longs, cost: Longs, limit: int) -> bool:
     total = cost_at.sum(axis=0)
     while (highest := int(total.max())) > limit:
         heavy = int(total.argmax())
-        passed = cost_at[:, heavy, None] - cost_at  # to each other rank by a swap in each microbatch
+        # What the heavy rank passes to each other one by a swap of their rows in each microbatch.
+        passed = cost_at[:, heavy, None] - cost_at
         higher = np.maximum(total[heavy] - passed, total + passed)
         higher[:, heavy] = highest
         microbatch, light = divmod(int(higher.argmin()), len(total))
@@ -136,12 +138,20 @@ def best_ranks(
         benefit = by_node.reshape(ranks, nodes)[:, encoder_node]
         benefit = benefit + by_block.reshape(ranks, blocks)[:, encoder_block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
-    node_of, open_rows = _greedy_groups(row, wanted_node, weight, np.bincount(encoder_node, minlength=nodes), ranks)
-    node_of[node_of < 0] = np.repeat(np.arange(nodes), open_rows)[: np.count_nonzero(node_of < 0)]
-    # A block of several ranks may span nodes; then the node decides and the block is left to chance.
+    room = np.bincount(encoder_node, minlength=nodes)
+    node_of, room = _greedy_groups(row, wanted_node, weight, room=room, rows=ranks)
+    without = node_of < 0
+    node_of[without] = np.repeat(np.arange(nodes), room)[: np.count_nonzero(without)]
+    # A block of several ranks may span nodes: then the node decides, and the block is left to
+    # chance.
     inside = node_of[row] == wanted_node
-    room = np.full(blocks, block_ranks)
-    block_of, _ = _greedy_groups(row[inside], wanted_block[inside], weight[inside], room, ranks)
+    block_of, _ = _greedy_groups(
+        row[inside],
+        wanted_block[inside],
+        weight[inside],
+        room=np.full(blocks, block_ranks),
+        rows=ranks,
+    )
     return _ranks_in_nodes(node_of, block_of, encoder_node, encoder_block)
 
 
@@ -152,7 +162,7 @@ def blocks_of(ranks: Ints) -> Longs:
     return block
 
 
-def _greedy_groups(row: Longs, group: Longs, weight: Longs, room: Longs, rows: int) -> tuple[Longs, Longs]:
+def _greedy_groups(row: Longs, group: Longs, weight: Longs, *, room: Longs, rows: int) -> tuple[Longs, Longs]:
     """A group for each row: repeatedly every row asks for the group that needs most of its tokens
     among those with room, and groups take the rows that bring most.
 
@@ -200,13 +210,14 @@ def _ranks_in_nodes(node_of: Longs, block_of: Longs, encoder_node: Ints, encoder
     fits = index < np.searchsorted(available, wish, side="right")
     rank_of[wishing[fits]] = ranks[index[fits]]
 
-    left = np.flatnonzero(rank_of < 0)
+    # The others take what is left of their node: both in the order of nodes, so they match up.
+    waiting = np.flatnonzero(rank_of < 0)
     free = np.setdiff1d(np.arange(len(node_of)), rank_of)
-    left = left[np.argsort(node_of[left], kind="stable")]
-    rank_of[left] = free[np.argsort(encoder_node[free], kind="stable")]
+    waiting = waiting[np.argsort(node_of[waiting], kind="stable")]
+    rank_of[waiting] = free[np.argsort(encoder_node[free], kind="stable")]
     return rank_of
 
 
 def _ordinals(ordered: Longs) -> Longs:
-    """Number of each entry among those equal to it; equal ones are neighbours, in ascending order."""
+    """Number of each entry among those equal to it, of entries in ascending order."""
     return np.arange(len(ordered)) - np.searchsorted(ordered, ordered)

@@ -1,13 +1,13 @@
 """Swapping items of similar length, so that more are encoded where their tokens are needed.
 
-    row of rank a [ . i . . . ]  --i-->      row of rank b [ j . k . . ]     i is wanted on b, j and
-                  [ . j k . . ]  <--j, k--                 [ i . . . . ]     k are not; together they
-                                                                             are as long as i
+    row of rank a [ . i . . . ]  --i-->      row of rank b [ j . k . . ]     i is wanted on b,
+                  [ . j k . . ]  <--j, k--                 [ i . . . . ]     j and k are not
 
-i may also take along another item of its row. Balancing assigns items to rows regardless of where
-their tokens are needed. Which of two items of similar length lies in which row hardly matters to it,
-but decides what the exchange has to carry. No swap lets a row overflow or cost more than it may, so
-the balance stays.
+j and k together are about as long as i, which may also take along another item of its row.
+
+Balancing assigns items to rows regardless of where their tokens are needed. Which of two items of
+similar length lies in which row hardly matters to it, but decides what the exchange has to carry.
+No swap lets a row overflow or cost more than it may, so the balance stays.
 
 Letters: N items, R ranks, E ranks of a block.
 """
@@ -68,7 +68,8 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
       least_benefit: above 0; a sweep over all items that gains less is the last.
     """
     blocks = int(destinations.block.max()) + 1
-    ranks_of_block = np.argsort(destinations.block, kind="stable").reshape(blocks, -1)  # [blocks, E]
+    by_block = np.argsort(destinations.block, kind="stable")
+    ranks_of_block = by_block.reshape(blocks, -1)  # [blocks, E]
     most_tokens_first = np.argsort(-destinations.tokens, kind="stable")
     while _sweep(state, destinations, ranks_of_block, most_tokens_first) >= least_benefit:
         pass
@@ -76,7 +77,7 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
 
 @compiled
 def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, order: Longs) -> int:
-    """Every misplaced item makes its best swap with a row of its block; returns the benefit of all."""
+    """Make the best swap of every misplaced item with a row of its block; return the benefit."""
     no_item = len(state.row_of)
     rows = state.remaining.shape[1]
     ranks = len(destinations.node)
@@ -90,7 +91,8 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
         if _in_block(destinations, item, source % ranks):
             continue
         block_ranks = ranks_of_block[destinations.wanted_block[item]]
-        gain, goal, companion, partner, second = _best_swap(state, destinations, misplaced, block_ranks, item)
+        best = _best_swap(state, destinations, misplaced, block_ranks, item)
+        gain, goal, companion, partner, second = best
         if gain:
             benefit += gain
             for given in (item, companion):
@@ -137,7 +139,8 @@ def _best_swap(
             goal = first_row + goal_rank
             item_gain = _gain(destinations, item, source_rank, goal_rank)
             for index in range(companion_count):
-                companion_gains[index] = _gain(destinations, companions[index], source_rank, goal_rank)
+                companion = companions[index]
+                companion_gains[index] = _gain(destinations, companion, source_rank, goal_rank)
             second_count = 1
             partner = misplaced.first[goal]
             while partner != no_item:

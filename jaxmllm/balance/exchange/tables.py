@@ -1,7 +1,7 @@
 """The backends of the exchange by name, and the index tables that they make of a plan's rounds.
 
-RouteRound (the same on every host) --route_tables--> RouteTables of a host's own exchange ranks
-RouteTables of all ranks --run_hops--> what the devices do with them, in numpy
+RouteRound, on every host --route_tables--> RouteTables of a host's own exchange ranks
+RouteTables of all ranks  --run_hops------> what the devices do with them, in numpy
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jaxmllm.balance.exchange.padded import PADDED
 from jaxmllm.balance.exchange.ragged import RAGGED
 from jaxmllm.balance.records import Hop, RouteRound, RouteSpec, RouteTables
 
-# By the names that `balance.exchange` of the config may have. `auto` takes the first that the devices can run.
+# By the names that `balance.exchange` of the config may have. `auto` takes the first that the
+# devices can run, so what every platform has stands last.
 BACKENDS: dict[str, Backend] = {"ragged": RAGGED, "padded": PADDED}
 
 
@@ -33,16 +34,23 @@ def route_tables(round_: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> 
     """The index tables of a round for some exchange ranks, in the order given."""
     local = np.full(route.grid.ranks, -1, np.int64)
     local[list(ranks)] = np.arange(len(ranks))
-    return backend_of(route).tables(round_, route, local, ranks)
+    return backend_of(route).tables(round_, route, local=local, ranks=ranks)
 
 
-def run_hops(source: Longs, hops: Sequence[Hop], gather: Ints, route: RouteSpec, direction: int) -> Longs:
-    """What the devices do with the tables of all exchange ranks: [X, W of the source] -> [X, W of the target].
+def run_hops(source: Longs, hops: Sequence[Hop], gather: Ints, *, route: RouteSpec, direction: int) -> Longs:
+    """What the devices do with the tables of all exchange ranks, for checking plans.
 
-    `direction` is 0 forward, 1 backward. For checking plans; tokens are numbers, 0 means nothing.
+    Args:
+      source: [X, W] tokens as numbers; 0 is nothing.
+      hops: `send_forward` or `send_backward` of the tables.
+      gather: `gather_forward` or `gather_backward`.
+      direction: 0 forward, 1 backward.
+
+    Returns:
+      [X, W of the target]
     """
     backend = backend_of(route)
     buffer = np.zeros((len(source), backend.buffer_slots(route)[direction]), source.dtype)
     for number, hop in enumerate(hops):
-        backend.hop_on_host(source, buffer, number, hop, route)
+        backend.hop_on_host(source, buffer, number, hop=hop, route=route)
     return take(np.concatenate([buffer, source], axis=1), gather)

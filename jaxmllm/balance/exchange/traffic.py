@@ -1,7 +1,9 @@
-"""What has to go where in a step, whichever backend carries it: media tokens by example, by language row, and between
-exchange ranks.
+"""What has to go where in a step, whichever backend carries it.
 
-Letters: B examples, N items of a phase, R language ranks, M language microbatches, and A, E, L, X of `ExchangeGrid`.
+Media tokens by example, by language row, and between exchange ranks.
+
+Letters: B examples, N items of a phase, R language ranks, M language microbatches, and A, E, L, X
+of `ExchangeGrid`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jaxmllm.phases import LANGUAGE
 
 
 def media_of_examples(items: BatchItems) -> Longs:
-    """Tokens that the media of each example of the batch become, all encoder phases together: [B]."""
+    """Tokens that the media of each example become, all encoder phases together: [B]."""
     tokens = np.zeros(len(items.examples), np.int64)
     for media in items.phases.values():
         np.add.at(tokens, media.example, media.tokens)
@@ -34,11 +36,12 @@ def sequence_of_example(items: BatchItems) -> Longs:
 def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ...], ranks: int) -> Longs:
     """Tokens of all encoder phases that each language row takes in: [M, R]."""
     sequence = sequence_of_example(items)
-    taken = np.zeros((language.microbatches, ranks), np.int64)
+    arriving = np.zeros((language.microbatches, ranks), np.int64)
     for phase in encoders:
         reader = sequence[items.phases[phase].example]
-        np.add.at(taken, (language.microbatch[reader], language.rank[reader]), items.phases[phase].tokens)
-    return taken
+        row = language.microbatch[reader], language.rank[reader]
+        np.add.at(arriving, row, items.phases[phase].tokens)
+    return arriving
 
 
 @dataclass(frozen=True)
@@ -74,20 +77,22 @@ class Traffic:
 
     def chosen(self, which: Longs) -> Traffic:
         """The items with the given numbers."""
-        return Traffic(**{column.name: getattr(self, column.name)[which] for column in fields(self)})
+        columns = {column.name: getattr(self, column.name)[which] for column in fields(self)}
+        return Traffic(**columns)
 
     @classmethod
     def joined(cls, parts: list[Traffic]) -> Traffic:
         """The items of several phases."""
-        columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(cls)}
-        return cls(**{name: np.concatenate(column) for name, column in columns.items()})
+        return cls(
+            **{column.name: np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)}
+        )
 
 
 def moving_tokens(
     encoders: Mapping[str, PhasePlan], language: PhasePlan, items: BatchItems, grid: ExchangeGrid
 ) -> tuple[Longs, Longs, Longs]:
-    """(sender, receiver, tokens) of the items of some encoder phases whose tokens leave their exchange rank, ordered by
-    sender and receiver."""
+    """(sender, receiver, tokens) of the items of some phases that leave their exchange rank, in
+    ascending order."""
     sequence = sequence_of_example(items)
     senders = []
     receivers = []
@@ -98,15 +103,16 @@ def moving_tokens(
         senders.append(sender)
         receivers.append(receiver)
         amounts.append(items.phases[phase].tokens.astype(np.int64))
-    sender, receiver, tokens = np.concatenate(senders), np.concatenate(receivers), np.concatenate(amounts)
+    sender = np.concatenate(senders)
+    receiver = np.concatenate(receivers)
+    tokens = np.concatenate(amounts)
     moves = np.flatnonzero((sender != receiver) & (tokens > 0))
     moves = moves[np.lexsort((receiver[moves], sender[moves]))]
     return sender[moves], receiver[moves], tokens[moves]
 
 
 def exchange_ranks(grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints) -> tuple[Longs, Longs]:
-    """Exchange ranks that send and that receive for each pair of an encoder and a language rank: two peers of one
-    group."""
+    """(sender, receiver) for each pair of an encoder and a language rank: two peers of a group."""
     language_only = grid.language.shape[1]
     sending_peer, encoder_column = _row_and_column(grid.encoder, encoder_rank)
     receiving_peer, language_column = _row_and_column(grid.language, language_rank)

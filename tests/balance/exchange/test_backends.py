@@ -94,8 +94,8 @@ def test_every_backend_delivers_all_tokens_and_gradients(make, gathered, grid):
 
 def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
     class Forgetful(Gathered):
-        def tables(self, *arguments):
-            tables = super().tables(*arguments)
+        def tables(self, *arguments, **local):
+            tables = super().tables(*arguments, **local)
             return dataclasses.replace(tables, gather_forward=np.full_like(tables.gather_forward, -1))
 
     monkeypatch.setitem(BACKENDS, "forgetful", Forgetful())

@@ -26,7 +26,7 @@ def rounds_of(sender, receiver, tokens, spans):
     for number, (first_leg, second_leg) in enumerate(spans.hops):
         own = spans.round == number
         item = spans.item[own]
-        start = line[item] + spans.first[own]
+        start = line[item] + spans.start[own]
         ends = sender[item], receiver[item]
         columns = spans.tokens[own], start, start, *ends, spans.ordinal[own], spans.direct[own]
         yield RouteRound(0, 0, first_leg, second_leg, spans.direct_tokens, *columns)
