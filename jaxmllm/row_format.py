@@ -18,6 +18,7 @@ class RowFormat:
       slots_per_token: slots that become one language token.
       stride: slots that become one token of the tower's attention.
       alignment: slots that the tower or its projector takes as a whole; items and rows are multiples of it.
+      axes: P position axes that rows keep, of (time, height, width): those that the tower's rotary positions have.
     """
 
     features: int
@@ -25,3 +26,4 @@ class RowFormat:
     slots_per_token: int
     stride: int
     alignment: int
+    axes: tuple[int, ...]

@@ -193,7 +193,7 @@ class Corpus:
         for index in self.indexes:
             digest.update(repr((index.name, len(index), len(index.item_shape), index.labels)).encode())
             digest.update(index.id.tobytes() + index.label.tobytes() + index.offset.tobytes())
-            digest.update(index.item_shape.tobytes())
+            digest.update(_flat_shapes(index.item_shape).tobytes())
         digest.update(b"".join(self._columns[name].tobytes() for name in _FINGERPRINTED))
         return digest.hexdigest()
 
@@ -225,6 +225,18 @@ class Corpus:
             raise IndexError(f"example {example} of {len(self)}")
         number = int(np.searchsorted(self._starts, example, side="right")) - 1
         return self.indexes[number], int(example - self._starts[number])
+
+
+def _flat_shapes(shapes: Ints) -> Ints:
+    """Shapes [K, 3] end to end, without the first axis of each that is 1: images and sounds have two numbers.
+
+    They had when fingerprints of runs were first written, and these must stay the same.
+    """
+    flat = shapes == 1
+    kept = np.ones_like(flat)
+    has_flat = flat.any(axis=1)
+    kept[has_flat, flat.argmax(axis=1)[has_flat]] = False
+    return shapes[kept]
 
 
 def _not_indexed(index: LengthIndex, example: int) -> str:

@@ -37,7 +37,7 @@ class EncoderRows(NamedTuple):
 
     features: Shaped[Array, "R C F"]
     segments: Int[Array, "R C"]  # item number in the row, 0 for padding
-    positions: Int[Array, "R C 2"]
+    positions: Int[Array, "R C P"]
     valid: Bool[Array, "R C/g"]  # tokens that come from data which could be decoded, in the order of the pool
     failed: Int[Array, " R"]  # items that could not
     places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
@@ -102,7 +102,7 @@ def abstract_encoder_rows(
     shapes = EncoderRows(
         features=_shape((capacity, row_format.features), row_format.dtype),
         segments=_shape((capacity,)),
-        positions=_shape((capacity, 2)),
+        positions=_shape((capacity, len(row_format.axes))),
         valid=_shape((tokens,), np.bool_),
         failed=_shape(()),
         places=_shape((tokens,)),

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmllm.balance.costs.calibration import Fill
 from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
 from jaxmllm.balance.rows.assign import assign
+from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.text.render import Rendered
@@ -75,7 +76,7 @@ class EqualExamples:
         from jaxmllm.data.text.render import MediaSpan, Rendered
 
         line = np.arange(self.length if self.text else 0, dtype=np.int32)
-        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1), 0, self.tokens),)
+        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1, 1), 0, self.tokens),)
         return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
 
     def source_of(self, i: int) -> int:
@@ -83,7 +84,7 @@ class EqualExamples:
 
 
 class MadeUpModality:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1, 1)."""
 
     def __init__(self, like: Any):
         self._like = like
@@ -91,17 +92,18 @@ class MadeUpModality:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._like, name)
 
-    def length(self, shape: tuple[int, int]) -> int:
+    def length(self, shape: Shape) -> int:
         return shape[0]
 
-    def real_slots(self, shape: tuple[int, int]) -> Any:
+    def real_slots(self, shape: Shape) -> Any:
         return np.ones(shape[0], np.bool_)
 
-    def positions(self, shape: tuple[int, int]) -> Any:
-        line = np.arange(shape[0], dtype=np.int32)
-        return np.stack([line, np.zeros_like(line)], axis=-1)
+    def positions(self, shape: Shape) -> Any:
+        positions = np.zeros((shape[0], 3), np.int32)
+        positions[:, self._like.format.axes[0]] = np.arange(shape[0])
+        return positions
 
-    def load(self, media: MediaReference, shape: tuple[int, int]) -> Any:
+    def load(self, media: MediaReference, shape: Shape) -> Any:
         # Not zeros: some chips multiply them faster.
         row_format = self._like.format
         return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)

@@ -41,12 +41,12 @@ from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.row_format import RowFormat
 from tests.data.workers.elements import Imported
 
-SQUARES = RowFormat(2, np.dtype(np.float32), slots_per_token=4, stride=1, alignment=4)
+SQUARES = RowFormat(2, np.dtype(np.float32), slots_per_token=4, stride=1, alignment=4, axes=(1, 2))
 
 
 @dataclass(frozen=True)
 class Squares:
-    """A modality whose item of shape (tokens, number) holds its number in every slot; each seventh is broken."""
+    """A modality whose item of shape (tokens, number, 1) holds its number in every slot; each seventh is broken."""
 
     name: str = "vision"
     format: RowFormat = SQUARES
@@ -60,7 +60,7 @@ class Squares:
         return np.full((self.length(shape), 2), shape[1], np.float32)
 
     def positions(self, shape):
-        return np.zeros((self.length(shape), 2), np.int32)
+        return np.zeros((self.length(shape), 3), np.int32)
 
     def real_slots(self, shape):
         return np.ones(self.length(shape), np.bool_)
@@ -75,7 +75,9 @@ class Corpus:
 
     def example(self, i):
         tokens = np.full(6 + i % 9, i + 1, np.int32)
-        media = tuple(MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1), 1 + k, 1) for k in range(i % 3))
+        media = tuple(
+            MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1, 1), 1 + k, 1) for k in range(i % 3)
+        )
         return Rendered(tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media)
 
     def source_of(self, i):

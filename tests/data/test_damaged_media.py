@@ -338,8 +338,8 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
             b"RIFF" + struct.pack("<I", size + 36) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)
         )
         file.truncate(44 + size)
-    assert SOUNDS.measure(File(path)) == (400, 1)
-    assert peak_memory(lambda: SOUNDS.load(File(path), (400, 1))) < 30e6 < size
+    assert SOUNDS.measure(File(path)) == (400, 1, 1)
+    assert peak_memory(lambda: SOUNDS.load(File(path), (400, 1, 1))) < 30e6 < size
 
 
 LOAD = """
@@ -396,7 +396,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(modality: Images | S
         for name in ("pipe", "link", "zero", "loop", "dangling", "folder", "socket", "absent"):
             assert refused(modality, tmp_path / name) == "missing_file", name
             with pytest.raises(MediaError):
-                modality.load(File(tmp_path / name), (4, 4))
+                modality.load(File(tmp_path / name), (1, 4, 4))
 
 
 def test_a_file_that_becomes_a_pipe_between_two_looks_is_refused(

@@ -213,7 +213,7 @@ class _Builder:
             item_start=starts(self.counts),
             item_phase=np.array(phase, np.int8),
             item_media=np.array(media, np.int32),
-            item_shape=np.array(shape, np.int32).reshape(-1, 2),
+            item_shape=np.array(shape, np.int32).reshape(-1, 3),
             item_length=slots,
             item_real=real,
             item_tokens=tokens,
@@ -228,7 +228,7 @@ class _Builder:
             address=tuple(address for _, address in self.media),
             phase=np.array([self.phases.index(phase) for phase, _ in self.media], np.int8),
             stamp=np.array([item.stamp for item in measured], np.int64).reshape(-1, 2),
-            shape=np.array([item.shape or (-1, -1) for item in measured], np.int32).reshape(-1, 2),
+            shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(-1, 3),
             failure={row: item.failure for row, item in enumerate(measured) if item.shape is None},
         )
 

@@ -52,16 +52,15 @@ class MediaTable:
     address: tuple[str, ...]  # [D] see `Source.media`
     phase: NDArray[np.int8]  # [D]
     stamp: Longs  # [D, 2] see `Source.media_stamp`
-    shape: Ints  # [D, 2]; -1 where the header is of no use
+    shape: Ints  # [D, 3]; -1 where the header is of no use
     failure: Mapping[int, tuple[str, str]]  # reason and message there
 
     def measured(self, row: int) -> Measured:
         """What the header of one item said."""
-        size, time = self.stamp[row].tolist()
+        size, modified = self.stamp[row].tolist()
         if row in self.failure:
-            return Measured((size, time), None, self.failure[row])
-        height, width = self.shape[row].tolist()
-        return Measured((size, time), (height, width))
+            return Measured((size, modified), None, self.failure[row])
+        return Measured((size, modified), tuple(self.shape[row].tolist()))
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class LengthIndex:
     item_start: Longs  # [N + 1]
     item_phase: NDArray[np.int8]  # [K]
     item_media: Ints  # [K] row of `media`
-    item_shape: Ints  # [K, 2]
+    item_shape: Ints  # [K, 3]
     item_length: Longs  # [K] slots
     item_real: Longs  # [K] slots that hold data
     item_tokens: Longs  # [K] language tokens
@@ -102,7 +101,7 @@ class LengthIndex:
     def shapes(self, example: int) -> tuple[Shape, ...]:
         """Shapes of an example's media in reading order."""
         items = self.item_shape[self.item_start[example] : self.item_start[example + 1]]
-        return tuple((height, width) for height, width in items.tolist())
+        return tuple((time, height, width) for time, height, width in items.tolist())
 
     def without(self, refused: Sequence[tuple[int, str, str]]) -> LengthIndex:
         """The index with some examples moved to `rejected`: (example, reason, message) of each, once per example."""

@@ -53,7 +53,7 @@ _UPRIGHT = {
 
 @dataclass(frozen=True)
 class Images:
-    """The vision modality. A shape is (grid_h, grid_w) in patches, both multiples of `merge`; every slot is real.
+    """The vision modality. A shape is (1, grid_h, grid_w) in patches, both multiples of `merge`; every slot is real.
 
     A slot holds one patch as uint8 [patch_size, patch_size, 3] flattened (row, column, channel).
     """
@@ -86,8 +86,14 @@ class Images:
     @cached_property
     def format(self) -> RowFormat:
         slots = self.merge**2
-        features = self.patch_size**2 * 3
-        return RowFormat(features, np.dtype(np.uint8), slots_per_token=slots, stride=1, alignment=slots)
+        return RowFormat(
+            features=self.patch_size**2 * 3,
+            dtype=np.dtype(np.uint8),
+            slots_per_token=slots,
+            stride=1,
+            alignment=slots,
+            axes=(1, 2),
+        )
 
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
@@ -96,23 +102,25 @@ class Images:
             return self._shape(image, media)
 
     def length(self, shape: Shape) -> int:
-        return shape[0] * shape[1]
+        return math.prod(shape)
 
     def real(self, shape: Shape) -> int:
-        return shape[0] * shape[1]
+        return math.prod(shape)
 
     def tokens(self, shape: Shape) -> int:
-        return shape[0] * shape[1] // self.merge**2
+        return math.prod(shape) // self.merge**2
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
         with media.open() as file, closing(_open(file, media)) as image:
-            if (found := self._shape(image, media)) != shape:
-                raise MediaError("shape_changed", f"{media} was indexed as {shape} patches but is {found} now")
+            if (shape_now := self._shape(image, media)) != shape:
+                raise MediaError(
+                    "shape_changed", f"{media} was indexed as {shape[1:]} patches but is {shape_now[1:]} now"
+                )
             if image.format == "JPEG":
                 _check_scans(file, media)
             try:
-                pixels = _pixels(image, shape[1] * self.patch_size, shape[0] * self.patch_size)
+                pixels = _pixels(image, shape[2] * self.patch_size, shape[1] * self.patch_size)
             except MemoryError:  # the machine's fault, not the file's
                 raise
             except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
@@ -120,21 +128,22 @@ class Images:
         return self._patches(pixels, shape)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(row, column) of each patch in the grid: [length, 2]."""
-        grid = np.stack(np.meshgrid(np.arange(shape[0]), np.arange(shape[1]), indexing="ij"), axis=-1)
+        """(0, row, column) of each patch in the grid: [length, 3]."""
+        _, height, width = shape
         merge = self.merge
-        groups = grid.reshape(shape[0] // merge, merge, shape[1] // merge, merge, 2).swapaxes(1, 2)
-        return groups.reshape(-1, 2).astype(np.int32)
+        grid = np.stack(np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), axis=-1)
+        groups = grid.reshape(height // merge, merge, width // merge, merge, 3).swapaxes(1, 2)
+        return groups.reshape(-1, 3).astype(np.int32)
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
         """Time stands still over one image; height and width count merged cells: [tokens, 3]."""
-        rows, columns = np.divmod(np.arange(self.tokens(shape), dtype=np.int32), shape[1] // self.merge)
+        rows, columns = np.divmod(np.arange(self.tokens(shape), dtype=np.int32), shape[2] // self.merge)
         return np.stack([np.zeros_like(rows), rows, columns], axis=-1) + np.int32(start)
 
-    def grid(self, height: int, width: int) -> Shape:
+    def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patch grid of a picture of `height` x `width` pixels.
 
         The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is at most
@@ -166,11 +175,15 @@ class Images:
                 "extreme_aspect_ratio",
                 f"{media} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
             )
-        return self.grid(width, height) if _orientation(image) >= 5 else self.grid(height, width)
+        if _orientation(image) >= 5:  # the file lies on its side
+            height, width = width, height
+        return 1, *self.grid(height, width)
 
     def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
-        merge, size = self.merge, self.patch_size
-        tiles = pixels.reshape(shape[0] // merge, merge, size, shape[1] // merge, merge, size, 3)
+        _, height, width = shape
+        merge = self.merge
+        size = self.patch_size
+        tiles = pixels.reshape(height // merge, merge, size, width // merge, merge, size, 3)
         return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.format.features)
 
 

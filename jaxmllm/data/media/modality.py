@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.row_format import RowFormat
 
-Shape = tuple[int, int]
+Shape = tuple[int, int, int]  # time, height, width, in what the modality counts; 1 along the axes that it lacks
 
 
 class Modality(Protocol):
@@ -63,7 +63,7 @@ class Modality(Protocol):
         ...
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """Rotary positions of the slots inside the item: [length, 2]."""
+        """Positions (time, height, width) of the slots inside the item: [length, 3]."""
         ...
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:

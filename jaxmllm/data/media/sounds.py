@@ -42,7 +42,7 @@ _FRAMES = 4096  # frames transformed at once
 
 @dataclass(frozen=True)
 class Sounds:
-    """The audio modality. A shape is (frames, 1); a clip occupies the slots of whole language tokens.
+    """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are zero and not real.
     """
@@ -65,7 +65,14 @@ class Sounds:
         stride = AudioConfig.stem_stride
         slots = stride * self.merge
         alignment = self.chunk_frames if self.whole_chunks else slots
-        return RowFormat(self.mel_bins, np.dtype(np.float32), slots_per_token=slots, stride=stride, alignment=alignment)
+        return RowFormat(
+            features=self.mel_bins,
+            dtype=np.dtype(np.float32),
+            slots_per_token=slots,
+            stride=stride,
+            alignment=alignment,
+            axes=(0, 1),  # the second is 0 everywhere: rows of all encoders have two
+        )
 
     def measure(self, media: MediaReference) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
@@ -97,9 +104,9 @@ class Sounds:
         return slots
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(attention token, 0) of each frame: [length, 2]."""
+        """(attention token, 0, 0) of each frame: [length, 3]."""
         time = np.arange(self.length(shape), dtype=np.int32) // AudioConfig.stem_stride
-        return np.stack([time, np.zeros_like(time)], axis=-1)
+        return np.stack([time, np.zeros_like(time), np.zeros_like(time)], axis=-1)
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.arange(self.length(shape)) < shape[0]
@@ -167,7 +174,7 @@ class Sounds:
                 f"{media} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        return ceil_divide(self._samples(header), self.hop), 1
+        return ceil_divide(self._samples(header), self.hop), 1, 1
 
 
 def log_mel(

@@ -1,7 +1,7 @@
 """Rows of the encoder phases: media are loaded into the slots that the plan gives them.
 
-A row holds, with r local ranks, C slots and F features of a slot:
-    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, 2],
+A row holds, with r local ranks, C slots, F features and P positions of a slot:
+    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, P],
     valid bool [r, C / slots_per_token] (language token really computed), failed int32 [r] (items that did not load),
     places int32 [r, C / slots_per_token] (where its tokens are), tiles, and for towers that attend in windows
     windows int32 [r, C] and window_tiles (see masks.py).
@@ -76,7 +76,7 @@ class _Filling:
         row = self.rows[self.plan.microbatch[item]]
         rank, slots = slots_of(self.phase, item, self.plan, self.ranks, int(self.items.length[item]))
         row["segments"][rank, slots] = np.where(modality.real_slots(span.shape), self.plan.segment[item], 0)
-        row["positions"][rank, slots] = modality.positions(span.shape)
+        row["positions"][rank, slots] = modality.positions(span.shape)[:, modality.format.axes]
         try:
             features = modality.load(span.reference, span.shape)
         except MediaError as error:
@@ -122,7 +122,7 @@ def _empty_row(ranks: int, capacity: int, row_format: RowFormat) -> Row:
     return {
         "features": np.zeros((ranks, capacity, row_format.features), row_format.dtype),
         "segments": np.zeros((ranks, capacity), np.int32),
-        "positions": np.zeros((ranks, capacity, 2), np.int32),
+        "positions": np.zeros((ranks, capacity, len(row_format.axes)), np.int32),
         "valid": np.zeros((ranks, tokens), np.bool_),
         "failed": np.zeros(ranks, np.int32),
     }

@@ -36,12 +36,12 @@ def test_columns(media: Path) -> None:
     assert index.targets.tolist() == [4, 4, 4]
     assert index.item_start.tolist() == [0, 0, 3, 4]
     assert [index.phases[phase] for phase in index.item_phase] == ["vision", "audio", "vision", "vision"]
-    assert index.item_shape.tolist() == [[2, 2], [50, 1], [4, 6], [4, 6]]
+    assert index.item_shape.tolist() == [[1, 2, 2], [50, 1, 1], [1, 4, 6], [1, 4, 6]]
     assert index.item_length.tolist() == [4, 56, 24, 24]
     assert index.item_real.tolist() == [4, 50, 24, 24]
     assert index.item_tokens.tolist() == [1, tokens, 6, 6]
     assert index.item_slot.tolist() == [2, 6, 2 + 5 + tokens + 1, 2]
-    assert index.shapes(1) == ((2, 2), (50, 1), (4, 6))
+    assert index.shapes(1) == ((1, 2, 2), (50, 1, 1), (1, 4, 6))
     assert [index.media.address[row] for row in index.item_media] == ["b.png", "c.wav", "a.png", "a.png"]
 
 

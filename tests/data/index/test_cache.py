@@ -35,7 +35,7 @@ def test_the_cache_is_used_until_something_changes(media: Path, measured: list[s
 
     Image.new("RGB", (40, 40)).save(media / "a.png")
     index, names = read_again()
-    assert names == ["a.png"] and index.item_shape[0].tolist() == [10, 10]
+    assert names == ["a.png"] and index.item_shape[0].tolist() == [1, 10, 10]
 
     write(media / "train.jsonl", *records, ask(image("b.png")))
     index, names = read_again()
@@ -68,7 +68,7 @@ def test_a_new_format_is_measured_and_a_lost_one_refused(
 def test_other_settings_have_another_cache(media: Path, measured: list[str]) -> None:
     source = write(media / "train.jsonl", ask(image("a.png")))
     small = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 2)
-    for images, shape in [(IMAGES, [4, 6]), (small, [2, 2]), (IMAGES, [4, 6])]:
+    for images, shape in [(IMAGES, [1, 4, 6]), (small, [1, 2, 2]), (IMAGES, [1, 4, 6])]:
         index = build_index(source, ByteTokenizer(), {"vision": images})
         assert index.item_shape[0].tolist() == shape
     assert measured == ["a.png", "a.png"] and len(list(media.glob("train.*.index.npz"))) == 2

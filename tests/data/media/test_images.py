@@ -10,12 +10,13 @@ from PIL import Image
 
 from jaxmllm.config.schema import ImageDataConfig
 from jaxmllm.data.media.images import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS, Images
+from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import File, FileRange, MediaError
 
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 
 
-def reason(path: Path, shape: tuple[int, int] | None = None, images: Images = IMAGES) -> str:
+def reason(path: Path, shape: Shape | None = None, images: Images = IMAGES) -> str:
     with pytest.raises(MediaError) as caught:
         if shape is None:
             images.measure(File(path))
@@ -69,7 +70,7 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
     image = picture(16, 24)
     image.save(tmp_path / "a.png")
     shape = IMAGES.measure(File(tmp_path / "a.png"))
-    assert shape == (4, 6)
+    assert shape == (1, 4, 6)
     got, positions = IMAGES.load(File(tmp_path / "a.png"), shape), IMAGES.positions(shape)
     pixels, slot = np.asarray(image), 0
     for group_row in range(2):
@@ -78,17 +79,17 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
                 for column in (2 * group_column, 2 * group_column + 1):
                     patch = pixels[row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
                     np.testing.assert_array_equal(got[slot], patch.reshape(-1))
-                    assert positions[slot].tolist() == [row, column]
+                    assert positions[slot].tolist() == [0, row, column]
                     slot += 1
     assert got.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48) and got.dtype == IMAGES.format.dtype
     assert IMAGES.real(shape) == 24 and IMAGES.real_slots(shape).all() and len(IMAGES.real_slots(shape)) == 24
 
 
 def test_token_positions() -> None:
-    assert IMAGES.token_positions((4, 6), 10).tolist() == [
+    assert IMAGES.token_positions((1, 4, 6), 10).tolist() == [
         [10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)
     ]
-    assert IMAGES.tokens((4, 6)) == 6 == IMAGES.length((4, 6)) // IMAGES.format.slots_per_token
+    assert IMAGES.tokens((1, 4, 6)) == 6 == IMAGES.length((1, 4, 6)) // IMAGES.format.slots_per_token
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp", "a.tif"])
@@ -133,7 +134,7 @@ def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Pa
     image.save(tmp_path / name, exif=exif, quality=95)
     upright.save(tmp_path / "upright.png")
     shape = IMAGES.measure(File(tmp_path / name))
-    assert shape == IMAGES.measure(File(tmp_path / "upright.png")) == ((6, 4) if orientation >= 5 else (4, 6))
+    assert shape == IMAGES.measure(File(tmp_path / "upright.png")) == ((1, 6, 4) if orientation >= 5 else (1, 4, 6))
     got = IMAGES.load(File(tmp_path / name), shape).astype(int)
     assert np.abs(got - IMAGES.load(File(tmp_path / "upright.png"), shape)).mean() < 5
 
@@ -145,11 +146,8 @@ def test_measure_reads_the_header_only(tmp_path: Path, monkeypatch: pytest.Monke
         picture(16, 24).save(tmp_path / name, exif=exif)
     picture(16, 24).save(tmp_path / "plain.png")
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
-    assert [IMAGES.measure(File(tmp_path / name)) for name in ("a.png", "a.jpg", "plain.png")] == [
-        (6, 4),
-        (6, 4),
-        (4, 6),
-    ]
+    shapes = [IMAGES.measure(File(tmp_path / name)) for name in ("a.png", "a.jpg", "plain.png")]
+    assert shapes == [(1, 6, 4), (1, 6, 4), (1, 4, 6)]
 
 
 def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
     Image.fromarray(np.broadcast_to(gradient, (1200, 1600)).copy()).save(tmp_path / "a.jpg")
     shape = IMAGES.measure(File(tmp_path / "a.jpg"))
     got = IMAGES.load(File(tmp_path / "a.jpg"), shape)
-    columns = got.reshape(shape[0] // 2, shape[1] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
+    columns = got.reshape(shape[1] // 2, shape[2] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
     np.testing.assert_allclose(columns, np.linspace(0, 255, len(columns)), atol=6)
 
 
@@ -199,7 +197,7 @@ def test_broken_bodies_are_found_when_loading(tmp_path: Path) -> None:
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
     picture(16, 24).save(tmp_path / "a.png")
-    assert reason(tmp_path / "a.png", (4, 4)) == "shape_changed"
+    assert reason(tmp_path / "a.png", (1, 4, 4)) == "shape_changed"
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -226,7 +224,7 @@ def test_memory_that_is_short_is_no_fault_of_the_file(tmp_path: Path, monkeypatc
     picture(16, 24).save(tmp_path / "a.png")
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr("PIL.ImageFile.ImageFile.load", fail)
-        IMAGES.load(File(tmp_path / "a.png"), (4, 6))
+        IMAGES.load(File(tmp_path / "a.png"), (1, 4, 6))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr("PIL.Image.open", fail)
         IMAGES.measure(File(tmp_path / "a.png"))
@@ -291,7 +289,7 @@ def test_tiff_pixels_of_every_kind(tmp_path: Path) -> None:
 def test_of_several_tiff_pages_the_first_is_taken(tmp_path: Path) -> None:
     pages = [Image.new("RGB", (24, 16), (200, 30, 60)), Image.new("RGB", (80, 80))]
     pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
-    assert IMAGES.measure(File(tmp_path / "a.tif")) == (4, 6)
+    assert IMAGES.measure(File(tmp_path / "a.tif")) == (1, 4, 6)
 
 
 def tiff_header(*tags: tuple[int, int]) -> bytes:

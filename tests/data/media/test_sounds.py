@@ -10,6 +10,7 @@ import soundfile
 import soxr
 
 from jaxmllm.config.schema import AudioDataConfig
+from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.mpeg import DECODER_DELAY
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
@@ -26,7 +27,7 @@ def tone(hertz: float, seconds: float, rate: int) -> np.ndarray:
     return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
 
 
-def reason(path: Path, shape: tuple[int, int] | None = None) -> str:
+def reason(path: Path, shape: Shape | None = None) -> str:
     with pytest.raises(MediaError) as caught:
         if shape is None:
             SOUNDS.measure(File(path))
@@ -84,7 +85,7 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
     mono = tone(1000, 0.7, rate)
     soundfile.write(tmp_path / name, np.stack([mono] * channels, axis=1), rate)
     shape = SOUNDS.measure(File(tmp_path / name))
-    assert shape == (70, 1)
+    assert shape == (70, 1, 1)
     got = SOUNDS.load(File(tmp_path / name), shape)
     assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features) and got.dtype == SOUNDS.format.dtype
     assert not got[70:].any() and np.isfinite(got).all()
@@ -97,7 +98,7 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT")
     soundfile.write(tmp_path / "silence.wav", np.zeros(4000), 16_000, subtype="FLOAT")
     np.testing.assert_array_equal(
-        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (25, 1)) for name in ("stereo", "silence"))
+        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (25, 1, 1)) for name in ("stereo", "silence"))
     )
 
 
@@ -105,14 +106,14 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
     for samples, frames in [(1, 1), (159, 1), (160, 1), (161, 2), (32 * 160, 32), (32 * 160 + 1, 33)]:
         soundfile.write(tmp_path / "a.wav", noise(samples), 16_000)
         shape = SOUNDS.measure(File(tmp_path / "a.wav"))
-        assert shape == (frames, 1)
+        assert shape == (frames, 1, 1)
         assert len(SOUNDS.load(File(tmp_path / "a.wav"), shape)) == SOUNDS.length(shape) == math.ceil(frames / 8) * 8
         assert len(SPLIT.load(File(tmp_path / "a.wav"), shape)) == SPLIT.length(shape) == math.ceil(frames / 32) * 32
         assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
-    assert [SOUNDS.tokens((frames, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
-    assert SOUNDS.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(8)]
-    assert SPLIT.positions((5, 1)).tolist() == [[i // 4, 0] for i in range(32)]
-    assert SOUNDS.token_positions((33, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
+    assert [SOUNDS.tokens((frames, 1, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
+    assert SOUNDS.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(8)]
+    assert SPLIT.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(32)]
+    assert SOUNDS.token_positions((33, 1, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
     assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (8, 4, 8)
     assert SPLIT.format.alignment == 32
 
@@ -153,9 +154,9 @@ def test_samples_that_are_not_finite(tmp_path: Path) -> None:
         for channels in ([value], [value, 0.0], [0.0, value]):
             samples = np.tile(np.append(np.zeros((799, len(channels))), [channels], axis=0), (1, 1))
             soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
-            assert reason(tmp_path / "a.wav", (5, 1)) == "undecodable_audio"
+            assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
     soundfile.write(tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE")  # finite, but not in float32
-    assert reason(tmp_path / "a.wav", (5, 1)) == "undecodable_audio"
+    assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
 
 
 def test_samples_out_of_range(tmp_path: Path) -> None:
@@ -164,12 +165,12 @@ def test_samples_out_of_range(tmp_path: Path) -> None:
     for peak in (1e20, 32768.0, 1.01 * MAX_PEAK):
         for samples in (peak * noise(800) * 2, np.stack([np.full(800, peak), np.full(800, -peak)], axis=1)):
             soundfile.write(path, samples, 16_000, subtype="FLOAT")
-            assert reason(path, (5, 1)) == "samples_out_of_range"
+            assert reason(path, (5, 1, 1)) == "samples_out_of_range"
     for peak in (1.5, 30.0, 0.99 * MAX_PEAK):
         samples = (peak * np.sign(noise(800))).astype(np.float32)
         soundfile.write(path, samples, 16_000, subtype="FLOAT")
         expected = reference_log_mel(samples, 16_000, 400, 160, 40)
-        np.testing.assert_allclose(SOUNDS.load(File(path), (5, 1))[:5], expected, atol=2e-4)
+        np.testing.assert_allclose(SOUNDS.load(File(path), (5, 1, 1))[:5], expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("peak", [1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
@@ -189,8 +190,8 @@ def test_sample_rates(tmp_path: Path) -> None:
         assert reason(path) == "unsupported_sample_rate"
     for rate in (MIN_RATE, MAX_RATE):
         soundfile.write(path, noise(rate), rate)
-        assert SOUNDS.measure(File(path)) == (100, 1)
-        assert np.isfinite(SOUNDS.load(File(path), (100, 1))).all()
+        assert SOUNDS.measure(File(path)) == (100, 1, 1)
+        assert np.isfinite(SOUNDS.load(File(path), (100, 1, 1))).all()
 
 
 def test_the_configured_rate_has_the_bounds_of_files() -> None:
@@ -217,7 +218,7 @@ def test_decoding_in_blocks_is_decoding_at_once(rate: int, tmp_path: Path, monke
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", noise(800), 16_000)
-    assert reason(tmp_path / "a.wav", (6, 1)) == "shape_changed"
+    assert reason(tmp_path / "a.wav", (6, 1, 1)) == "shape_changed"
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.opus", "a.mp3"])
@@ -228,7 +229,7 @@ def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_
         options = {"format": "OGG", "subtype": "OPUS"} if name == "a.opus" else {}
         soundfile.write(tmp_path / name, noise(count), rate, **options)
         shape = SOUNDS.measure(File(tmp_path / name))
-        assert shape == (math.ceil(math.ceil(count * 16_000 / rate) / 160), 1)
+        assert shape == (math.ceil(math.ceil(count * 16_000 / rate) / 160), 1, 1)
         assert SOUNDS.load(File(tmp_path / name), shape).shape == (SOUNDS.length(shape), 40)
 
 
@@ -267,7 +268,7 @@ def test_many_channels(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.tile(noise(800)[:, None], (1, 1000)), 16_000)
     soundfile.write(tmp_path / "mono.wav", noise(800), 16_000)
     np.testing.assert_allclose(
-        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (5, 1)) for name in ("a", "mono")), atol=1e-4
+        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (5, 1, 1)) for name in ("a", "mono")), atol=1e-4
     )
 
 
@@ -275,4 +276,4 @@ def test_eight_bit_wave_from_another_writer(tmp_path: Path) -> None:
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 1, 8000, 0, "NONE", ""))
         file.writeframes(bytes(range(256)) * 10)
-    assert SOUNDS.measure(File(tmp_path / "a.wav")) == (32, 1)
+    assert SOUNDS.measure(File(tmp_path / "a.wav")) == (32, 1, 1)

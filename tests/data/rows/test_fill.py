@@ -44,7 +44,7 @@ SEGMENTS = 24
 
 @dataclass(frozen=True)
 class FakeModality:
-    """Items of shape (real slots, number); slot s of item k holds k + s / 64, twice."""
+    """Items of shape (real slots, number, 1); slot s of item k holds k + s / 64, twice."""
 
     name: str
     format: RowFormat
@@ -60,7 +60,8 @@ class FakeModality:
         return np.stack([values, values], 1).astype(self.format.dtype)[: -1 if "short" in media.path.name else None]
 
     def positions(self, shape):
-        return np.stack([np.arange(self.length(shape)), np.full(self.length(shape), shape[1])], 1).astype(np.int32)
+        axes = np.arange(self.length(shape)), np.full(self.length(shape), shape[1]), np.full(self.length(shape), 99)
+        return np.stack(axes, 1).astype(np.int32)
 
     def real_slots(self, shape):
         return np.arange(self.length(shape)) < shape[0]
@@ -78,7 +79,7 @@ class Recording(FakeModality):
 
 
 def row_format(slots_per_token, stride):
-    return RowFormat(2, np.dtype(np.float32), slots_per_token, stride, alignment=slots_per_token)
+    return RowFormat(2, np.dtype(np.float32), slots_per_token, stride, alignment=slots_per_token, axes=(0, 1))
 
 
 MODALITIES = {"vision": FakeModality("vision", row_format(4, 1)), "audio": FakeModality("audio", row_format(8, 4))}
@@ -99,7 +100,7 @@ def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendere
     spans, slot = [], int(rng.integers(1, 4))
     for k in range(rng.integers(0, 4)):
         phase = ("vision", "audio")[rng.integers(2)]
-        shape = (int(rng.integers(1, 25)), number * 8 + k + 1)
+        shape = (int(rng.integers(1, 25)), number * 8 + k + 1, 1)
         tokens = -(-shape[0] // MODALITIES[phase].format.slots_per_token)
         name = f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}"
         spans.append(MediaSpan(phase, File(Path(name)), shape, slot, tokens))
@@ -459,7 +460,7 @@ def with_media(case: Case, change) -> Case:
     ("change", "message"),
     [
         (lambda m: m[1:], r"has \d+ (vision|audio) items, but the plan was made for \d+"),
-        (lambda m: (dataclasses.replace(m[0], shape=(99, 1)), *m[1:]), r"\((100|104), .*made for"),
+        (lambda m: (dataclasses.replace(m[0], shape=(99, 1, 1)), *m[1:]), r"\((100|104), .*made for"),
         (lambda m: (dataclasses.replace(m[0], tokens=77), *m[1:]), r", 77, .*made for"),
         (lambda m: (dataclasses.replace(m[0], slot=55), *m[1:]), r", 55\).*made for"),
         (

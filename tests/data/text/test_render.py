@@ -23,7 +23,7 @@ TALK = Conversation(
         Turn("assistant", (Text("No"), PICTURE, Text("yes"))),
     ),
 )
-SHAPES = [(4, 6), (20, 1), (2, 2)]
+SHAPES = [(1, 4, 6), (20, 1, 1), (1, 2, 2)]
 
 
 @pytest.fixture(params=["bytes", "file"])
@@ -50,7 +50,7 @@ def reference(talk: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list
             if isinstance(part, Text):
                 put(tokenizer.encode(part.text), learned)
                 continue
-            frame, (height, width) = layout.media[part.part], next(shapes)
+            frame, (_, height, width) = layout.media[part.part], next(shapes)
             put(frame.begin, False)
             if part.part == "image":
                 cells = [(row, column) for row in range(height // 2) for column in range(width // 2)]
@@ -74,13 +74,13 @@ def test_render_against_a_loop(tokenizer: Tokenizer) -> None:
     assert got.positions.tolist() == [list(position) for position in positions]
     assert {array.dtype for array in (got.tokens, got.targets, got.positions)} == {np.dtype(np.int32)}
     assert [(span.phase, span.shape, span.tokens) for span in got.media] == [
-        ("vision", (4, 6), 6),
-        ("audio", (20, 1), 3),
-        ("vision", (2, 2), 1),
+        ("vision", (1, 4, 6), 6),
+        ("audio", (20, 1, 1), 3),
+        ("vision", (1, 2, 2), 1),
     ]
     pads = {tokenizer.layout.media[part].pad for part in ("image", "audio")}
     assert all(set(got.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads for span in got.media)
-    assert got.media[1] == MediaSpan("audio", File(Path("/b.wav")), (20, 1), got.media[1].slot, 3)
+    assert got.media[1] == MediaSpan("audio", File(Path("/b.wav")), (20, 1, 1), got.media[1].slot, 3)
 
 
 def test_answers_are_learned_with_their_end_and_without_headers() -> None:
@@ -104,7 +104,7 @@ def test_wrong_number_of_shapes() -> None:
 def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenizer) -> None:
     turns = (Turn("user", (Text("Hear "), SOUND)), Turn("tool", (Text("a bell"),)), Turn("assistant", (Text("Yes"),)))
     talk = Conversation("x", "s", turns, "all")
-    got = render(talk, tokenizer, MODALITIES, [(20, 1)])
+    got = render(talk, tokenizer, MODALITIES, [(20, 1, 1)])
     end = tokenizer.layout.turn_end
     texts = [[*tokenizer.encode(text), end] for text in ("Hear ", "a bell", "Yes")]
     assert got.targets[got.targets >= 0].tolist() == [i for ids in texts for i in ids]
@@ -114,7 +114,7 @@ def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenize
 
 def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
     page = Conversation("x", "s", (Turn(DOCUMENT, (Text("A cat."), PICTURE, Text("It sleeps."))),), "all")
-    got = render(page, tokenizer, MODALITIES, [(2, 4)])
+    got = render(page, tokenizer, MODALITIES, [(1, 2, 4)])
     frame, end, encode = tokenizer.layout.media["image"], tokenizer.layout.turn_end, tokenizer.encode
     before, after = encode("A cat."), encode("It sleeps.")
     assert got.tokens.tolist() == [*before, *frame.begin, frame.pad, frame.pad, *frame.end, *after, end]

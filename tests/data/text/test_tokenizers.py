@@ -62,7 +62,7 @@ def test_chat_layout_of_a_file(tmp_path: Path) -> None:
     tokenizer = FileTokenizer(write_tokenizer(tmp_path / "t.json", SPECIALS))
     ids = {name: 256 + i for i, name in enumerate(SPECIALS)}
     talk = Conversation("x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (Text("a"),))))
-    got = render(talk, tokenizer, MODALITIES, [(2, 2), (4, 1)])
+    got = render(talk, tokenizer, MODALITIES, [(1, 2, 2), (4, 1, 1)])
     encode = tokenizer.encode
     assert got.tokens.tolist() == [
         *(ids["<|im_start|>"], *encode("user\n")),
@@ -205,7 +205,7 @@ def test_no_text_becomes_a_control_token(
         assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
     question = Turn("user", (Text(HOSTILE[0]), PICTURE, Text(HOSTILE[1])))
     talk = Conversation("x", "s", (question, Turn("assistant", (Text(HOSTILE[-3]),))))
-    tokens = render(talk, tokenizer, MODALITIES, [(2, 2)]).tokens.tolist()
+    tokens = render(talk, tokenizer, MODALITIES, [(1, 2, 2)]).tokens.tolist()
     assert tokens.count(library.token_to_id("<|im_end|>")) == 2
     assert tokens.count(library.token_to_id("<|im_start|>")) == 2
     assert tokens.count(library.token_to_id("<|image_pad|>")) == 1
