@@ -55,6 +55,7 @@ def choose_routes(
     ]
     row_tokens = max(language.capacities[0], language.long_capacity)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
+    # Who shares an exchange depends on the grids alone.
     unsized = {phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS) for phase, grid in grids.items()}
     owner_of = shared_exchange(unsized)
     routes = {}

@@ -85,6 +85,7 @@ def _load(
         item_rank = None
         slots = ceil_divide(int(items.length.sum()), inputs.ranks)
         cost = item_costs(phase_spec(inputs, (inputs.alignment,)), items.length)
+        # Of the mean rank: items that move freely need room, too, where their costs are balanced.
         wanted = ceil_divide(wanted_slots(items.length, cost, inputs.ranks), inputs.ranks)
     else:
         item_rank = item_ranks(batch, inputs.name, example_rank, grids)[ordinary]
@@ -105,7 +106,8 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
     dispatch of its own and gathers sharded parameters anew."""
     if inputs.time is None or not inputs.time.row:
         return CAPACITY_SEARCH.microbatch_overhead * slots
-    return float(inputs.time.row * items.length.astype(float).sum() / inputs.time.item.total(items.length))
+    slots_of_items = items.length.astype(float).sum()
+    return float(inputs.time.row * slots_of_items / inputs.time.item.total(items.length))
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
