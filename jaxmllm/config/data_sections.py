@@ -1,0 +1,81 @@
+"""Section `data`: which files are read, and how."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from jaxmllm.config.section import Section
+
+Targets = Literal["assistant", "all"]
+
+
+class SourceConfig(Section):
+    """One file of conversations; media paths in it are relative to `root` (default: its folder).
+
+    `path` and `root` are relative to `data.root`.
+    """
+
+    name: str
+    path: str
+    # A name in data/sources/formats.py; none: by the file's ending, jsonl for unknown endings.
+    format: str | None = None
+    root: str | None = None
+    weight: PositiveFloat = 1.0
+    # What is learned: what the assistant says, or all text. Only with `all` may an example have
+    # nothing that the assistant says.
+    targets: Targets = "assistant"
+
+    @field_validator("name", "path", "root")
+    @classmethod
+    def _check_text(cls, value: str | None) -> str | None:
+        control = any(unicodedata.category(character) == "Cc" for character in value or "")
+        if value == "" or control:
+            raise ValueError(f"must be text, not empty and without control characters (got {value!r})")
+        return value
+
+
+class ImageDataConfig(Section):
+    """Bounds on the area of an image after resizing, in pixels."""
+
+    # At most what a file may have; see data/media/images.py.
+    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)
+    max_pixels: PositiveInt = 1024 * 1024
+
+
+class AudioDataConfig(Section):
+    """Log-mel settings: frames of `window_length` samples, `hop_length` samples apart.
+
+    Clips longer than `max_seconds` are rejected, not cut.
+    """
+
+    sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; the same bounds as for files
+    window_length: PositiveInt = 400
+    hop_length: PositiveInt = 160
+    max_seconds: PositiveFloat = 60.0
+
+
+class DataConfig(Section):
+    """What is trained on and evaluated on, and how it is read."""
+
+    sources: tuple[SourceConfig, ...]
+    evaluation: tuple[SourceConfig, ...] = ()
+    root: str | None = None  # folder of the sources' relative paths; none: the current one
+    batch_size: int = Field(gt=0, le=1 << 20)  # examples per step, on all hosts together
+    tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
+    images: ImageDataConfig = ImageDataConfig()
+    audio: AudioDataConfig = AudioDataConfig()
+    index_cache: str | None = None  # folder of length indexes; none: next to each source
+    workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
+    prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker
+    max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that the index may reject
+    max_failed_media: int = Field(0, ge=0)  # media items that may fail to decode before the run stops
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        if not sources:
+            raise ValueError("must name at least one source (got [])")
+        return sources

@@ -1,0 +1,218 @@
+"""Sections `model` and `components`: what is trained, and how each part of it trains."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from jaxmllm.config.section import Auto, DType, Section
+
+Remat = Literal["none", "dots", "full"]
+Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
+
+
+class LanguageConfig(Section):
+    """A decoder of the Llama/Qwen family.
+
+    `rope_sections` are the (time, height, width) shares of the rotary pairs of one head (M-RoPE,
+    arXiv 2409.12191); they add up to head_size / 2.
+    """
+
+    vocab_size: PositiveInt | Auto = "auto"
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_size: PositiveInt
+    mlp_width: PositiveInt
+    rope_theta: PositiveFloat = 10_000.0
+    rope_sections: tuple[int, int, int] | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    norm_epsilon: PositiveFloat = 1e-6
+    loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time
+    # Media whose tokens see their whole item; all else is causal.
+    bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")
+
+    @model_validator(mode="after")
+    def _check(self) -> LanguageConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        pairs, odd = divmod(self.head_size, 2)
+        if odd:
+            raise ValueError(f"head_size ({self.head_size}) must be even: rotary positions rotate pairs")
+        if self.rope_sections is not None and sum(self.rope_sections) != pairs:
+            raise ValueError(f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}")
+        return self
+
+
+class TowerConfig(Section):
+    """What every encoder tower has; `merge` neighbouring outputs become one language token."""
+
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    mlp_width: PositiveInt
+    merge: PositiveInt = 2
+    rope_theta: PositiveFloat = 10_000.0
+    norm_epsilon: PositiveFloat = 1e-6
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> TowerConfig:
+        if self.width % (self.heads * 4):
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs"
+            )
+        return self
+
+
+class LayerWindows(Section):
+    """Which layers attend in windows: with `window`, all but `full_layers`."""
+
+    layers: PositiveInt
+    window: PositiveInt | None = None
+    full_layers: tuple[int, ...] = ()  # counted from 0
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer attends in windows."""
+        if self.window is None:
+            return (False,) * self.layers
+        return tuple(layer not in self.full_layers for layer in range(self.layers))
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if self.window is None and self.full_layers:
+            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
+        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
+            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
+        if self.window is not None and not any(self.windowed):
+            raise ValueError(
+                f"full_layers names all layers, so that window ({self.window}) changes nothing; unset both"
+            )
+        return self
+
+
+class VisionConfig(LayerWindows, TowerConfig):
+    """Native-resolution vision transformer; `merge` x `merge` patches become one language token.
+
+    With `window`, layers attend inside windows of `window` x `window` patches, except `full_layers`,
+    which see the whole image.
+    """
+
+    patch_size: PositiveInt = 14
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers per patch: three colors of every pixel."""
+        return 3 * self.patch_size**2
+
+
+class AudioConfig(TowerConfig):
+    """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower."""
+
+    # The stem is two convolutions, each of stride 2 and of this kernel width.
+    stem_kernel: ClassVar[int] = 3
+    stem_stride: ClassVar[int] = 4  # frames that become one token of attention
+
+    mel_bins: PositiveInt = 80
+    chunk_frames: PositiveInt = 64
+
+    @model_validator(mode="after")
+    def _check_chunk(self) -> AudioConfig:
+        token = self.stem_stride * self.merge
+        if self.chunk_frames % token:
+            raise ValueError(
+                f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * merge ({token})"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The composition: any subset of encoders over the decoder.
+
+    With `from`, parameters come from another run (its folder: the latest checkpoint) or checkpoint,
+    component by component; its optimizer and step are not taken along.
+    """
+
+    from_: str | None = Field(None, alias="from")
+    language: LanguageConfig
+    vision: VisionConfig | None = None
+    audio: AudioConfig | None = None
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of the encoder phases present, in the order used everywhere."""
+        return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of all phases, which are also sections here, in the order of computation."""
+        return (*self.encoders, "language")
+
+    @property
+    def windows(self) -> dict[str, LayerWindows]:
+        """The attention windows of phases whose layers have any."""
+        sections = {phase: getattr(self, phase) for phase in self.phases}
+        return {phase: section for phase, section in sections.items() if getattr(section, "window", None) is not None}
+
+
+# ---------------------------------------------------------------------------- components
+
+
+class ComponentConfig(Section):
+    """How one component trains.
+
+    `train` names the parameters that do, by patterns of their paths inside the component, in which
+    `*` stands for any characters: `[layers.mlp.*, "*bias"]`. `layout` overrides the rules of
+    sharding/rules.py, logical axis -> mesh axes: `{batch: [data, fsdp, tensor], heads: [], mlp: []}`
+    runs an encoder data-parallel over `tensor`.
+    """
+
+    freeze: bool = False
+    train: tuple[str, ...] = ("*",)
+    learning_rate_scale: float = Field(1.0, ge=0.0)
+    compute_dtype: DType = "float32"
+    remat: Remat = "full"  # what the backward pass computes again; see models/layers.py
+    attention: Kernel = "auto"  # auto: the platform's own where there is one
+    layout: dict[str, list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_train(self) -> ComponentConfig:
+        if not self.train:
+            raise ValueError("train is empty: freeze the component (freeze: true), or name some of its parameters")
+        if self.freeze and self.train != ("*",):
+            raise ValueError(f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out")
+        return self
+
+
+class ProjectorConfig(ComponentConfig):
+    """How a projector trains: one MLP, whose backward pass by default recomputes nothing."""
+
+    remat: Remat = "none"
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> ProjectorConfig:
+        if self.attention != "auto":
+            raise ValueError(f"attention ({self.attention}): a projector has none; leave the key out")
+        return self
+
+
+class ProjectorComponents(Section):
+    vision: ProjectorConfig = ProjectorConfig()
+    audio: ProjectorConfig = ProjectorConfig()
+
+
+class ComponentsConfig(Section):
+    """Settings by component; parameters, metrics and checkpoints have the same tree of names."""
+
+    vision: ComponentConfig = ComponentConfig()
+    audio: ComponentConfig = ComponentConfig()
+    projector: ProjectorComponents = ProjectorComponents()
+    language: ComponentConfig = ComponentConfig()

@@ -1,0 +1,79 @@
+"""Sections about the run itself: its steps, what it writes, how its processes wait."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from jaxmllm.config.section import Auto, DType, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with warm-up and a cosine or constant schedule.
+
+    Weight decay leaves out norms, biases and embeddings.
+    """
+
+    learning_rate: PositiveFloat
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    # Step at which the cosine has fallen; auto: `run.steps` when the run begins.
+    decay_steps: PositiveInt | Auto = "auto"
+    final_scale: float = Field(0.1, ge=0.0, le=1.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.0, ge=0.0)
+    clip_norm: PositiveFloat | None = 1.0
+    max_skipped: PositiveInt = 5  # non-finite updates in a row before the run stops
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, and how many states are kept."""
+
+    every: PositiveInt | None = None  # steps; none: only at the end and on SIGTERM
+    keep: PositiveInt = 3
+
+
+class LoggingConfig(Section):
+    """Where metrics go, and how often."""
+
+    every: PositiveInt = 1  # steps between metric records
+    examples: bool = False  # write the ids of every step's examples to examples.jsonl
+    tensorboard: bool = True
+    wandb: str | None = None  # project name
+    peak_flops: PositiveFloat | Auto = "auto"  # of one device, for MFU
+
+
+class ProfileConfig(Section):
+    """Which steps the profiler records."""
+
+    start: int = Field(10, ge=0)
+    steps: int = Field(0, ge=0)  # 0: no profile
+
+
+class DistributedConfig(Section):
+    """How long the processes of a run wait for one another."""
+
+    # Seconds for processes that start, read data or compile later than others.
+    start_timeout: PositiveFloat = 600.0
+    # Seconds without a sign of life after which a process counts as dead.
+    peer_timeout: PositiveFloat = 60.0
+
+
+class EvaluationConfig(Section):
+    """When the held-out examples are evaluated, and how many of them."""
+
+    every: PositiveInt | None = None  # steps; none: only at the end
+    examples: PositiveInt | None = None  # none: the whole held-out set
+    at_start: bool = False  # also before the first step
+
+
+class RunConfig(Section):
+    """Where the run lives, how long it is, and what its random numbers and parameters start from."""
+
+    directory: str
+    steps: PositiveInt
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    param_dtype: DType = "float32"
