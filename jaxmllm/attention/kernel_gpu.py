@@ -166,7 +166,7 @@ def _mask_specs(cut: Cut, own: TokenIds, others: TokenIds, tiles: TileLists) -> 
     row = pl.BlockSpec((None, others.document.shape[1]), lambda i, h, r: (r, 0))
     span = pl.BlockSpec((None, None, 3), lambda i, h, r: (r, lax.div(i, tiles_of_block), 0))
     blocks = pl.BlockSpec((None, tiles.blocks.shape[1]), lambda i, h, r: (r, 0))
-    return [jax.tree.map(lambda _: tile, own), jax.tree.map(lambda _: row, others), TileLists(span, blocks)]
+    return [own.map(lambda _: tile), others.map(lambda _: row), TileLists(span, blocks)]
 
 
 # ---------------------------------------------------------------------------- kernels
@@ -294,11 +294,11 @@ def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
 
 
 def _column(ids: TokenIds, slots: Any) -> TokenIds:
-    return TokenIds(*(ref[slots][:, None] for ref in ids))
+    return ids.at(slots).at(np.s_[:, None])
 
 
 def _row(ids: TokenIds, slots: Any) -> TokenIds:
-    return TokenIds(*(ref[slots][None] for ref in ids))
+    return ids.at(slots).at(None)
 
 
 def _load(cut: Cut, ref: Ref, *where: Any) -> Columns:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -104,7 +105,7 @@ def _over_tiles(span: Array, blocks: Array, step: Callable[[Array, Array, Any], 
 
 
 def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> Array:
-    """Logits [G, M, b] of one tile, -inf where invisible; ids are [3, b]."""
+    """Logits [G, M, b] of one tile, -inf where invisible; ids are [columns, b]."""
 
     def bias() -> Array:
         seen = visible(TokenIds(*query_ids[..., None]), TokenIds(*key_ids))
@@ -131,8 +132,9 @@ def _slots(x: Array, block: int, shape: tuple[int, ...]) -> Array:
 
 
 def _by_block(ids: TokenIds, block: int) -> Array:
-    """[3, blocks of all rows, b]."""
-    return jnp.stack(ids).reshape(3, -1, block)
+    """[columns, blocks of all rows, b]."""
+    columns = jax.tree.leaves(ids)
+    return jnp.stack(columns).reshape(len(columns), -1, block)
 
 
 def _counted_over_rows(lists: TileLists, others: int) -> TileLists:

@@ -2,15 +2,17 @@
 
     visible(q, k)    the rule, for tokens in arrays of any kind: numpy on the host, jax in the kernels
     seen_spans       the same as one interval per token, for rows in the order in which the planner packs them
+    cut_pieces       the same for runs of tokens, in any row
 
-A new rule of masking enters here, as another column of `TokenIds` that `visible` and `seen_spans` read. Tiles,
-parts and kernels derive from the two, and know no rule of their own.
+A new rule of masking enters here, as another column of `TokenIds` that these three read. Tiles, parts and kernels
+derive from them, and know no rule of their own.
 
 Letters: B rows, C slots of a row, T key slots, b slots of a block, L length of the lists.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,14 @@ class TokenIds(NamedTuple):
     document: Any  # 0: padding, which sees nothing and is not seen
     group: Any  # > 0: image or clip, unique in its document; 0: seen only from later on
     position: Any  # order inside the document
+
+    def map(self, function: Callable[[Any], Any]) -> TokenIds:
+        """The ids with a function applied to every column."""
+        return TokenIds(*map(function, self))
+
+    def at(self, index: Any) -> TokenIds:
+        """The ids at an index of every column."""
+        return self.map(lambda column: column[index])
 
 
 class TileLists(NamedTuple):
@@ -94,6 +104,38 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     else:
         spans[0, slots], spans[1, slots] = np.take(slots, first), np.take(slots, end - 1) + 1
     return spans[0], spans[1]
+
+
+class Pieces(NamedTuple):
+    """Runs of tokens whose visibility is told by their ends: in no particular order, [P] each, padding left out."""
+
+    slot: Longs  # of its first token
+    size: Longs  # tokens
+    first: TokenIds  # in the order of positions
+    last: TokenIds
+
+    def see(self, query: Longs, key: Longs) -> tuple[Bools, Bools]:
+        """Whether some pair, and whether every pair, of tokens of two pieces of one document is visible."""
+        some = visible(self.last.at(query), self.first.at(key))
+        every = visible(self.first.at(query), self.last.at(key))
+        return some, every
+
+
+def cut_pieces(ids: TokenIds, block: int) -> Pieces:
+    """The pieces of a row, by document: runs of tokens of one document and group within a block.
+
+    Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible if the last query
+    sees the first key, and every pair if the first query sees the last key.
+    """
+    alike = np.stack([np.arange(len(ids.document)) // block, ids.document, ids.group])
+    cuts = np.flatnonzero(np.append(True, (alike[:, 1:] != alike[:, :-1]).any(axis=0)))
+    order = np.argsort(ids.document[cuts], kind="stable")
+    order = order[ids.document[cuts][order] > 0]
+    slot = cuts[order]
+    document, group = ids.document[slot], ids.group[slot]
+    first = TokenIds(document, group, np.minimum.reduceat(ids.position, cuts)[order])
+    last = TokenIds(document, group, np.maximum.reduceat(ids.position, cuts)[order])
+    return Pieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
 
 
 def _starts(changes: Bools) -> Ints:

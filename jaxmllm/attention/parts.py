@@ -65,11 +65,11 @@ def block_work(ids: TokenIds, block: int) -> Longs:
     if spans is not None:
         return span_work(*spans, block)
     tiles = visible_tiles(ids, block)
-    blocks = TokenIds(*(column.reshape(-1, block) for column in ids))
+    blocks = ids.map(lambda column: column.reshape(-1, block))
     looks_ahead = np.zeros(len(blocks.document), np.bool_)
     for distance in range(1, block):
-        earlier = TokenIds(*(column[:, :-distance] for column in blocks))
-        later = TokenIds(*(column[:, distance:] for column in blocks))
+        earlier = blocks.at(np.s_[:, :-distance])
+        later = blocks.at(np.s_[:, distance:])
         looks_ahead |= visible(earlier, later).any(axis=1)
     held = blocks.document.max(axis=1) > 0
     return TILE * np.bincount(tiles.query, minlength=len(held)) - (held & ~looks_ahead)

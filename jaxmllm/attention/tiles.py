@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Bools, Ints, Longs
-from jaxmllm.attention.mask import TileLists, TokenIds, seen_spans, visible
+from jaxmllm.attention.mask import TileLists, TokenIds, cut_pieces, seen_spans
 
 LARGEST_LIST = 2**20  # tiles that the lists of one row have room for, at most
 PAIRS_AT_ONCE = 2**22  # pairs of pieces of an irregular row that are compared at one time
@@ -83,8 +83,7 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
 def visible_tiles(ids: TokenIds, block: int) -> Tiles:
     """All tiles of a row with a visible pair. Raises `ValueError` if `block` does not divide its length.
 
-    Rows as the planner packs them take time linear in the number of tiles; others are compared piece by piece, where a
-    piece is a run of tokens of one document and group within a block.
+    Rows as the planner packs them take time linear in the number of tiles; others are compared piece by piece.
     """
     if len(ids.document) % block:
         raise ValueError(
@@ -121,42 +120,26 @@ def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
 
 
 def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
-    """The tiles of any row, from all pairs of pieces of a document.
-
-    Later queries see more and earlier keys are seen by more. So some pair of two pieces is visible if the last query
-    sees the first key, and every pair if the first query sees the last key.
-    """
+    """The tiles of any row, from all pairs of pieces of a document."""
     blocks = len(ids.document) // block
-    stacked = np.stack([np.arange(len(ids.document)) // block, ids.document, ids.group])
-    cuts = np.flatnonzero(np.append(True, (stacked[:, 1:] != stacked[:, :-1]).any(axis=0)))
-    order = np.argsort(ids.document[cuts], kind="stable")
-    order = order[ids.document[cuts][order] > 0]
-    document, group = ids.document[cuts][order], ids.group[cuts][order]
-    first = TokenIds(document, group, np.minimum.reduceat(ids.position, cuts)[order])
-    last = TokenIds(document, group, np.maximum.reduceat(ids.position, cuts)[order])
-    size = np.diff(np.append(cuts, len(ids.document)))[order]
-    at_block = cuts[order] // block
-
+    pieces = cut_pieces(ids, block)
+    document = pieces.first.document
+    at_block = pieces.slot // block
     begin = np.searchsorted(document, document, side="left")
     partners = np.searchsorted(document, document, side="right") - begin
     seen = np.zeros(blocks * blocks, np.bool_)
     pairs = np.zeros(blocks * blocks, np.int64)  # of tokens, in wholly visible pairs of pieces
     edges = np.searchsorted(np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right")
-    for low, high in zip(edges, np.append(edges[1:], len(order)), strict=True):
+    for low, high in zip(edges, np.append(edges[1:], len(document)), strict=True):
         count = partners[low:high]
         query = np.repeat(np.arange(low, high), count)
         key = np.arange(len(query)) + np.repeat(begin[low:high] - (np.cumsum(count) - count), count)
         tile = at_block[query] * blocks + at_block[key]
-        some = visible(_take(last, query), _take(first, key))
-        every = visible(_take(first, query), _take(last, key))
+        some, every = pieces.see(query, key)
         seen[tile[some]] = True
-        pairs += np.bincount(tile[every], (size[query] * size[key])[every], len(pairs)).astype(np.int64)
+        pairs += np.bincount(tile[every], (pieces.size[query] * pieces.size[key])[every], len(pairs)).astype(np.int64)
     tiles = np.flatnonzero(seen)
     return Tiles(tiles // blocks, tiles % blocks, pairs[tiles] == block * block)
-
-
-def _take(ids: TokenIds, index: Longs) -> TokenIds:
-    return TokenIds(*(column[index] for column in ids))
 
 
 def _lists(side: Longs, other: Longs, full: Bools, count: int, bound: int) -> TileLists:

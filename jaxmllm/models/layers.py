@@ -175,7 +175,7 @@ def _attend(
     split: tuple[str, ...], kernel: Kernel, q: Array, k: Array, v: Array, ids: TokenIds, tiles: RowTiles
 ) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
-    keys = TokenIds(*(gather_parts(column, split) for column in ids))
+    keys = ids.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
     return gathered_attention(partial(attention, mask=mask, kernel=kernel), q, k, v, split)

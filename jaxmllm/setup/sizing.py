@@ -126,4 +126,4 @@ def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -
     device = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else None
     for difference in calibration.differences(device, flops):
         _log.warning("balance.calibration: %s %s; calibrate anew for the best balance", path, difference)
-    return {phase: calibration.phases[phase].training.time for phase in flops}
+    return {phase: calibration.phases[phase].time for phase in flops}

@@ -5,7 +5,7 @@
 Builds the programs of the config's run and times those of every phase on made-up rows, the same on all ranks: filled
 wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
 
-    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
 
 prints the fit next to the ratio of the FLOPs, and writes the file that `balance.calibration` names.
 
@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, Flops, PhaseCalibration
+from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, PhaseCalibration
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
@@ -65,11 +66,9 @@ def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:
     return list(distinct)
 
 
-def fit(timed: Mapping[Fill, float]) -> Coefficients:
-    """Coefficients of least relative squares, none negative, to the seconds of each fill."""
-    terms = np.array(
-        [(1, fill.capacity, fill.items * fill.length, fill.items * fill.length**2) for fill in timed], float
-    )
+def fit(timed: Mapping[Fill, float], flops: ItemCost) -> Coefficients:
+    """Coefficients of least relative squares, none negative, to the seconds of each fill with items of these FLOPs."""
+    terms = np.array([(1, fill.capacity, *fill.used(flops)) for fill in timed], float)
     if len({fill.capacity for fill in timed}) == 1:
         terms[:, 0] = 0  # nothing tells it from the time of all slots
     relative = terms / np.array(list(timed.values()))[:, None]
@@ -101,9 +100,9 @@ def measure(run: Run, repeats: int) -> Calibration:
         phases[phase] = PhaseCalibration(
             dtype=getattr(config.components, phase).compute_dtype,
             capacities=spec.capacities,
-            flops=Flops(**vars(flops[phase])),
-            forward=fit({fill: forward for fill, (forward, _) in timed.items()}),
-            training=fit({fill: training for fill, (_, training) in timed.items()}),
+            flops=flops[phase],
+            forward=fit({fill: forward for fill, (forward, _) in timed.items()}, flops[phase]),
+            training=fit({fill: training for fill, (_, training) in timed.items()}, flops[phase]),
         )
     device = programs.mesh.devices.flat[0]
     return Calibration(

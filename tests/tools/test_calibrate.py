@@ -25,6 +25,7 @@ from sharding.mesh import abstract_mesh, make_mesh
 from tests.support import assemble, assert_same, tiny_config
 
 KNOWN = Coefficients(row=2e-3, slot=3e-6, linear=5e-7, quadratic=2e-9, residual=0)
+FLOPS = ItemCost(1000, 3)
 ROWS = [fill for capacity in (4096, 512) for fill in fills(capacity, 8, 64)]
 
 
@@ -46,31 +47,31 @@ def test_rows_are_filled_in_every_way():
 
 
 def test_the_fit_recovers_known_coefficients():
-    found = fit({fill: KNOWN.seconds(fill) for fill in ROWS})
+    found = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS}, FLOPS)
     assert close(found, 1e-4) and found.residual < 1e-5
 
 
 def test_the_fit_bears_noise():
     noise = np.random.default_rng(0).normal(1, 0.02, len(ROWS))
-    found = fit({fill: KNOWN.seconds(fill) * factor for fill, factor in zip(ROWS, noise, strict=True)})
+    found = fit({fill: KNOWN.seconds(fill, FLOPS) * factor for fill, factor in zip(ROWS, noise, strict=True)}, FLOPS)
     assert close(found, 0.15) and 0.01 < found.residual < 0.03
 
 
 def test_with_one_capacity_the_row_is_told_by_its_slots():
-    found = fit({fill: KNOWN.seconds(fill) for fill in ROWS if fill.capacity == 512})
+    found = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS if fill.capacity == 512}, FLOPS)
     assert found.row == 0 and found.slot * 512 == pytest.approx(KNOWN.row + KNOWN.slot * 512, rel=1e-4)
     assert found.linear == pytest.approx(KNOWN.linear, rel=1e-4)
 
 
 def test_no_coefficient_is_negative():
     """Rows that get faster the more they hold: noise, which must not make items a gain."""
-    found = fit({fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS})
+    found = fit({fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS}, FLOPS)
     assert found.linear == found.quadratic == 0 and found.row > 0 and found.residual > 0.1
 
 
 def test_the_planner_gets_whole_femtoseconds():
     given = Coefficients(row=1.5e-3, slot=2.5e-9, linear=1.1e-9, quadratic=1.7e-14, residual=0)
-    assert given.time == PhaseTime(ItemCost(3_600_000, 17), row=1_500_000_000_000)
+    assert given.time(FLOPS) == PhaseTime(ItemCost(3_600_000, 17), row=1_500_000_000_000)
 
 
 # ---------------------------------------------------------------------------- the file
@@ -139,7 +140,7 @@ def test_what_is_no_calibration_at_all_is_refused(tmp_path, text):
 
 def test_the_file_must_know_only_the_phases_of_the_model(tmp_path):
     path = written(tmp_path / "file.json", phases__audio=None)
-    assert load_calibration(path, ("vision", "language")).phases["vision"].training.time.row == 10**12
+    assert load_calibration(path, ("vision", "language")).phases["vision"].time.row == 10**12
 
 
 def test_another_device_or_model_is_said(tmp_path):
@@ -185,7 +186,7 @@ def test_the_command_measures_every_phase(command):
     assert measured.mesh["data"] == 4 and measured.jax == jax.__version__
     for phase in measured.phases.values():
         full = Fill(phase.capacities[0], 1, phase.capacities[0])
-        assert phase.forward.seconds(full) > 0 and 0 < phase.training.seconds(full) < 10
+        assert phase.forward.seconds(full, phase.flops) > 0 and 0 < phase.training.seconds(full, phase.flops) < 10
     lines = calibrate.table(measured)
     assert [line[:2] for line in lines] == [[p, n] for p in measured.phases for n in ("forward", "training")]
 
@@ -203,7 +204,7 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     items = inputs.corpus.gather(np.arange(16))
     statistics = [plan_step(items, spec).statistics for spec in specs]
     for name, measured in load_calibration(calibration, plain.phases).phases.items():
-        cost = measured.training.time
+        cost = measured.time
         phase = calibrated.phases[name]
         assert phase.cost == cost.item
         assert phase.cost != plain.phases[name].cost

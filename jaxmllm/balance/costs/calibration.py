@@ -1,7 +1,8 @@
 """The file that `balance.calibration` names: measured times of every phase's rows.
 
-    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of l**2        items of l slots
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
 
+The square of an item is l**2, or less where layers attend in windows (`ItemCost.mean_squares` of its FLOPs).
 tools/calibrate.py writes it, setup/sizing.py reads it for the planner.
 """
 
@@ -32,9 +33,13 @@ class Fill:
     items: int
     length: int
 
+    def used(self, flops: ItemCost) -> tuple[int, float]:
+        """Slots that hold something, and the sum of squares of items of these FLOPs."""
+        return self.items * self.length, self.items * flops.mean_squares(self.length)
+
 
 class Coefficients(Section):
-    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of l**2."""
+    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of squares."""
 
     row: Seconds
     slot: Seconds
@@ -42,36 +47,31 @@ class Coefficients(Section):
     quadratic: Seconds
     residual: Seconds  # root mean square of the relative errors of the fit
 
-    def seconds(self, fill: Fill) -> float:
-        used, squares = fill.items * fill.length, fill.items * fill.length**2
-        return self.row + self.slot * fill.capacity + self.linear * used + self.quadratic * squares
+    def seconds(self, fill: Fill, flops: ItemCost) -> float:
+        """Seconds of a row that is filled like this, with items of these FLOPs."""
+        slots, squares = fill.used(flops)
+        return self.row + self.slot * fill.capacity + self.linear * slots + self.quadratic * squares
 
-    @property
-    def time(self) -> PhaseTime:
-        """What the planner gets: femtoseconds, the same on every host since the file's decimal figures are scaled."""
-        per_slot = Decimal(repr(self.slot)) + Decimal(repr(self.linear))
-        numbers = (per_slot, Decimal(repr(self.quadratic)), Decimal(repr(self.row)))
-        linear, quadratic, row = (int((number * PER_SECOND).to_integral_value()) for number in numbers)
-        return PhaseTime(ItemCost(linear, quadratic), row)
-
-
-class Flops(Section):
-    """An `ItemCost` in FLOPs."""
-
-    linear: int
-    quadratic: int
-
-    @property
-    def cost(self) -> ItemCost:
-        return ItemCost(**dict(self))
+    def time(self, flops: ItemCost) -> PhaseTime:
+        """What the planner gets of items of these FLOPs: femtoseconds, the same on every host since the file's decimal
+        figures are scaled."""
+        row, slot, linear, quadratic = (
+            PER_SECOND * Decimal(repr(seconds)) for seconds in (self.row, self.slot, self.linear, self.quadratic)
+        )
+        return PhaseTime(flops.measured(slot + linear, quadratic), int(row.to_integral_value()))
 
 
 class PhaseCalibration(Section):
     dtype: str  # of the computation
     capacities: tuple[int, ...]  # of the rows that were timed
-    flops: Flops  # of an item, to know the model and what of it is trained
+    flops: ItemCost  # of an item, to know the model and what of it is trained
     forward: Coefficients
     training: Coefficients  # forward and backward: what the planner reads
+
+    @property
+    def time(self) -> PhaseTime:
+        """What the planner balances by."""
+        return self.training.time(self.flops)
 
 
 class Calibration(Section):
@@ -91,7 +91,7 @@ class Calibration(Section):
         found = []
         if device is not None and device != self.device:
             found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
-        others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops.cost]
+        others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops]
         if others:
             found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
         return found
@@ -118,7 +118,7 @@ def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
         if phase not in calibration.phases:
             has = ", ".join(calibration.phases) or "none"
             raise ConfigError(f"{where} lacks phases.{phase} (it has: {has}); {REMEDY}")
-        measured = calibration.phases[phase].training.time
+        measured = calibration.phases[phase].time
         if not measured.item.linear and not measured.item.quadratic:
             raise ConfigError(
                 f"{where}: phases.{phase}.training: slot, linear and quadratic are all zero, so that items would cost "

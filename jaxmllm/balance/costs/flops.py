@@ -15,14 +15,17 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
+
+NO_SQUARES: tuple[Fraction, ...] = (Fraction(0),)
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,41 @@ class ItemCost:
         """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
         return self.linear * length + self.attention(length)
 
+    def squares(self, length: Any) -> tuple[Any, ...]:
+        """What attention costs in proportion to, by kind of layer: squared lengths."""
+        return (length**2,)
+
+    @property
+    def per_square(self) -> tuple[int, ...]:
+        """What attention costs for each of `squares`."""
+        return (self.quadratic,)
+
     def attention(self, length: Any) -> Any:
         """What pairs of slots cost, the part that is not linear in the length."""
-        return self.quadratic * length**2
+        return sum(cost * square for cost, square in zip(self.per_square, self.squares(length), strict=True))
+
+    def mean_squares(self, length: int) -> float:
+        """`squares` averaged over the kinds of layers, by what these cost."""
+        return self.attention(length) / sum(self.per_square) if any(self.per_square) else length**2
 
     def total(self, length: Longs) -> float:
         """Cost of items of these lengths together."""
         length = length.astype(float)
-        return float(self.linear * length.sum() + self.quadratic * (length * length).sum())
+        squares = (square.sum() for square in self.squares(length))
+        attention = sum(cost * square for cost, square in zip(self.per_square, squares, strict=True))
+        return float(self.linear * length.sum() + attention)
 
     def shifted(self, bits: int) -> ItemCost:
         """The cost in units of 2**bits, rounded down."""
         return ItemCost(self.linear >> bits, self.quadratic >> bits)
+
+    def measured(self, linear: Decimal, mean_square: Decimal) -> ItemCost:
+        """The same with measured costs per slot and per mean square."""
+        return ItemCost(_whole(linear), _whole(mean_square))
+
+
+def _whole(number: Decimal) -> int:
+    return int(number.to_integral_value())
 
 
 @dataclass(frozen=True)
@@ -69,28 +95,29 @@ class Layer:
       component: "vision", "projector.vision", "language", ...
       parameters: numbers in its matrices.
       products: of products with weights, per slot; gradients of one flow through those after it.
-      attention_linear: of scores and mixing, which have no weights, per slot ...
-      attention_quadratic: ... and per squared slot.
+      attention_linear: of scores and mixing, which have no weights, per slot ..
+      attention_squares: .. and for each of `ItemCost.squares`.
     """
 
     component: str
     parameters: int
     products: tuple[Fraction, ...]
     attention_linear: Fraction = Fraction(0)
-    attention_quadratic: Fraction = Fraction(0)
+    attention_squares: tuple[Fraction, ...] = NO_SQUARES
 
     def linear(self, slots: int) -> int:
         """FLOPs of products with weights."""
         return round(sum(self.products, Fraction(0)) * slots)
 
-    def attention(self, slots: int, squares: int) -> int:
+    def attention(self, slots: int, squares: Sequence[int]) -> int:
         """FLOPs of scores and mixing.
 
         Args:
-          slots: sum of the lengths l of the items.
-          squares: sum of l**2.
+          slots: sum of the lengths of the items.
+          squares: sums of their `ItemCost.squares`.
         """
-        return round(self.attention_linear * slots + self.attention_quadratic * squares)
+        pairs = (flops * square for flops, square in zip(self.attention_squares, squares, strict=True))
+        return round(self.attention_linear * slots + sum(pairs))
 
 
 def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> ItemCost:
@@ -113,17 +140,20 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> It
         raise ValueError(f"trainable components {sorted(unknown)} are not in this model: it has {sorted(components)}")
     layers = phase_layers(model, phase)
     upstream = any(name in trainable for read in phases[phase].reads for name in phases[read].components)
-    linear = quadratic = Fraction(0)
+    linear = Fraction(0)
+    squares = NO_SQUARES
     for layer in layers:
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
         attention_passes = 3 if upstream else 1
         linear += attention_passes * layer.attention_linear
-        quadratic += attention_passes * layer.attention_quadratic
+        squares = tuple(
+            total + attention_passes * flops for total, flops in zip(squares, layer.attention_squares, strict=True)
+        )
         trained = layer.component in trainable
         for product in layer.products or (Fraction(0),):
             linear += (1 + upstream + trained) * product  # forward, input gradient, weight gradient
             upstream = upstream or trained
-    return ItemCost(round(linear), round(quadratic))
+    return ItemCost(round(linear), *map(round, squares))
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
@@ -151,7 +181,7 @@ def _language(config: LanguageConfig) -> tuple[Layer, ...]:
     vocabulary = config.vocab_size * config.width
     embedding = Layer(LANGUAGE, 0 if config.tie_embeddings else vocabulary, products=())
     causal = Fraction(2 * heads_width)  # half of the pairs
-    block = Layer(LANGUAGE, weights, _product(weights), attention_quadratic=causal)
+    block = Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal,))
     return (embedding, *[block] * config.layers, Layer(LANGUAGE, vocabulary, _product(vocabulary)))
 
 
@@ -160,9 +190,9 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     embedding = Layer("vision", patch, _product(patch))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
     if config.window is not None:  # a patch of a windowed layer sees no more than its window
-        seen = blocks[0].attention_quadratic * config.window**2
-        windowed = replace(blocks[0], attention_linear=seen, attention_quadratic=Fraction(0))
-        blocks = [block if layer in config.full_layers else windowed for layer, block in enumerate(blocks)]
+        seen = blocks[0].attention_squares[0] * config.window**2
+        windowed = replace(blocks[0], attention_linear=seen, attention_squares=NO_SQUARES)
+        blocks = [windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)]
     group = config.merge**2
     projector = _projector("vision", group * config.width, per_token=group, width=language_width)
     return (embedding, *blocks, projector)
@@ -187,7 +217,7 @@ def _encoder_block(phase: str, config: TowerConfig, per_token: int) -> Layer:
     """A layer that attends in both directions; `per_token` slots are one token of its attention."""
     weights = config.width * (4 * config.width + 2 * config.mlp_width)
     pairs = Fraction(4 * config.width, per_token**2)
-    return Layer(phase, weights, _product(weights, per_token=per_token), attention_quadratic=pairs)
+    return Layer(phase, weights, _product(weights, per_token=per_token), attention_squares=(pairs,))
 
 
 def _projector(phase: str, features: int, per_token: int, width: int) -> Layer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.costs.flops import phase_layers
+from jaxmllm.balance.costs.flops import NO_SQUARES, phase_layers
 from jaxmllm.config.schema import ModelConfig
 from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
@@ -21,7 +21,8 @@ ATTENTION_PARTS = 1024  # attention of a row is counted in such parts of what on
 class ChainCosts:
     """What the chunks of a chain cost for one row: forward, input gradient, weight gradient, recompute, each [4, D].
 
-    `linear` is paid for every slot, filled or not; `attention` is what one item that fills the row adds.
+    `linear` is paid for every slot, filled or not. `attention` [kinds, 4, D] is what attention adds, by kind of its
+    squares (`ItemCost.squares`), where these are as many as of one item that fills the row.
     """
 
     capacity: int
@@ -29,9 +30,10 @@ class ChainCosts:
     attention: Longs
 
     def work(self, squares: Longs, backward: bool = True) -> ChainWork:
-        """The work of M rows whose items have squared lengths of these sums [M]."""
-        attended = squares * ATTENTION_PARTS // self.capacity**2
-        costs = self.linear[:, :, None] + self.attention[:, :, None] * attended // ATTENTION_PARTS
+        """The work of M rows whose items have squares of these sums [kinds, M]."""
+        costs = self.linear[:, :, None]
+        for attention, attended in zip(self.attention, squares * ATTENTION_PARTS // self.capacity**2, strict=True):
+            costs = costs + attention[:, :, None] * attended // ATTENTION_PARTS
         forward, input_gradient, weight_gradient, recompute = costs
         if not backward:
             input_gradient = weight_gradient = recompute = np.zeros_like(forward)
@@ -46,8 +48,8 @@ class ChainLayers:
     trainable: frozenset[str]
     capacities: Mapping[str, int]
 
-    def layers(self, squares: Mapping[str, int]) -> dict[str, list[Layer]]:
-        """By phase, for rows whose items have squared lengths of these sums."""
+    def layers(self, squares: Mapping[str, Sequence[int]]) -> dict[str, list[Layer]]:
+        """By phase, for rows whose items have squares of these sums [kinds]."""
         return {
             name: [
                 Layer(
@@ -64,13 +66,17 @@ class ChainLayers:
 
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:
         """Costs of the chunks of every chain."""
-        without_attention = layer_costs(self.layers(dict.fromkeys(self.capacities, 0)))
-        one_item = layer_costs(self.layers({name: capacity**2 for name, capacity in self.capacities.items()}))
+        kinds = len(NO_SQUARES)
+        without_attention = layer_costs(self.layers(dict.fromkeys(self.capacities, (0,) * kinds)))
+        one_item = []
+        for unit in np.eye(kinds, dtype=int).tolist():
+            full = {name: [capacity**2 * share for share in unit] for name, capacity in self.capacities.items()}
+            one_item.append(layer_costs(self.layers(full)))
         costs = {}
         for chain in ring.chains:
             linear = _columns(chunk_costs(chain, without_attention[chain.name]))
-            total = _columns(chunk_costs(chain, one_item[chain.name]))
-            costs[chain.name] = ChainCosts(self.capacities[chain.name], linear, total - linear)
+            totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
+            costs[chain.name] = ChainCosts(self.capacities[chain.name], linear, np.array(totals) - linear)
         return costs
 
 

@@ -29,7 +29,7 @@ class PhaseRows:
     rank: Longs
     offset: Ints
     segment: Ints
-    squares: Longs  # [count] sum of squared lengths in a row, of the replica that has most
+    squares: Longs  # [kinds, count] sums of the items' `ItemCost.squares`, of the replica that has most
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,11 @@ def pack_run(
         rank = replica[owner[name]]
         row_on_rank = row * ranks + rank
         offset, segment = lay_out(row_on_rank, length[name])
-        squares = sums_by(row_on_rank, length[name] ** 2, count * ranks)
-        most_squares = squares.reshape(count, ranks).max(axis=1, initial=0)
-        return PhaseRows(count, members[name], row, rank, offset, segment, most_squares)
+        squares = [
+            sums_by(row_on_rank, of_items, count * ranks).reshape(count, ranks).max(axis=1, initial=0)
+            for of_items in spec.phases[name].cost.squares(length[name])
+        ]
+        return PhaseRows(count, members[name], row, rank, offset, segment, np.array(squares))
 
     phases = {}
     for name in loads:

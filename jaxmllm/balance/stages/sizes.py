@@ -175,7 +175,8 @@ def _ring(layers: ChainLayers, sampled: Sequence[RunRows], config: PipelineConfi
     for name in layers.capacities:
         rows = [run.phases[name] for run in sampled]
         count[name] = sum(phase_rows.count for phase_rows in rows)
-        squares[name] = sum(int(phase_rows.squares.sum()) for phase_rows in rows) // max(count[name], 1)
+        sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
+        squares[name] = (sums // max(count[name], 1)).tolist()
     rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
     return partition(layers.layers(squares), config.stages, config.layout, rows_per_microbatch)
 

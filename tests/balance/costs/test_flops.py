@@ -102,7 +102,7 @@ def test_the_forward_pass_is_that_of_all_layers(model, phase):
     items = np.array([640, 256, 1280])
     slots, squares = int(items.sum()), int((items**2).sum())
     layers = phase_layers(model, phase)
-    forward = sum(layer.linear(slots) + layer.attention(slots, squares) for layer in layers)
+    forward = sum(layer.linear(slots) + layer.attention(slots, (squares,)) for layer in layers)
     assert forward == pytest.approx(phase_flops(model, phase, frozenset()).total(items), rel=1e-9)
 
 
