@@ -198,7 +198,7 @@ def encoder_rows(features, positions, segments, slots_per_token, stride=1, block
         "valid": np.ones((ranks, slots // slots_per_token), bool),
         "failed": np.zeros(ranks, np.int32),
     }
-    row_format = RowFormat(features.shape[-1], features.dtype, slots_per_token, stride, alignment=1)
+    row_format = RowFormat(features.shape[-1], features.dtype, slots_per_token, stride, alignment=1, axes=(1, 2))
     windows = {} if windows is None else {"tower": windows}
     finish_encoder_row(row, AttentionSpec({"tower": block}, windows=windows), "tower", row_format)
     return EncoderRows.of(row)

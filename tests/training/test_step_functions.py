@@ -66,7 +66,9 @@ def encoder_rows(seed):
         "valid": valid,
         "failed": np.zeros(RANKS, np.int32),
     }
-    row_format = RowFormat(12, np.dtype(np.uint8), slots_per_token=PATCHES // TOKENS, stride=1, alignment=1)
+    row_format = RowFormat(
+        12, np.dtype(np.uint8), slots_per_token=PATCHES // TOKENS, stride=1, alignment=1, axes=(1, 2)
+    )
     finish_encoder_row(row, AttentionSpec({"vision": BLOCK}), "vision", row_format)
     return EncoderRows.of(row)
 

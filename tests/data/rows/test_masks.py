@@ -77,7 +77,7 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
         "valid": np.ones((1, len(slots) // 4), bool),
         "failed": np.zeros(1, np.int32),
     }
-    row_format = RowFormat(1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4)
+    row_format = RowFormat(1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4, axes=(1, 2))
     finish_encoder_row(row, AttentionSpec({"audio": BLOCK}, {"audio": parts}), "audio", row_format)
     tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))
