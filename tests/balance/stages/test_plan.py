@@ -16,6 +16,8 @@ from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
 from jaxmllm.phases import make_phases
 from sharding.pipeline.graph import Kind
+from sharding.pipeline.schedules.by_name import SCHEDULES
+from tests.sharding.pipeline.schedules.toy import TOY
 
 PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}
 MODEL = ModelConfig(
@@ -171,3 +173,10 @@ def test_samples_without_an_image_still_make_room_for_some():
 def test_orders_that_a_layout_cannot_keep():
     with pytest.raises(ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"):
         sizes(schedule="1f1b", layout="segments")
+
+
+def test_another_schedule_is_chosen_for_and_planned(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "toy", TOY)
+    made = sizes(layout="chain", schedule="toy")
+    plan = plan_pipeline(random_batch(1), made.spec, made.training)
+    assert plan.statistics["pipeline/fallbacks"] == 0 and len(plan.runs) == 1

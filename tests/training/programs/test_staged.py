@@ -19,6 +19,8 @@ from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.train import main
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
+from sharding.pipeline.schedules.by_name import SCHEDULES
+from tests.sharding.pipeline.schedules.toy import TOY
 from tests.support import Result, assert_close, assert_same, tiny_config
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
@@ -70,6 +72,30 @@ def test_deferred_examples(piped, alone):
     batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
     batch = next(batch for batch in batches if deferred(piped, batch))
     assert_same(computed(piped, piped.step(batch)), alone.gradients(alone.step(batch)), 1e-5)
+
+
+def test_a_schedule_of_ones_own(piped, alone, data, monkeypatch):
+    """An entry of the table is all that another schedule takes: the config names it, plans use and prove it, and the
+    same compiled program computes the same loss and gradients by it."""
+    tree = tiny_config(data, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain", "schedule": "toy"})
+    with pytest.raises(USER_ERRORS, match=r"pipeline.schedule = 'toy'.*choose one of 1f1b, .*search"):
+        prepare(parse_config(tree), make_mesh({"stage": 2}, jax.devices()[:2]))
+    monkeypatch.setitem(SCHEDULES, "toy", TOY)
+    step, own = piped.step(EXAMPLES), scheduled_by(piped, "toy").step(EXAMPLES)
+    assert own.statistics["pipeline/fallbacks"] == 0
+    assert own.statistics["pipeline/ticks"] > step.statistics["pipeline/ticks"], "nothing overlaps"
+    result = computed(piped, own)
+    assert_same(result, computed(piped, step), 1e-5)
+    assert_same(result, alone.gradients(alone.step(EXAMPLES)), 1e-5)
+
+
+def scheduled_by(setup, name: str):
+    """The setup with another schedule, on the same programs."""
+    training = setup.pipeline.training
+    config = training.config.model_copy(update={"schedule": name})
+    return dataclasses.replace(
+        setup, pipeline=dataclasses.replace(setup.pipeline, training=dataclasses.replace(training, config=config))
+    )
 
 
 def deferred(setup, batch) -> bool:

@@ -1,0 +1,148 @@
+"""A step's mathematics in stages: every phase as a component of the pipeline executor.
+
+rows --first--> x --layer, layer, ..--> x --last--> tokens of an encoder, or loss and sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.trainable import Trainable, join
+from jaxmllm.training.objectives.tokens import Sums
+from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
+from jaxmllm.training.step_functions import StepFunctions
+from sharding.pipeline.executor.component import Component, Inputs
+from sharding.pipeline.executor.gradient import Params
+from sharding.pools import take_rows
+
+
+class Activation(NamedTuple):
+    """What goes from one chunk of the decoder to the next."""
+
+    hidden: Float[Array, "R C D"]
+    valid: Float[Array, "R C"]  # 0 where a media token could not be computed
+
+
+class StageFunctions:
+    """A step's mathematics as components of the executor, for code inside manual axes: stages and `replicas`."""
+
+    def __init__(self, functions: StepFunctions, replicas: tuple[str, ...], stage_layers: Mapping[str, StageLayers]):
+        model = functions.model
+        self.stage_layers = stage_layers
+        # Their axes are manual here, so that layouts must not name them.
+        components = {
+            name: replace(component, layout=component.layout.inside(STAGE, *replicas))
+            for name, component in model.components.items()
+        }
+        self.functions = replace(functions, model=replace(model, components=components))
+        self.encoders = model.config.encoders
+
+    @property
+    def model(self) -> MLLM:
+        """The model, with layouts as they are inside the manual axes."""
+        return self.functions.model
+
+    def components(self) -> tuple[Component, ...]:
+        """Encoders in model order, then language."""
+        return (*map(self._encoder, self.encoders), self._language())
+
+    def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trainable: Trainable) -> Inputs:
+        """Staged parameters and rows as the executor takes them; `scale` is what losses are multiplied by."""
+        layers = []
+        outer = []
+        for phase in self.model.phases:
+            trained, frozen = trainable.split({name: params[name] for name in self.model.phases[phase].components})
+            layers.append(Params(_layers_of(trained, phase), (_layers_of(frozen, phase), self._windowed(phase))))
+            outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
+        return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in self.model.phases))
+
+    def _windowed(self, phase: str) -> Bool[Array, "S K L"] | None:
+        """Which layers of a phase attend in windows, where any do: a part of their frozen parameters."""
+        windows = self.model.config.windows
+        if phase not in windows:
+            return None
+        return self.stage_layers[phase].staged(jnp.array(windows[phase].windowed)).astype(bool)
+
+    def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
+        """The executor's gradients by trained component."""
+        gradients: dict[str, Any] = {}
+        for phase, stack, components in zip(self.model.phases, layers, outer, strict=True):
+            for name, tree in components.items():
+                gradients[name] = tree | ({LAYERS: stack} if name == phase and stack else {})
+        return gradients
+
+    def _encoder(self, phase: str) -> Component:
+        layout = self.model.layout(phase)
+        dtype = self.model.components[LANGUAGE].dtype
+
+        def first(outer: Params, rows: EncoderRows, media: Any) -> Array:
+            return self.model.stem(_outer_params(outer), phase, rows)
+
+        def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
+            frozen, windowed = params.frozen
+            return self.model.layer(phase, join(params.trained, frozen), x, rows, windowed)
+
+        def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
+            params = _outer_params(outer)
+            tokens = self.model.project(params, phase, self.model.normed(params, phase, x), rows.places)
+            return TokenPool(tokens.astype(dtype), rows.valid.astype(jnp.float32))
+
+        return Component(first, layer, last, layout.spec(("batch", "sequence")), layout.spec(("batch",)))
+
+    def _language(self) -> Component:
+        layout = self.model.layout(LANGUAGE)
+        dtype = self.model.components[LANGUAGE].dtype
+
+        def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
+            if media:
+                pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
+                pool = TokenPool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)))
+                arrived = TokenPool(*(take_rows(layout, leaf, rows.media) for leaf in pool))
+            else:
+                ranks, slots = rows.tokens.shape
+                width = self.model.config.language.width
+                arrived = TokenPool(jnp.zeros((ranks, slots, width), dtype), jnp.zeros((ranks, slots)))
+            return Activation(self.model.embed(_outer_params(outer), rows, arrived.tokens), arrived.valid)
+
+        def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
+            frozen, windowed = params.frozen
+            hidden = self.model.layer(LANGUAGE, join(params.trained, frozen), x.hidden, rows, windowed)
+            return x._replace(hidden=hidden)
+
+        def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
+            params = _outer_params(outer)
+            scale = outer.frozen[1]
+            hidden = self.model.normed(params, LANGUAGE, x.hidden)
+            total, sums = self.functions.losses(hidden, self.model.head(params), rows, x.valid)
+            return (total * scale).astype(jnp.float32), jax.tree.map(lambda by_rank: by_rank.sum(0), sums)
+
+        return Component(first, layer, last, layout.spec(("batch", "sequence")))
+
+
+def _layers_of(params: dict[str, Any], phase: str) -> Any:
+    """The stacked layers of a phase, or as much of them as there is."""
+    return params.get(phase, {}).get(LAYERS, {})
+
+
+def _without_layers(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: {key: leaf for key, leaf in tree.items() if key != LAYERS} for name, tree in params.items()}
+
+
+def _outer_params(outer: Params) -> dict[str, Any]:
+    """Parameters outside the layers, by component."""
+    params: dict[str, Any] = join(outer.trained, outer.frozen[0])
+    return params
+
+
+def _concat_rows(tokens: jax.Array) -> jax.Array:
+    """[rows read, R, T, ...] -> [R, rows read * T, ...]"""
+    return jnp.moveaxis(tokens, 0, 1).reshape(tokens.shape[1], -1, *tokens.shape[3:])
