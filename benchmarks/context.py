@@ -53,6 +53,7 @@ from jaxmllm.attention.parts import (
 )
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
 
@@ -102,7 +103,7 @@ def packed(random: np.random.Generator, tokens: int) -> TokenIds:
     document, group, position = np.zeros((3, tokens), np.int32)
     start = np.full(len(batch.examples), -1)
     end = 0
-    for example, length in enumerate(batch.phases["language"].length.tolist()):
+    for example, length in enumerate(batch.phases[LANGUAGE].length.tolist()):
         if end + length <= tokens:
             start[example] = end
             document[end : end + length] = example + 1

@@ -226,7 +226,7 @@ def make_workload(ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload
         return known[key]
 
     vision = [costs(images, 0)["vision"] for images in rows.images]
-    language = [costs(0, squares)["language"] for squares in rows.squares]
+    language = [costs(0, squares)[LANGUAGE] for squares in rows.squares]
     return Workload(
         tuple(chain_work(chain, each) for chain, each in zip(ring.chains, (vision, language), strict=True)),
         tuple(tuple((0, row) for row in sorted(each)) for each in rows.inputs),
@@ -386,7 +386,7 @@ def measure_microbatches(
         work = {"vision": np.rint(1e9 * vision), "language": np.rint(5e8 * (vision + text))}
         loads = {name: PhaseLoad(each.astype(np.int64), each.astype(np.int64)) for name, each in work.items()}
         began = time.process_time()
-        plan = plan_microbatches({"vision": loads["vision"]}, loads["language"], replicas, count)
+        plan = plan_microbatches({"vision": loads["vision"]}, loads[LANGUAGE], replicas, count)
         milliseconds.append(1e3 * (time.process_time() - began))
         in_order = random.permutation(examples).reshape(replicas * count, -1)
         for name, each in work.items():

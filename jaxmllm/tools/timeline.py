@@ -31,6 +31,7 @@ from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
 from jaxmllm.balance.stages.run_rows import pack_rows
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import FAINT, INK, Page, command_parser, html_table, new_figure, print_table, write_picture
 from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.pipeline.build_graph import build_graph
@@ -291,7 +292,7 @@ def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, 
         flops = sum(layer.linear(1) for layer in phase_layers(MODEL, name))
         slots = sums_by(items.example, items.length, examples)
         loads[name] = PhaseLoad(slots * flops, slots, ROWS[name] if PHASES[name].has_loss else None)
-    language = loads.pop("language")
+    language = loads.pop(LANGUAGE)
     plan = plan_microbatches(loads, language, replicas=1, microbatches=microbatches)
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(plan.microbatches)]
     squares: dict[str, list[int]] = {}
@@ -303,8 +304,8 @@ def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, 
         squares[name] = _squares(of_item.reshape(-1), items.length, place.shape[1])
         for example, sub in zip(items.example.tolist(), of_item.reshape(-1).tolist(), strict=True):
             inputs[plan.language[example]].add((number, sub))
-    texts = batch.phases["language"]
-    squares["language"] = _squares(plan.language[texts.example], texts.length, plan.microbatches)
+    texts = batch.phases[LANGUAGE]
+    squares[LANGUAGE] = _squares(plan.language[texts.example], texts.length, plan.microbatches)
     return tuple(tuple(sorted(each)) for each in inputs), squares
 
 

@@ -68,7 +68,7 @@ class StepFunctions:
     @property
     def trains_encoders(self) -> bool:
         """Whether any gradient flows from the language rows back to an encoder phase."""
-        return any(self.trainable_of(phase) for phase in self.model.config.encoders)
+        return any(self.trainable_of(phase) for phase in self.model.phases[LANGUAGE].reads)
 
     def keeps_features(self, phase: str) -> bool:
         """Whether backward starts from the features of a frozen tower instead of running it again."""

@@ -200,7 +200,7 @@ class PhasedPrograms(Programs):
     def buffers(self, phase: str) -> PhaseBuffers:
         """Zeros for `forward` and `backward` of single microbatches."""
         owner = self.exchange_owner.get(phase, LANGUAGE)
-        returns = phase == LANGUAGE or bool(self.functions.trainable_of(phase))
+        returns = self.spec.phases[phase].has_loss or bool(self.functions.trainable_of(phase))
         return PhaseBuffers(
             pool=self._zeros(owner),
             d_pool=self._zeros(f"d_{owner}") if returns else None,
@@ -212,7 +212,7 @@ class PhasedPrograms(Programs):
     def forward(self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers) -> PhaseBuffers:
         """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
         phase_params = self._params_of(params, phase)
-        if phase == LANGUAGE:
+        if self.spec.phases[phase].has_loss:
             program = self._call("evaluate", phase, capacity)
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
         program = self._call("encode", phase, capacity)
@@ -223,7 +223,7 @@ class PhasedPrograms(Programs):
         """Run the same microbatch backward, after `forward`. The language model's forward pass runs again in this, for
         its loss and gradients are one program."""
         phase_params = self._params_of(params, phase)
-        if phase == LANGUAGE:
+        if self.spec.phases[phase].has_loss:
             scale = np.asarray(1e-6, self._real_dtype)
             arguments = (phase_params, rows, buffers.pool, scale, buffers.d_pool, buffers.gradients, buffers.sums)
             d_pool, gradients, sums = self._call("language_loss_and_grad", phase, capacity)(*arguments)
