@@ -113,6 +113,14 @@ def test_commands_are_found():
     assert sum(found.values()) > 25
 
 
+def test_every_command_that_reads_a_config_takes_the_same_overrides(stop_at_parser):
+    modules = [verb.module for name, verb in VERBS.items() if name not in ("sample-data", "timeline")]
+    for module in [*modules, "benchmarks.balance_step", "benchmarks.pipeline_step"]:
+        with pytest.raises(Parsed) as parsed:
+            importlib.import_module(module).main(["a=1", "--config", "x.yaml", "--set", "b=2", "c=3"])
+        assert (parsed.value.options.set, parsed.value.options.overrides) == (["b=2", "c=3"], ["a=1"]), module
+
+
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_documented_keys_are_known(file):
     for span in SPAN.findall(BLOCK.sub("", file.read_text(encoding="utf-8"))):

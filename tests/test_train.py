@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxmllm.train`."""
+"""The command line of `jaxmllm train`."""
 
 import itertools
 
