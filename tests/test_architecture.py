@@ -1,6 +1,11 @@
-"""The arrows of docs/ARCHITECTURE.md: which package may import which."""
+"""The rooms of docs/ARCHITECTURE.md: which may import which, files of one name, and names of files in texts."""
 
 import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +43,10 @@ PLANNER = {  # the same inside jaxmllm/balance, which has rooms of its own
     "compiled": set(),
 }
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
+MEASURED = {"attention.py", "context.py"}  # a benchmark may have the name of the file that it measures
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+MENTION = re.compile(r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b")
+OF_USERS = {"configs/my.yaml", "configs/x.yaml"}
 
 
 def files(room: str) -> list[Path]:
@@ -101,3 +110,45 @@ def test_worker_processes_stay_light(part):
         names = imports(ast.parse(file.read_text(encoding="utf-8")).body)
         heavy = {name for name in names if name.split(".")[0] in ("jax", "flax")}
         assert not heavy, f"{file} imports {heavy}"
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """What people read: documents, scripts and configs whole, of code the docstrings and comments.
+
+    But for the changelog, which tells of old names.
+    """
+    for file in all_files():
+        if file.name == "CHANGELOG.md":
+            continue
+        if file.suffix in (".md", ".yaml", ".sh", ".toml") or file.name == "Makefile":
+            yield file, file.read_text(encoding="utf-8")
+        elif file.suffix == ".py":
+            code = file.read_text(encoding="utf-8")
+            nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, DOCUMENTED))
+            tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+            comments = (token.string for token in tokens if token.type == tokenize.COMMENT)
+            yield file, "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *comments])
+
+
+def all_files() -> list[Path]:
+    folders = (*OURS, "docs", "configs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return sorted(path for path in [*files, *ROOT.glob("*.*"), ROOT / "Makefile"] if "__pycache__" not in path.parts)
+
+
+def test_files_of_one_name_have_one_subject():
+    by_name = defaultdict(list)
+    for room in ("jaxmllm", "sharding", "launch", "benchmarks"):
+        for file in files(room):
+            by_name[file.name].append(file.relative_to(ROOT).as_posix())
+    del by_name["__init__.py"]
+    for name, paths in by_name.items():
+        rooms = [path for path in paths if not (name in MEASURED and path.startswith("benchmarks/"))]
+        assert len(rooms) == 1, f"{name} means several things: {', '.join(paths)}"
+
+
+def test_every_file_that_a_text_names_exists():
+    ends = {"/".join(file.parts[start:]) for file in all_files() for start in range(len(file.parts))}
+    for file, text in texts():
+        for name in MENTION.findall(text):
+            assert name in ends or name in OF_USERS, f"{file.relative_to(ROOT)} names {name}, which does not exist"

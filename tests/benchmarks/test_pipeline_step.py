@@ -1,4 +1,4 @@
-"""The record that pipeline_step writes; what it times is tested in training/test_pipeline.py."""
+"""The record that pipeline_step writes; what it times is tested in training/programs/test_staged.py."""
 
 import pytest
 

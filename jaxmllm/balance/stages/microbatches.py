@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmllm.arrays import INT64_MAX, Bools, Ints, Longs, ceil_divide, sums_by
 from jaxmllm.balance.stages.deferral import defer
-from jaxmllm.balance.stages.swaps import SEARCH, Demands, swap_examples
+from jaxmllm.balance.stages.example_swaps import SEARCH, Demands, swap_examples
 from jaxmllm.phases import LANGUAGE
 
 SHARE_BITS = 20  # shares of a row are counted in 2**20ths

@@ -194,7 +194,7 @@ def inputs(ring: Ring, layers, outer, rows) -> Inputs:
 
 
 def ring_of(layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()) -> Ring:
-    """Layouts as partition.py lays them, with uneven layer counts."""
+    """Layouts as cuts.py lays them, with uneven layer counts."""
     count, names = len(encoders), (*encoders, "language")
     heads = heads or (False,) * len(names)
     if layout == "segments":
