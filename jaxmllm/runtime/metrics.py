@@ -1,4 +1,4 @@
-"""What a run says about itself: metric records, a summary, a progress bar and the count of compilations.
+"""What a run writes about itself: metric records and a summary.
 
     write(step, values) --> metrics.jsonl   one JSON object per line: {"step": 7, "time": ..., "loss": 2.3, ...}
                         --> tensorboard/    numbers only
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ from typing import Any, Protocol, TextIO
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime.files import write_atomically
@@ -240,77 +237,3 @@ def _json(node: Any) -> Any:
     if isinstance(node, list | tuple):
         return [_json(value) for value in node]
     return _finite(_scalar(node))
-
-
-# ---------------------------------------------------------------------------- progress
-
-
-class ProgressBar:
-    """Step, loss and speed as they change: a bar on a terminal, elsewhere a line at most every `line_seconds`."""
-
-    def __init__(
-        self, steps: int, first: int = 0, stream: TextIO | None = None, line_seconds: float = 10.0, visible: bool = True
-    ) -> None:
-        self._steps, self._line_seconds, self._visible = steps, line_seconds, visible
-        self._console = Console(file=stream or sys.stderr, highlight=False)
-        self._last_line = -math.inf
-        self._bar: Progress | None = None
-        if visible and self._console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=False)
-            self._task = self._bar.add_task("train", total=steps, completed=first, text="")
-            self._bar.start()
-
-    def update(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Show that `step` steps are done, with a few named numbers, e.g. {"loss": 2.1, "examples/s": 31.0}."""
-        text = "  ".join(f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in values.items())
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
-        elif self._visible:
-            now = time.monotonic()
-            if now - self._last_line >= self._line_seconds or step >= self._steps:
-                self.print(f"step {step}/{self._steps}  {text}")
-                self._last_line = now
-
-    def print(self, line: str) -> None:
-        """Print a line above the bar."""
-        if self._visible:
-            self._console.print(line, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-# ---------------------------------------------------------------------------- compilations
-
-# Recorded by JAX around each hand-over of a program to XLA; one for every new program, none for a program in use.
-_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
-
-
-class CompilationCounter:
-    """Counts the programs that XLA has been given since this counter was made, by `jit` or ahead of time.
-
-    A program that JAX's persistent cache already holds counts too: it is a new program to this process.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []  # of the functions, in order of compilation, e.g. "jit(update)"
-        self.seconds = 0.0  # spent compiling
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    @property
-    def count(self) -> int:
-        """Compilations so far."""
-        return len(self.names)
-
-    def close(self) -> None:
-        """Stop counting."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
-        if event == _BACKEND_COMPILE:
-            self.names.append(str(details.get("fun_name", "unnamed")))
-            self.seconds += duration_secs

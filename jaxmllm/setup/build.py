@@ -23,13 +23,13 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
+from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
-from jaxmllm.runtime.metrics import CompilationCounter
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
-from jaxmllm.training.messages import WarningLog
 from jaxmllm.training.optimizer import MOMENTS
+from jaxmllm.training.process_messages import WarningLog
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.programs.staged import StagedPrograms

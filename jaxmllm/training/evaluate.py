@@ -1,4 +1,12 @@
-"""Held-out loss and exact match, by source.
+"""Held-out loss and exact match, by source, and the record that tells them.
+
+    batches --evaluate--> results --evaluation_record--> a line of metrics.jsonl --recorded_evaluation--> results
+
+    eval/loss, eval/loss_by_source/<source>         over the target tokens of the examples below; null without any
+    eval/exact_match/<source>                       share of examples that are answered exactly
+    eval/examples/<source>                          examples that both are over
+    eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
+    eval/failed_media                               media items of this evaluation that did not decode
 
 An answer matches exactly when every one of its tokens is the argmax given the true tokens before it. That is the
 same as greedy decoding writing the answer, so one forward pass measures it.
@@ -47,19 +55,19 @@ def evaluate(
     example is left. `source_of` has the source of an example number. `tell` gets what this host could not decode,
     batch by batch. `should_stop` is asked once per batch; None when it said so.
     """
-    found: Evaluated | None = None
-    drawn: Counter[int] = Counter()
+    evaluated: Evaluated | None = None
+    examples_drawn: Counter[int] = Counter()
     for batch in batches:
         if should_stop():
             return None
         tell(batch.failures)
-        found = programs.evaluate(params, programs.put(batch), found)
-        drawn.update(source_of(int(example)) for example in batch.examples)
-    if found is None:
+        evaluated = programs.evaluate(params, programs.put(batch), evaluated)
+        examples_drawn.update(source_of(int(example)) for example in batch.examples)
+    if evaluated is None:
         return NOTHING
-    total, failed = jax.device_get((programs.totals(found.sums), found.failed))
+    total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
-    masked = {sources[i]: drawn[i] - int(total.examples[i]) for i in sorted(drawn)}
+    masked = {sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)}
     return {
         "loss": float(total.loss.sum() / total.targets.sum()) if present else None,
         "loss_by_source": {sources[i]: float(total.loss[i] / total.targets[i]) for i in present},
@@ -69,3 +77,38 @@ def evaluate(
         "masked_by_source": {source: count for source, count in masked.items() if count},
         "failed_media": int(failed),
     }
+
+
+def evaluation_record(results: dict[str, Any]) -> dict[str, Any]:
+    """The values of a record, by name."""
+    return {f"eval/{name}": value for name, value in _flat(results).items()}
+
+
+def recorded_evaluation(record: dict[str, Any]) -> dict[str, Any]:
+    """The results that a record was made of, with its step."""
+    evaluation: dict[str, Any] = NOTHING | {"step": record["step"]}
+    for name, value in record.items():
+        if name.startswith("eval/"):
+            _, key, *source = name.split("/", 2)
+            evaluation[key] = evaluation.get(key, {}) | {source[0]: value} if source else value
+    return evaluation
+
+
+def evaluation_text(evaluation: dict[str, Any]) -> str:
+    """The results in one line."""
+    loss = "none" if evaluation["loss"] is None else f"{evaluation['loss']:.4f}"
+    matches = "  ".join(f"{source} {share:.1%}" for source, share in evaluation["exact_match"].items())
+    left_out = ""
+    if evaluation["masked_examples"]:
+        left_out = (
+            f"  left out: {evaluation['masked_examples']} examples, for {evaluation['failed_media']} media items that "
+            f"could not be decoded"
+        )
+    return f"loss {loss}  exact match: {matches or 'none'}{left_out}"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,35 +1,10 @@
-"""What the numbers of a run mean: device metrics and plan statistics become records, the summary and the limits.
+"""The records, limits and summary of a run.
 
-Pending (step, batch, device metrics) --follow--> one record of metrics.jsonl; past a limit a `TrainingError`
-held-out batches --evaluate--> eval/... records            all steps --summary--> summary.json
-what processes have to say --tell, warnings--> the log, message records
-
-A record of a step has
-
-    loss, loss/<source>     mean over the target tokens of the whole batch, and of one source. null: not finite, or the
-                            batch had no target left (then `masked_targets` are all of them); the update was skipped
-    gradient_norm           before clipping
-    learning_rate           before it is scaled by component
-    skipped                 updates left out so far, because loss or gradients were not finite, or no target was left
-    failed_media            media items so far that did not decode, on all processes
-    masked_targets          target tokens of this step that carry no loss, because a media item of their example failed
-    step_seconds            from the completion of the step before to its own, waiting for data included; after an
-                            evaluation, a checkpoint, an edge of the profile, and at first: from the start of its
-                            programs
-    mfu                     FLOPs of the real lengths, encoders counted and padding not, over `step_seconds` at the peak
-                            of all devices
-    examples/s, <phase>/tokens/s  real amounts over the `step_seconds` of the last 20 steps
-    data_wait_seconds       that this process waited for its batch; some of it while the devices had work
-    compilations            programs compiled so far; it stays as it is after the first steps
-    <phase>/..., route/..., pipeline/..., plan_ms   statistics of the plan (balance/records.py)
-
-A record of an evaluation has
-
-    eval/loss, eval/loss_by_source/<source>         over the target tokens of the examples below; null without any
-    eval/exact_match/<source>                       share of examples that are answered exactly
-    eval/examples/<source>                          examples that both are over
-    eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
-    eval/failed_media                               media items of this evaluation that did not decode
+    StartedStep --follow--> one record of metrics.jsonl (step_metrics.py says what each number means)
+                            past a limit a `TrainingError`
+    held-out batches --evaluate--> eval/... records (evaluate.py)
+    what processes have to say --tell, warnings--> the log, message records
+    all steps --summary--> summary.json
 
 A record of a message has `process` and `message`. Records of all kinds have `step` and `time`.
 """
@@ -37,7 +12,7 @@ A record of a message has `process` and `message`. Records of all kinds have `st
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
@@ -51,22 +26,22 @@ from jax.experimental import multihost_utils
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.workers.reader import Loader
 from jaxmllm.runtime.board import HostsError
-from jaxmllm.runtime.clock import RateMeter, StepClock
-from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, ProgressBar, read_metrics, read_summary
-from jaxmllm.training.evaluate import NOTHING, evaluate
-from jaxmllm.training.messages import Message, Messages, bounded
+from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, read_metrics, read_summary
+from jaxmllm.runtime.progress import ProgressBar
+from jaxmllm.runtime.step_times import StepTimes
+from jaxmllm.training.evaluate import evaluate, evaluation_record, evaluation_text, recorded_evaluation
+from jaxmllm.training.process_messages import Message, Messages, bounded
 from jaxmllm.training.run import Run
 from jaxmllm.training.step_functions import TrainState
-
-SUMMED = ("tokens", "slots", "flops")  # statistics that become rates and ratios
+from jaxmllm.training.step_metrics import AMOUNTS, RATE_STEPS, StepFacts, step_record
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on; the message says at which step, why, and what to do."""
+    """The run cannot continue; the message says at which step, why, and what to do."""
 
 
 @dataclass(frozen=True)
-class Pending:
+class StartedStep:
     """A step whose programs were started and whose metrics are read later; `step` steps are then done."""
 
     step: int
@@ -78,7 +53,7 @@ class Pending:
 
 
 @dataclass
-class Report:
+class RunReport:
     """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs.
 
     Metrics of a step are read when the next one was started, so that the devices always have work.
@@ -93,9 +68,9 @@ class Report:
     loss: float | None = None
     streak: int = 0  # updates in a row, up to the last one written, that were not finite
     _step: int = 0  # the last one that was started
-    _pending: Pending | None = None
-    _clock: StepClock = field(default_factory=StepClock)
-    _rates: RateMeter = field(default_factory=RateMeter)
+    _pending: StartedStep | None = None
+    _times: StepTimes = field(default_factory=StepTimes)
+    _recent: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _kept_summary: dict[str, Any] | None = None  # of a run that had come this far
 
@@ -107,12 +82,12 @@ class Report:
         for record in read_metrics(self.run.directory):
             self.loss = record.get("loss", self.loss)
             if "eval/loss" in record:
-                self.evaluation = _nested(record)
+                self.evaluation = recorded_evaluation(record)
         summary = read_summary(self.run.directory)
         if summary is not None and summary.get("steps") == step and summary.get("error") is None:
             self._kept_summary = summary
 
-    def follow(self, started: Pending) -> None:
+    def follow(self, started: StartedStep) -> None:
         """Write the step before the one just started; raises `TrainingError` past a limit."""
         before, self._pending = self._pending, started
         self._step = started.step
@@ -127,7 +102,7 @@ class Report:
         before, self._pending = self._pending, None
         if before is not None:
             self._write(before)
-        self._clock.pause()
+        self._times.pause()
 
     def tell(self, step: int, failures: Sequence[str], what: str = "masked") -> None:
         """Say which media items of a step this process could not decode, before the step's programs are started."""
@@ -174,7 +149,7 @@ class Report:
             self.progress.print(f"step {step}: asked to stop, so the evaluation is given up")
             return False
         self._publish()
-        self.progress.print(f"step {step}: held-out {_text(results)}")
+        self.progress.print(f"step {step}: held-out {evaluation_text(results)}")
         if results["failed_media"] > run.config.data.max_failed_media:
             self.messages.await_publication()
             raise TrainingError(
@@ -183,7 +158,7 @@ class Report:
             )
         self.evaluation = {"step": step} | results
         self._kept_summary = None
-        self.writer.write(step, {f"eval/{name}": value for name, value in _flat(results).items()})
+        self.writer.write(step, evaluation_record(results))
         return True
 
     # ------------------------------------------------------------------ the end
@@ -234,55 +209,46 @@ class Report:
         self.progress.print(f"step {message.step}: {process}{message.text}")
         self.writer.write_message(message.step, message.process, message.text)
 
-    def _write(self, pending: Pending) -> None:
+    def _write(self, started: StartedStep) -> None:
         """Read the metrics of a step, which waits until it has run."""
-        values = jax.device_get(pending.metrics)
+        values = jax.device_get(started.metrics)
         self._publish()  # all that was told before the step, by any process; a limit's error refers to it
         self._kept_summary = None
-        record = self._record(pending, values)
+        record = self._record(started, values)
         self.loss = record["loss"]
         self.streak = int(values["skipped_in_row"])
         if self.run.is_main:
-            ids = [self.run.corpus.id(example) for example in pending.batch.examples]
+            ids = [self.run.corpus.id(example) for example in started.batch.examples]
             record["batch"] = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
             if self.run.config.logging.examples:
-                self.writer.write_examples(pending.step, ids)
-        if due(pending.step, self.run.config.logging.every) or pending.step == self.run.config.run.steps:
-            self.writer.write(pending.step, record)
+                self.writer.write_examples(started.step, ids)
+        if due(started.step, self.run.config.logging.every) or started.step == self.run.config.run.steps:
+            self.writer.write(started.step, record)
         shown: dict[str, Any] = {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record}
-        self.progress.update(pending.step, shown)
-        self._enforce(pending.step, values)
+        self.progress.update(started.step, shown)
+        self._enforce(started.step, values)
 
-    def _record(self, pending: Pending, values: dict[str, Any]) -> dict[str, Any]:
-        seconds = self._clock.seconds(pending.began, pending.completed.result())
-        statistics, run = pending.batch.statistics, self.run
-        amounts = {"examples/s": float(len(pending.batch.examples))}
-        for phase in run.programs.spec.phases:
-            amounts[f"{phase}/tokens/s"] = statistics[f"{phase}/tokens"]
-            for name in SUMMED:
+    def _record(self, started: StartedStep, device: dict[str, Any]) -> dict[str, Any]:
+        run, statistics = self.run, started.batch.statistics
+        phases = tuple(run.programs.spec.phases)
+        facts = StepFacts(
+            device=device,
+            statistics=statistics | run.programs.route_metrics(statistics),
+            examples=len(started.batch.examples),
+            seconds=self._times.seconds(started.began, started.completed.result()),
+            waited=started.waited,
+            compilations=run.compilations.count,
+            sources=run.sources,
+            phases=phases,
+            peak_flops=run.peak_flops,
+        )
+        self._recent.append(facts)
+        for phase in phases:
+            for name in AMOUNTS:
                 self._sums[f"{phase}/{name}"] += statistics[f"{phase}/{name}"]
-            self._sums[f"{phase}/slowest"] += statistics[f"{phase}/flops"] * statistics.get(f"{phase}/max_over_mean", 0)
-        record: dict[str, Any] = {
-            name: values[name] for name in ("loss", "learning_rate", "gradient_norm", "skipped", "failed_media")
-        }
-        record["masked_targets"] = values["masked_targets"]
-        if not values["targets_by_source"].any():
-            record["loss"] = None  # a mean over nothing
-        for source, loss, targets in zip(
-            run.sources, values["loss_by_source"], values["targets_by_source"], strict=True
-        ):
-            if targets:
-                record[f"loss/{source}"] = loss
-        record |= self._rates.update(amounts, seconds)
-        record |= {name: value for name, value in statistics.items() if name.split("/")[-1] not in SUMMED}
-        record |= run.programs.route_metrics(statistics)
-        if run.peak_flops is not None:
-            flops = sum(statistics[f"{phase}/flops"] for phase in run.programs.spec.phases)
-            record["mfu"] = flops / (seconds * run.peak_flops * jax.device_count())
-        record["step_seconds"] = seconds
-        record["data_wait_seconds"] = pending.waited
-        record["compilations"] = run.compilations.count
-        return {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+            slowest = statistics[f"{phase}/flops"] * statistics.get(f"{phase}/max_over_mean", 0)
+            self._sums[f"{phase}/slowest"] += slowest
+        return step_record(tuple(self._recent))
 
     def _enforce(self, step: int, values: dict[str, Any]) -> None:
         config = self.run.config
@@ -311,32 +277,3 @@ def _limit_of_failures(run: Run) -> str:
         f"data.max_failed_media = {run.config.data.max_failed_media} allows no more. The log and {METRICS_FILE} of "
         f"{run.directory} name them: fix or remove them, or raise the limit"
     )
-
-
-def _nested(record: dict[str, Any]) -> dict[str, Any]:
-    """The evaluation that a record was made of, with its step."""
-    evaluation: dict[str, Any] = NOTHING | {"step": record["step"]}
-    for name, value in record.items():
-        if name.startswith("eval/"):
-            _, key, *source = name.split("/", 2)
-            evaluation[key] = evaluation.get(key, {}) | {source[0]: value} if source else value
-    return evaluation
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
-def _text(evaluation: dict[str, Any]) -> str:
-    loss = "none" if evaluation["loss"] is None else f"{evaluation['loss']:.4f}"
-    matches = "  ".join(f"{source} {share:.1%}" for source, share in evaluation["exact_match"].items())
-    left_out = ""
-    if evaluation["masked_examples"]:
-        left_out = (
-            f"  left out: {evaluation['masked_examples']} examples, for {evaluation['failed_media']} media items that "
-            f"could not be decoded"
-        )
-    return f"loss {loss}  exact match: {matches or 'none'}{left_out}"

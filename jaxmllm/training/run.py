@@ -13,8 +13,8 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.batch import MisalignmentError
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import TokenizerError
-from jaxmllm.runtime.metrics import CompilationCounter
-from jaxmllm.training.messages import WarningLog
+from jaxmllm.runtime.compilations import CompilationCounter
+from jaxmllm.training.process_messages import WarningLog
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import MeshError
 from sharding.pipeline.ring import PipelineError

@@ -1,19 +1,17 @@
-"""Metric records, progress and the count of compilations."""
+"""Metric records and the summary."""
 
-import io
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.runtime.metrics import CompilationCounter, MetricsWriter, ProgressBar, read_metrics
+from jaxmllm.runtime.metrics import MetricsWriter, read_metrics
 
 
 def strict_json(text: str) -> Any:
@@ -133,52 +131,3 @@ def test_summary(tmp_path: Path) -> None:
     expected = {"steps": 10, "eval": {"loss": 0.5, "exact_match": {"picture": None}}, "m": [1, 2]}
     assert strict_json((tmp_path / "summary.json").read_text()) == expected
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_progress_without_a_terminal_is_few_plain_lines() -> None:
-    stream = io.StringIO()
-    progress = ProgressBar(100, stream=stream, line_seconds=3600)
-    for step in range(1, 101):
-        progress.update(step, {"loss": 1 / step, "examples/s": 12.0})
-    progress.print("saved [step 100]")
-    progress.close()
-    assert stream.getvalue().splitlines() == [
-        "step 1/100  loss 1  examples/s 12",
-        "step 100/100  loss 0.01  examples/s 12",
-        "saved [step 100]",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    stream = io.StringIO()
-    progress = ProgressBar(100, stream=stream)
-    progress.update(42, {"loss": 1.25})
-    progress.close()
-    assert "42/100" in stream.getvalue() and "loss 1.25" in stream.getvalue()
-
-
-def test_one_compilation_a_shape_and_none_for_repeats() -> None:
-    inputs = [jax.device_put(np.ones(size, np.float32)) for size in (4, 4, 6, 4, 6)]
-    counter = CompilationCounter()
-    double = jax.jit(lambda x: x * 2)
-    counts = []
-    for x in inputs:
-        double(x).block_until_ready()
-        counts.append(counter.count)
-    assert counts == [1, 1, 2, 2, 2]
-
-    def triple(x: jax.Array) -> jax.Array:
-        return x * 3
-
-    compiled = jax.jit(triple).lower(jax.ShapeDtypeStruct((4,), jnp.float32)).compile()
-    assert counter.count == 3
-    for _ in range(3):
-        compiled(inputs[0]).block_until_ready()
-    assert counter.count == 3
-    assert counter.names[-1] == "jit(triple)"
-    assert counter.seconds > 0
-    counter.close()
-    jax.jit(lambda x: x - 1)(inputs[0])
-    assert counter.count == 3

@@ -10,7 +10,7 @@ import pytest
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config
 from jaxmllm.data.batches import batch_examples
-from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.sample_data import make_sample

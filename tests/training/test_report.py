@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.runtime.metrics import MetricsWriter, ProgressBar, read_metrics
-from jaxmllm.training.messages import Messages
-from jaxmllm.training.report import Pending, Report, TrainingError
-from tests.training.test_messages import Store
+from jaxmllm.runtime.metrics import MetricsWriter, read_metrics
+from jaxmllm.runtime.progress import ProgressBar
+from jaxmllm.training.process_messages import Messages
+from jaxmllm.training.report import RunReport, StartedStep, TrainingError
+from tests.training.test_process_messages import Store
 
 PHASE = {"language/tokens": 300.0, "language/slots": 400.0, "language/flops": 6e9, "language/max_over_mean": 1.5}
 PEAK = 1e9
@@ -76,18 +77,18 @@ def step_metrics(**changes: Any) -> dict[str, Any]:
     return metrics | changes
 
 
-def started(step: int, began: float, completed: float, waited: float = 0.0, **changes: Any) -> Pending:
+def started(step: int, began: float, completed: float, waited: float = 0.0, **changes: Any) -> StartedStep:
     batch: Any = SimpleNamespace(examples=np.arange(12), statistics=PHASE)
     future: Future[float] = Future()
     future.set_result(completed)
-    return Pending(step, batch, step_metrics(**changes), waited, began, future)
+    return StartedStep(step, batch, step_metrics(**changes), waited, began, future)
 
 
 def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     """Steps of 2 s. Initialisation takes 1000 s, an evaluation 50 s, a checkpoint 30 s, both 80 s at the end; before
     step 6 the devices wait 3 s for data."""
     run, out = make_run(), Written()
-    report: Any = Report(run, out, out, None)  # type: ignore[arg-type]
+    report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     report.follow(started(1, began=1000.0, completed=1002.0))
     report.follow(started(2, began=1000.1, completed=1004.0))
     report.settle()  # an evaluation until 1054
@@ -115,12 +116,12 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
 
 
 def test_a_limits_error_comes_after_the_lines_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxmllm.training.messages._serial", iter([0, 0]))
+    monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0, 0]))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     run, out, board = make_run(), Written(), Store()
     run.warnings.take = iter([["warning: the index is damaged"], [], [], []]).__next__
     other = Messages(board, 1)
-    report: Any = Report(run, out, out, None, Messages(board, 0))  # type: ignore[arg-type]
+    report: Any = RunReport(run, out, out, None, Messages(board, 0))  # type: ignore[arg-type]
     report.tell(1, ("a.png: broken",))
     report.follow(started(1, began=0.0, completed=1.0, failed_media=np.int32(1)))
     other.tell(2, ["masked: b.png: broken", "masked: c.wav: broken"])
@@ -142,7 +143,7 @@ OTHERS = ["step 2: process 1: masked: b.png: broken", "step 2: process 1: masked
 
 def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
     run, out = make_run(), Written()
-    report: Any = Report(run, out, out, None)  # type: ignore[arg-type]
+    report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     nothing = {"loss": np.float32(0), "targets_by_source": np.zeros(2), "masked_targets": np.float32(30)}
     report.follow(started(1, began=0.0, completed=1.0, **nothing))
     report.follow(started(2, began=0.0, completed=2.0, **nothing, skipped_in_row=np.int32(3)))
@@ -163,7 +164,7 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
     evaluation = {"loss": 0.5, "exact_match": {"a": 1.0, "b/c": 0.5}, "examples": {"a": 2, "b/c": 4}}
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         progress = ProgressBar(8, visible=False)
-        report = Report(run, writer, progress, None)
+        report = RunReport(run, writer, progress, None)
         report.resume(0)
         assert report.evaluation_missing(0)
         for step in range(1, 9):
@@ -175,7 +176,7 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
         writer.write(6, {"eval/loss": 0.5} | flat)
         assert not report.evaluation_due(7) and report.evaluation_due(8)
 
-        killed = Report(run, writer, progress, None)  # between the last checkpoint and its evaluation
+        killed = RunReport(run, writer, progress, None)  # between the last checkpoint and its evaluation
         killed.resume(8)
         assert killed.evaluation_missing(8)
         assert (
@@ -189,7 +190,7 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
 
         writer.write(8, {"eval/loss": 0.25} | flat)
         writer.write_summary(report.summary(8, 100.0))
-        again = Report(run, writer, progress, None)
+        again = RunReport(run, writer, progress, None)
         again.resume(8)
         assert not again.evaluation_missing(8)
         assert again.summary(8, 1.0) == json.loads((tmp_path / "summary.json").read_text())

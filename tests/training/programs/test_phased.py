@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.programs.base import ProgramName
 from tests.support import assemble, assert_close, tiny_config
 

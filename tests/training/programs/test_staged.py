@@ -13,7 +13,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.reference import MediaError
 from jaxmllm.runtime.checkpoint import Checkpoints
-from jaxmllm.runtime.metrics import CompilationCounter
+from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.train import main

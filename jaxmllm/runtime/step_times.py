@@ -1,4 +1,4 @@
-"""How long steps take: what `step_seconds`, MFU and rates are computed from.
+"""How long steps take, which `step_seconds`, MFU and rates are computed from.
 
     step k     |<-- seconds of k -->|<-- seconds of k + 1 -->|  pause  |<-- seconds of k + 2 -->|
                began                completed (k)            completed (k + 1) began   completed (k + 2)
@@ -14,8 +14,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,7 +54,7 @@ class Completions:
             completed.set_result(self._clock())
 
 
-class StepClock:
+class StepTimes:
     """Seconds of every step, from the times at which steps began and were completed."""
 
     def __init__(self) -> None:
@@ -70,17 +69,3 @@ class StepClock:
     def pause(self) -> None:
         """Something else than the next step begins, once the last one was completed."""
         self._previous = None
-
-
-class RateMeter:
-    """Amounts per second over the last `window` steps, e.g. of examples and of real tokens by phase."""
-
-    def __init__(self, window: int = 20) -> None:
-        self._steps: deque[tuple[float, dict[str, float]]] = deque(maxlen=window)
-
-    def update(self, amounts: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Count the `amounts` of one step that took `seconds`; the rates."""
-        self._steps.append((seconds, dict(amounts)))
-        total = sum(seconds for seconds, _ in self._steps)
-        names = dict.fromkeys(name for _, part in self._steps for name in part)
-        return {name: sum(part.get(name, 0.0) for _, part in self._steps) / total for name in names}

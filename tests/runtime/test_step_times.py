@@ -1,11 +1,9 @@
-"""The clock of steps: completions seen while the host waits for something else, seconds, rates."""
+"""How long steps take: completions seen while the host waits for something else, seconds."""
 
 import threading
 from dataclasses import dataclass
 
-import pytest
-
-from jaxmllm.runtime.clock import Completions, RateMeter, StepClock
+from jaxmllm.runtime.step_times import Completions, StepTimes
 
 
 @dataclass
@@ -39,17 +37,10 @@ def test_completions_are_noted_when_they_happen_in_order() -> None:
 
 
 def test_a_step_lasts_from_the_completion_of_the_one_before_unless_something_came_between() -> None:
-    clock = StepClock()
-    assert clock.seconds(began=100.0, completed=102.0) == 2.0  # a run starts by itself
-    assert clock.seconds(began=100.5, completed=105.0) == 3.0  # it was started while the first one ran
-    assert clock.seconds(began=107.0, completed=108.0) == 3.0  # the devices waited for data
-    clock.pause()
-    assert clock.seconds(began=200.0, completed=204.0) == 4.0
-    assert clock.seconds(began=201.0, completed=204.0) > 0  # a clock too coarse for the step
-
-
-def test_rates_are_over_the_seconds_of_steps() -> None:
-    meter = RateMeter(window=2)
-    assert meter.update({"examples": 8, "vision": 100}, seconds=2.0) == {"examples": 4.0, "vision": 50.0}
-    assert meter.update({"examples": 8}, seconds=2.0) == {"examples": 4.0, "vision": 25.0}
-    assert meter.update({"examples": 24}, seconds=2.0) == pytest.approx({"examples": 8.0})
+    times = StepTimes()
+    assert times.seconds(began=100.0, completed=102.0) == 2.0  # a run starts by itself
+    assert times.seconds(began=100.5, completed=105.0) == 3.0  # it was started while the first one ran
+    assert times.seconds(began=107.0, completed=108.0) == 3.0  # the devices waited for data
+    times.pause()
+    assert times.seconds(began=200.0, completed=204.0) == 4.0
+    assert times.seconds(began=201.0, completed=204.0) > 0  # a clock too coarse for the step

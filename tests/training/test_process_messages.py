@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxmllm.runtime.board import HostsError
-from jaxmllm.training.messages import SHOWN_CHARACTERS, SHOWN_LINES, Message, Messages, WarningLog
+from jaxmllm.training.process_messages import SHOWN_CHARACTERS, SHOWN_LINES, Message, Messages, WarningLog
 from tests.runtime.test_signals import MemoryBoard
 
 
@@ -25,7 +25,7 @@ def drained(messages: Messages) -> list[Message]:
 
 @pytest.fixture
 def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Messages]]:
-    monkeypatch.setattr("jaxmllm.training.messages._serial", iter([0] * 3))  # three processes of one run
+    monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0] * 3))  # three processes of one run
     board = Store()
     return board, [Messages(board, process) for process in range(3)]
 

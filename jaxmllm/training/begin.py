@@ -1,0 +1,45 @@
+"""Where a run begins: at its latest checkpoint, or with fresh parameters; the run folder says from what it is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxmllm.config.read import dump_config
+from jaxmllm.data.batches import continued_steps
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.metrics import MetricsWriter
+from jaxmllm.runtime.resume import begun_config, changes
+from jaxmllm.training.data_stamps import check_data
+from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
+from jaxmllm.training.initial import initial_state
+from jaxmllm.training.run import Run
+from jaxmllm.training.run_folder import read_config, write_config
+from jaxmllm.training.step_functions import TrainState
+
+
+def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Run, TrainState, int]:
+    """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from.
+
+    Returns the run with its batches from there on, its state, and the steps done.
+    """
+    check_data(run.directory, run.corpus, run.is_main, run.say)
+    config = begun_config(run.config)
+    saved_config = read_config(run.directory)
+    history = read_history(run.directory) or ((segment_of(saved_config),) if saved_config else ())
+    if run.is_main:
+        print(dump_config(config), run.describe(), sep="\n")
+    restored = checkpoints.restore_latest(run.programs.saved_state, run.say)
+    if restored is None:
+        state, step = initial_state(config, run.programs, run.say), 0
+    else:
+        saved, step = restored
+        state = run.programs.from_saved(saved)
+    history, lines = continued_history(history, segment_of(config, step), run.directory)
+    for line in (*lines, *(changes(saved_config, config, step) if saved_config else ())):
+        run.say(line)
+    writer.resume_from(step)
+    if run.is_main:
+        write_history(run.directory, history)
+        write_config(run.directory, config)
+    batches = continued_steps(run.batches.filler, run.corpus.members, config.run.seed, history)
+    return replace(run, batches=batches), state, step

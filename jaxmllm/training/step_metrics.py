@@ -1,0 +1,133 @@
+"""What each number of a step's record means. A metric is a function here and a place in `METRICS`, nothing else.
+
+    StepFacts of the last steps --every function of METRICS--> the record of the newest, a line of metrics.jsonl
+
+Besides these, a record has the statistics of the step's plan, <phase>/..., route/..., pipeline/..., plan_ms, as
+balance/statistics.py and balance/step_plan.py define them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+RATE_STEPS = 20  # steps that rates are averaged over
+AMOUNTS = ("tokens", "slots", "flops")  # plan statistics that become rates and ratios, and are left out themselves
+
+Values = dict[str, Any]  # by name; None where there is nothing to measure
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step once it has run.
+
+    Attributes:
+      device: what `StepFunctions.update` returned, on the host.
+      statistics: of the step's plan.
+      examples: of the batch.
+      seconds: from the completion of the step before to its own, waiting for data included; after an evaluation, a
+        checkpoint, an edge of the profile, and at first: from the start of its programs.
+      waited: seconds that this process waited for its batch.
+      compilations: programs compiled so far.
+      sources: names of the sources that losses are told by.
+      phases: names of the run's phases.
+      peak_flops: of one device, per second; none: not known.
+    """
+
+    device: Mapping[str, Any]
+    statistics: Mapping[str, float]
+    examples: int
+    seconds: float
+    waited: float
+    compilations: int
+    sources: Sequence[str]
+    phases: Sequence[str]
+    peak_flops: float | None
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOPs of the real lengths, encoders counted and padding not, per second and device."""
+        flops = sum(self.statistics[f"{phase}/flops"] for phase in self.phases)
+        return flops / (self.seconds * jax.device_count())
+
+
+Metric = Callable[[Sequence[StepFacts]], Values]  # of the last steps, the newest last
+
+
+def step_record(steps: Sequence[StepFacts]) -> Values:
+    """The record of the newest of these steps, with Python's numbers."""
+    record: Values = {}
+    for metric in METRICS:
+        record |= metric(steps)
+    return {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+
+
+# ---------------------------------------------------------------------------- training
+
+
+def loss(steps: Sequence[StepFacts]) -> Values:
+    """`loss`: mean over the target tokens of the whole batch. null: not finite, or the batch had no target left (then
+    `masked_targets` are all of them); the update was skipped."""
+    device = steps[-1].device
+    return {"loss": device["loss"] if device["targets_by_source"].any() else None}
+
+
+def optimization(steps: Sequence[StepFacts]) -> Values:
+    """`learning_rate`: before it is scaled by component. `gradient_norm`: before clipping."""
+    return {name: steps[-1].device[name] for name in ("learning_rate", "gradient_norm")}
+
+
+def failures(steps: Sequence[StepFacts]) -> Values:
+    """`skipped`: updates skipped so far because loss or gradients were not finite, or no target was left.
+    `failed_media`: media items so far that did not decode, on all processes. `masked_targets`: target tokens of this
+    step that carry no loss, because a media item of their example failed."""
+    return {name: steps[-1].device[name] for name in ("skipped", "failed_media", "masked_targets")}
+
+
+def loss_by_source(steps: Sequence[StepFacts]) -> Values:
+    """`loss/<source>`: the same mean over the target tokens of one source, where it has any."""
+    device = steps[-1].device
+    by_source = zip(steps[-1].sources, device["loss_by_source"], device["targets_by_source"], strict=True)
+    return {f"loss/{source}": mean for source, mean, targets in by_source if targets}
+
+
+# ---------------------------------------------------------------------------- plan
+
+
+def plan_statistics(steps: Sequence[StepFacts]) -> Values:
+    """Statistics of the plan, but for amounts, which are there as rates."""
+    return {name: value for name, value in steps[-1].statistics.items() if name.split("/")[-1] not in AMOUNTS}
+
+
+# ---------------------------------------------------------------------------- speed
+
+
+def rates(steps: Sequence[StepFacts]) -> Values:
+    """`examples/s`, `<phase>/tokens/s`: real amounts per second of the last `RATE_STEPS` steps."""
+    recent = steps[-RATE_STEPS:]
+    seconds = sum(step.seconds for step in recent)
+    values: Values = {"examples/s": sum(float(step.examples) for step in recent) / seconds}
+    for phase in steps[-1].phases:
+        tokens = sum(step.statistics[f"{phase}/tokens"] for step in recent)
+        values[f"{phase}/tokens/s"] = tokens / seconds
+    return values
+
+
+def mfu(steps: Sequence[StepFacts]) -> Values:
+    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, over `step_seconds` at the peak of all
+    devices, where that is known."""
+    step = steps[-1]
+    return {} if step.peak_flops is None else {"mfu": step.flops_per_second / step.peak_flops}
+
+
+def times(steps: Sequence[StepFacts]) -> Values:
+    """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for its batch; some of it
+    while the devices had work. `compilations`: programs compiled so far; it stays as it is after the first steps."""
+    step = steps[-1]
+    return {"step_seconds": step.seconds, "data_wait_seconds": step.waited, "compilations": step.compilations}
+
+
+METRICS: list[Metric] = [loss, optimization, failures, loss_by_source, rates, plan_statistics, mfu, times]
