@@ -4,8 +4,8 @@
                           language   (reads both; its rows have the loss)
     audio    --tokens-->
 
-Planner, training and tools ask a `Phase` what it runs, whose tokens it reads and whether it has a loss. A new kind of
-phase is a record made here, never a comparison with a name elsewhere.
+Planner, training and tools ask a `Phase` what it runs, whose tokens it reads and whether it has a
+loss. A new kind of phase is a record that is made here, never a comparison with a name elsewhere.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from typing import Final
 
 from jaxmllm.config.schema import ModelConfig
 
-# The decoder: its component, its phase, its sections of the config. Examples lie where their decoder sequence lies.
+# The decoder: its phase, its component and its sections of the config. An example is where its
+# decoder sequence is.
 LANGUAGE: Final = "language"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase: which components it runs, whose tokens its rows take in, and whether its rows have a loss.
+    """One phase: the components it runs, the phases whose tokens it reads, and whether it has a loss.
 
-    A phase without a loss (an encoder) writes tokens, which another phase reads; its gradient comes back from there.
+    A phase without a loss (an encoder) writes tokens that another phase reads; its gradient comes
+    back from there.
     """
 
     name: str  # also that of its tower or decoder, of its rows in the config and of its metrics
     components: tuple[str, ...]  # in the order of computation
-    reads: tuple[str, ...] = ()  # names of the phases whose tokens it takes in, computed before it
+    reads: tuple[str, ...] = ()  # names of phases that are computed before it
     has_loss: bool = False
 
 
 def make_phases(model: ModelConfig) -> dict[str, Phase]:
-    """The phases of a model by name, in the order of computation: encoders in model order, then the one that reads
-    them and has the loss."""
+    """The phases of a model by name, in the order of computation: its encoders, then the decoder."""
     encoders = {name: encoder_phase(name) for name in model.encoders}
     return {**encoders, LANGUAGE: decoder_phase(model.encoders)}
 
 
 def encoder_phase(name: str) -> Phase:
-    """A tower and its projector, whose tokens the decoder reads."""
+    """A tower and its projector, which make tokens for the decoder."""
     return Phase(name, components=(name, f"projector.{name}"))
 
 
@@ -51,5 +52,5 @@ def decoder_phase(encoders: tuple[str, ...] = ()) -> Phase:
 
 
 def component_names(phases: Mapping[str, Phase]) -> tuple[str, ...]:
-    """Every component that the phases run, by the names used for freezing, metrics and checkpoints."""
+    """Every component that the phases run, by its name in the config, metrics and checkpoints."""
     return tuple(name for phase in phases.values() for name in phase.components)

@@ -75,7 +75,7 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def one_source_an_example(path: Path) -> Path:
+def one_source_per_example(path: Path) -> Path:
     """Copy a JSONL file, in its folder, with the source of every record set to its id.
 
     Sums by source are then sums by example.

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxmllm.tools.sample_data import make_sample
-from tests.support import Setup, assemble, one_source_an_example, tiny_config
+from tests.support import Setup, assemble, one_source_per_example, tiny_config
 
 KEPT_SETUPS = 4
 
@@ -40,7 +40,7 @@ def data(tmp_path_factory) -> Path:
     """A small sample, and `each-train.jsonl`, in which every example is a source of its own."""
     folder = tmp_path_factory.mktemp("sample")
     make_sample(folder, train=96, test=24)
-    one_source_an_example(folder / "train.jsonl")
+    one_source_per_example(folder / "train.jsonl")
     return folder
 
 
