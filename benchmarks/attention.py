@@ -1,15 +1,17 @@
-"""Attention of one packed row: its cost against the dense masked form, a large matrix product, and its visible tiles.
+"""Attention of one packed row: its cost against the dense masked form, a large matrix product, and
+its visible tiles.
 
     python -m benchmarks.attention [--json PATH]
 
-Rows are the `packed` ones of benchmarks/context.py: documents of the workload generator, their images and clips seen in
-both directions; float32, 8 query and 4 key heads of size 64. The dense form is jax.nn.dot_product_attention with the
-whole mask; it is left out where its logits do not fit. `of peak` is the rate of floating-point operations in visible
-tiles as a share of a large matrix product's, in the same run; `pairs` the share of visible query-key pairs in those
-tiles, `difference` the largest one from the dense output.
+Rows are the `packed` ones of benchmarks/context.py: documents of the workload generator, their
+images and clips seen in both directions; float32, 8 query and 4 key heads of size 64. The dense
+form is jax.nn.dot_product_attention with the whole mask; it is left out where its logits do not
+fit. `of peak` is the rate of floating-point operations in visible tiles as a share of a large
+matrix product's, in the same run; `pairs` the share of visible query-key pairs in those tiles,
+`difference` the largest one from the dense output.
 
-The second table holds rows of equal length whose documents are ever longer, and the line that fits their cost:
-seconds = constant + slope * tiles.
+The second table holds rows of equal length whose documents are ever longer, and the line that fits
+their cost: seconds = constant + slope * tiles.
 """
 
 from __future__ import annotations
@@ -38,7 +40,17 @@ FORWARD_FLOPS = 4 * HEADS * SIZE  # of a query-key pair: logits and weighted sum
 BACKWARD_FLOPS = 10 * HEADS * SIZE  # logits again, and four products
 PASSES = {"forward": FORWARD_FLOPS, "training": FORWARD_FLOPS + BACKWARD_FLOPS}
 TIMES = ["x faster", "of peak"]
-COLUMNS = ["slots", "documents", "block", "tiles", "forward ms", *TIMES, "training ms", *TIMES, "backward of peak"]
+COLUMNS = [
+    "slots",
+    "documents",
+    "block",
+    "tiles",
+    "forward ms",
+    *TIMES,
+    "training ms",
+    *TIMES,
+    "backward of peak",
+]
 SLOPE_SLOTS = 16384
 SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
 GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
@@ -55,7 +67,11 @@ def make_mask(ids: TokenIds, block: int) -> tuple[Mask, int, int]:
     tiles = visible_tiles(ids, block)
     lists = tile_lists(tiles, len(ids.document) // block, len(ids.document) // block)
     mask = Mask(ids, ids, lists.queries, lists.keys)
-    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), len(tiles), int(tiles.full.sum())
+    return (
+        jax.tree.map(lambda array: jnp.asarray(array[None]), mask),
+        len(tiles),
+        int(tiles.full.sum()),
+    )
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
@@ -70,7 +86,10 @@ def programs(function: Callable[..., jax.Array], *inputs: Any) -> dict[str, Call
         return out.sum(), out
 
     gradients = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
-    return {"forward": partial(jax.jit(function), *inputs), "training": partial(jax.jit(gradients), *inputs)}
+    return {
+        "forward": partial(jax.jit(function), *inputs),
+        "training": partial(jax.jit(gradients), *inputs),
+    }
 
 
 def random_inputs(random: np.random.Generator, slots: int) -> tuple[jax.Array, ...]:
@@ -87,7 +106,7 @@ def matmul(random: np.random.Generator) -> Callable[[], Any]:
 
 
 def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One record for each block size, and one for the dense form where it fits; all timed in the same rounds."""
+    """One record per block size, and one for the dense form where it fits; timed in the same rounds."""
     random = np.random.default_rng([seed, slots])
     ids = packed(random, slots)
     q, k, v = random_inputs(random, slots)
@@ -110,7 +129,11 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
     records = []
     for block, passes in forms.items():
         pairs = tiles[block] * (block or slots) ** 2
-        record: dict[str, Any] = {"slots": slots, "documents": len(np.unique(ids.document[real])), "block": block}
+        record: dict[str, Any] = {
+            "slots": slots,
+            "documents": len(np.unique(ids.document[real])),
+            "block": block,
+        }
         record["tiles"] = tiles[block] if block else None
         for name, flops in PASSES.items():
             record[f"{name}_ms"] = 1e3 * seconds[name, block]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--json PATH]
 
-One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length. cuDNN gets each as a
-row of its own, so that it sees the same pairs. `TFLOP/s` counts the tiles that hold a visible pair, with two matrix
-products per tile forward and five backward, whatever else a kernel computes. `error` is the norm of the difference
-from float32 over the norm of what float32 gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so
-and exits with 2.
+One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length.
+cuDNN gets each as a row of its own, so that it sees the same pairs. `TFLOP/s` counts the tiles that
+hold a visible pair, with two matrix products per tile forward and five backward, whatever else a
+kernel computes. `error` is the norm of the difference from float32 over the norm of what float32
+gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ BLOCK = 128
 SLOTS = (8192, 16384, 32768, 65536)
 DOCUMENTS = (1, 8)
 CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
-REPEATS = {"gpu": 7, "cudnn": 7, "jax": 1}  # times, of which the median counts; the JAX kernel takes seconds
+REPEATS = {
+    "gpu": 7,
+    "cudnn": 7,
+    "jax": 1,
+}  # times, of which the median counts; the JAX kernel takes seconds
 FLOPS = {"forward": 4, "backward": 10}  # per visible pair and number of a head
 COLUMNS = ["slots", "documents", "tiles", "kernel"]
 COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in ("ms", "TFLOP/s", "error")]
@@ -90,7 +94,7 @@ def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def in_float32(mask: Mask, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
-    """Out, dq, dk and dv of the JAX kernel; unasked, a GPU would round float32 to tf32 in matrix products."""
+    """Out, dq, dk and dv of the JAX kernel; by default a GPU would round products of float32 to tf32."""
     *qkv, d_out = (x.astype(jnp.float32) for x in inputs)
     with jax.default_matmul_precision("highest"):
         out, pullback = jax.vjp(jax.jit(lambda q, k, v: attention(q, k, v, mask, kernel="jax")), *qkv)
@@ -116,7 +120,12 @@ def random_inputs(
 
 
 def record(
-    name: str, slots: int, documents: int, tiles: int, seconds: dict[str, float], error: dict[str, float]
+    name: str,
+    slots: int,
+    documents: int,
+    tiles: int,
+    seconds: dict[str, float],
+    error: dict[str, float],
 ) -> dict[str, Any]:
     """One row of the table, whose columns are `COLUMNS`."""
     cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
@@ -132,7 +141,10 @@ def main() -> int:
     parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
-        print(f"benchmarks.attention_gpu needs a GPU; jax finds only {jax.default_backend()}", file=sys.stderr)
+        print(
+            f"benchmarks.attention_gpu needs a GPU; jax finds only {jax.default_backend()}",
+            file=sys.stderr,
+        )
         return 2
     rows = []
     for slots in options.slots:

@@ -4,10 +4,11 @@
     python -m benchmarks.balance --quick
     python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
 
-Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text, costed by the FLOPs of a model of
-0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are `auto`, chosen for each mode from
-batches that are not measured. Figures are means over the measured batches, times are medians. The JSON's `rows` have
-one record for every setting and phase, and one without a phase for every setting.
+Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text, costed by the
+FLOPs of a model of 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are
+`auto`, chosen for each mode from batches that are not measured. Figures are means over the measured
+batches, times are medians. The JSON's `rows` have one record for every setting and phase, and one
+without a phase for every setting.
 
     gap to floor      costliest rank / max(mean rank, costliest item)
     max/mean          costliest rank / mean rank
@@ -22,8 +23,9 @@ one record for every setting and phase, and one without a phase for every settin
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
-Modes are compared at up to 32 examples per rank: `none` leaves examples where sampling put them, `tokens` balances the
-total tokens of examples, `language` the language phase alone, `phases` every phase.
+Modes are compared at up to 32 examples per rank: `none` leaves examples where sampling put them,
+`tokens` balances the total tokens of examples, `language` the language phase alone, `phases` every
+phase.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxmllm.arrays import sums_by
-from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.records import (
+    BatchItems,
+    Mode,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    StepPlan,
+)
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -164,7 +174,10 @@ def padded_figures(plan: StepPlan) -> dict[str, float]:
     """What the padded exchange sends for it."""
     moved = _routed(plan, "moved_tokens")
     slots = _routed(plan, "slots_moved")
-    figures = {"hops": _routed(plan, "hops"), "slots_moved_over_needed": slots / _routed(plan, "tokens")}
+    figures = {
+        "hops": _routed(plan, "hops"),
+        "slots_moved_over_needed": slots / _routed(plan, "tokens"),
+    }
     return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
 
 
@@ -179,7 +192,10 @@ def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
         wall = time.perf_counter()
         cpu = time.process_time()
         plan_step(batch, spec)
-        return {"plan_ms": 1e3 * (time.perf_counter() - wall), "plan_cpu_ms": 1e3 * (time.process_time() - cpu)}
+        return {
+            "plan_ms": 1e3 * (time.perf_counter() - wall),
+            "plan_cpu_ms": 1e3 * (time.process_time() - cpu),
+        }
 
 
 @contextmanager
@@ -227,7 +243,10 @@ def main(command: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         batches = options.batches or (1 if options.quick else measured_batches(setting))
         records = measure(setting, batches, options.repeats, options.seed, options.row_classes)
-        print(f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        print(
+            f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s",
+            file=sys.stderr,
+        )
         rows += records
     show(rows)
     write_json(
@@ -268,7 +287,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "rows per rank",
     ]
     table = [
-        [*(row.get(name) for name in (*setting, "phase")), *(_digits(row.get(name)) for name in figures)]
+        [
+            *(row.get(name) for name in (*setting, "phase")),
+            *(_digits(row.get(name)) for name in figures),
+        ]
         for row in by_phase
     ]
     print_table(f"Phases, balance.mode: {BALANCED}", columns, table)

@@ -1,11 +1,13 @@
-"""What balancing is worth in seconds: whole training steps of one run with and without it, on this machine.
+"""What balancing is worth in seconds: whole training steps of one run with and without it, on this
+machine.
 
     python -m benchmarks.balance_step --config configs/quickstart.yaml [--processes 2] [--per-rank 8] [key=value ...]
 
-Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in the collectives of
-fully sharded parameters, as hosts do. Both modes train on the same batches, each with the row sizes that a run in
-its mode would choose, and take turns step by step, so that a slow moment of the machine touches both. Rows are on the
-devices before the clock starts. `predicted` is the ratio of FLOPs of the slowest rows, padding included.
+Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
+the collectives of fully sharded parameters, as hosts do. Both modes train on the same batches, each
+with the row sizes that a run in its mode would choose, and take turns step by step, so that a slow
+moment of the machine touches both. Rows are on the devices before the clock starts. `predicted` is
+the ratio of FLOPs of the slowest rows, padding included.
 """
 
 from __future__ import annotations
@@ -125,10 +127,26 @@ def main(command: Sequence[str] | None = None) -> int:
         return 1
     if jax.process_index() == 0:
         summary = summarise(measured["seconds"], measured["predicted"])
-        show(summary, f"{options.config}: {options.processes} processes x {options.per_rank} examples")
-        settings = {"config": options.config, "overrides": options.overrides, "steps": options.steps}
+        show(
+            summary,
+            f"{options.config}: {options.processes} processes x {options.per_rank} examples",
+        )
+        settings = {
+            "config": options.config,
+            "overrides": options.overrides,
+            "steps": options.steps,
+        }
         sizes = {"processes": options.processes, "per_rank": options.per_rank}
-        write_json(options.json, "balance_step", config.run.seed, GENERATOR, **settings, **sizes, **summary, **measured)
+        write_json(
+            options.json,
+            "balance_step",
+            config.run.seed,
+            GENERATOR,
+            **settings,
+            **sizes,
+            **summary,
+            **measured,
+        )
     return 0
 
 

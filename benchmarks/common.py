@@ -17,9 +17,9 @@ QUICK = 1.0  # seconds
 def median_seconds(functions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:
     """Median wall seconds of each function, results awaited.
 
-    Every round times each function once, so that a slow moment of the machine affects all of them; a first round,
-    not counted, compiles. Quick functions are called twice and timed the second time: the first one pays for what a
-    large one before it left behind.
+    Every round times each function once, so that a slow moment of the machine affects all of them;
+    a first round, not counted, compiles. Quick functions are called twice and timed the second
+    time: the first one pays for what a large one before it left behind.
     """
 
     def call(function: Callable[[], Any]) -> float:

@@ -1,4 +1,5 @@
-"""Context parallelism: how evenly one long row is spread over ranks, in attention and in a whole layer.
+"""Context parallelism: how evenly one long row is spread over ranks, in attention and in a whole
+layer.
 
     python -m benchmarks.context [--json PATH]
 
@@ -17,12 +18,14 @@ Four kinds of rows, and every image, clip and frame is seen in both directions i
     video            one document: frames of one size, some words of time before each, and text in the last tenth
     packed           documents of the workload generator, their images and clips where it puts them
 
-Sizes of images and texts are those of the workload generator's tasks. Media see what precedes them in their document,
-as in training here; `--isolated` lets each see itself alone, as in other work on the subject. Text sees all before it.
+Sizes of images and texts are those of the workload generator's tasks. Media see what precedes them
+in their document, as in training here; `--isolated` lets each see itself alone, as in other work on
+the subject. Text sees all before it.
 
-`tiles` is max / mean over ranks of the visited tiles of attention, `layer` that of the FLOPs of one layer of an 8B
-model (width 4096, MLP 14336, 32 heads of 128, 8 of them for keys): tiles, and products with weights by token. Both are
-means over seeds. `plan ms` is the median CPU time of one core to count tiles, assign blocks, and order tokens.
+`tiles` is max / mean over ranks of the visited tiles of attention, `layer` that of the FLOPs of one
+layer of an 8B model (width 4096, MLP 14336, 32 heads of 128, 8 of them for keys): tiles, and
+products with weights by token. Both are means over seeds. `plan ms` is the median CPU time of one
+core to count tiles, assign blocks, and order tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +64,13 @@ TOKENS: Final = [8192, 16384, 32768, 65536, 131072]
 RANKS: Final = [8, 16, 32]
 MODEL: Final = ModelConfig(
     language=LanguageConfig(
-        width=4096, layers=1, heads=32, kv_heads=8, head_size=128, mlp_width=14336, vocab_size=128_256
+        width=4096,
+        layers=1,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        mlp_width=14336,
+        vocab_size=128_256,
     )
 )
 COLUMNS = ["tokens", "ranks", "block", "generator", "method", "tiles", "layer", "plan ms"]
@@ -230,7 +239,7 @@ def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, work_of: W
 
 
 def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of `equal`, and in how many cells each other method has less on its heaviest rank."""
+    """The worst of `equal`, and in how many cells another method has a lighter heaviest rank."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for record in records:
         cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[record["method"]] = record

@@ -1,4 +1,5 @@
-"""Runs that are killed at random instants and resumed elsewhere, against the run that was never killed.
+"""Runs that are killed at random instants and resumed elsewhere, against the run that was never
+killed.
 
     python -m benchmarks.drill [--kills 40] [--steps 24] [--seed 0] [--json PATH]
 
@@ -6,9 +7,10 @@
     run        start --kill -9 at a random instant--> resume on 1, 2, 4 or 8 devices in one or two processes --> ...
                until its last step is done; then another run begins, until so many kills have been dealt
 
-A kill strikes the training process, one of two of them, or their launcher; whatever is left must then end by itself.
-Of each run that came to its end, the example ids and the loss of every step are compared with the reference, and its
-metrics must hold each step once. Shared memory and processes that outlive a kill are violations, too.
+A kill strikes the training process, one of two of them, or their launcher; whatever is left must
+then end by itself. Of each run that came to its end, the example ids and the loss of every step are
+compared with the reference, and its metrics must hold each step once. Shared memory and processes
+that outlive a kill are violations, too.
 """
 
 from __future__ import annotations
@@ -133,7 +135,12 @@ class Drill:
         command = [sys.executable, "-m", "jaxmllm.train", "--config", str(self.config), "--resume"]
         command += [f"run.directory={directory}", f"data.workers={life.workers}"]
         if life.processes > 1:
-            local = ["--processes", str(life.processes), "--devices", str(life.devices // life.processes)]
+            local = [
+                "--processes",
+                str(life.processes),
+                "--devices",
+                str(life.devices // life.processes),
+            ]
             command = [sys.executable, "-m", "launch.local", *local, "--", *command]
         environment = os.environ | {
             MARKER: self.marker,
@@ -148,7 +155,11 @@ class Drill:
             stream.write(f"--- {life}\n".encode())
             stream.flush()
             return subprocess.Popen(
-                command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def finish(self, process: subprocess.Popen[bytes], directory: Path) -> None:
@@ -234,7 +245,14 @@ class Drill:
 def tiny_config(data: Path, steps: int) -> dict[str, Any]:
     """A run of all three modalities whose steps take a fraction of a second."""
     tower = {"width": 16, "layers": 1, "heads": 2, "mlp_width": 32}
-    language = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp_width": 48}
+    language = {
+        "width": 32,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 8,
+        "mlp_width": 48,
+    }
     return {
         "run": {"directory": "unset", "steps": steps},
         "model": {
@@ -283,7 +301,11 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--kills", type=int, default=40, help="in all")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
-    parser.add_argument("--folder", type=Path, help="keep the runs and their logs here (default: a temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep the runs and their logs here (default: a temporary folder)",
+    )
     options = parser.parse_args(command)
     if options.kills < 1 or options.steps < 2:
         parser.error("--kills must be at least 1, --steps at least 2")
@@ -296,7 +318,11 @@ def main(command: Sequence[str] | None = None) -> int:
         "largest_loss_difference": outcome.largest_difference,
         "violations": len(outcome.violations),
     }
-    print_table("Killed and resumed runs against the one that was never killed", list(row), [list(row.values())])
+    print_table(
+        "Killed and resumed runs against the one that was never killed",
+        list(row),
+        [list(row.values())],
+    )
     write_json(options.json, "drill", options.seed, GENERATOR, rows=[row], violations=outcome.violations)
     return 1 if outcome.violations else 0
 

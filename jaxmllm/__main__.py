@@ -13,7 +13,7 @@ USAGE = "usage: jaxmllm VERB [options]        (also: python -m jaxmllm VERB)"
 
 @dataclass(frozen=True)
 class Verb:
-    """What a verb runs: `main(arguments)` of a module, which is imported only then, for it may take seconds."""
+    """What a verb runs: `main(arguments)` of a module, imported only then, since it may take seconds."""
 
     module: str
     summary: str
@@ -21,7 +21,10 @@ class Verb:
 
 VERBS = {
     "train": Verb("jaxmllm.train", "train a model as a config says, or resume its run"),
-    "report": Verb("jaxmllm.tools.balance_report", "draw load and padding of every rank, before and after balancing"),
+    "report": Verb(
+        "jaxmllm.tools.balance_report",
+        "draw load and padding of every rank, before and after balancing",
+    ),
     "timeline": Verb("jaxmllm.tools.timeline", "draw a pipeline's schedule: operations of every rank over time"),
     "calibrate": Verb("jaxmllm.tools.calibrate", "measure what rows take on these devices, to balance by it"),
     "waste": Verb("jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"),

@@ -2,9 +2,9 @@
 
     python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm train --config configs/quickstart.yaml
 
-Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines are printed after its
-number. SIGINT and SIGTERM are passed on to all. When a process fails the others are ended, and its exit code is
-returned. When this launcher is killed, so are they.
+Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines
+are printed after its number. SIGINT and SIGTERM are passed on to all. When a process fails the
+others are ended, and its exit code is returned. When this launcher is killed, so are they.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ def process_environment(
 
 
 def run_local(command: Sequence[str], processes: int, devices: int) -> int:
-    """Run `command` in `processes` processes and wait for them; the exit code is that of the first seen to fail.
+    """Run `command` in `processes` processes and wait for them; the exit code is that of the first
+    seen to fail.
 
-    A process ended by signal n counts as 128 + n, as in a shell. Raises `OSError` when the command cannot be started.
+    A process ended by signal n counts as 128 + n, as in a shell. Raises `OSError` when the command
+    cannot be started.
     """
     coordinator = f"127.0.0.1:{_free_port()}"
     children: list[subprocess.Popen[str]] = []
@@ -94,10 +96,14 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
 
 @contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """A process that outlives this one, to kill what it leaves behind; called with a process group that begins or has
-    ended."""
+    """A process that outlives this one, to kill what it leaves behind; called with a process group
+    that begins or has ended."""
     guard = subprocess.Popen(
-        [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
+        [sys.executable, "-c", GUARD],
+        stdin=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
     )
     assert guard.stdin is not None
     stream = guard.stdin
@@ -121,7 +127,7 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
 
 
 def _end(children: Sequence[subprocess.Popen[str]]) -> None:
-    """SIGTERM to those still running; SIGKILL, to their workers too, when they outlive it by `GRACE` seconds."""
+    """SIGTERM to those still running; SIGKILL, also to their workers, after `GRACE` seconds."""
     _signal(children, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     for child in children:
@@ -133,7 +139,7 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _signal(children: Sequence[subprocess.Popen[str]], signum: int) -> None:
-    """Send a signal to the processes alone: their workers must live on while a checkpoint is saved."""
+    """Send a signal to the processes alone: workers must live on while a checkpoint is saved."""
     for child in children:
         child.send_signal(signum)
 

@@ -1,4 +1,4 @@
-"""What the balance report compares: one batch, of a run's data or generated, with two balance modes and their sizes."""
+"""What the balance report compares: one batch, drawn or generated, planned in two balance modes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def compare_on_data(config: Config, name: str, ranks: int | None, per_rank: int 
 def compare_on_generated(
     config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
 ) -> Comparison:
-    """A generated batch on the model, layouts and rows of a config, with the arguments of `compare_on_data`."""
+    """A generated batch on the model, layouts and rows of a config; arguments as `compare_on_data`."""
     from jaxmllm.data.media.modalities import modalities, row_formats
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model

@@ -1,4 +1,4 @@
-"""The picture of the balance report: load of every rank and fill of its rows, by phase, before and after."""
+"""The picture of the balance report: load of ranks and fill of rows, by phase, before and after."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ FEMTOSECONDS = ((1e15, "s"), (1e12, "ms"), (1e9, "µs"), (1.0, "fs"))
 
 
 def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
-    """Draw two modes next to each other, one line of panels per phase: load on the left, rows on the right.
+    """Draw two modes next to each other, one line of panels per phase: load on the left, rows on
+    the right.
 
     Args:
       title: of the batch.
@@ -63,12 +64,20 @@ def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | N
             _draw_load(load, view, order, scale)
             _draw_rows(rows, view, order)
             for axes, subject in ((load, "Load"), (rows, "Rows")):
-                _tidy(axes, view.load.shape[1], rank_label=line == len(phases) - 1, tick_labels=column == 0)
+                _tidy(
+                    axes,
+                    view.load.shape[1],
+                    rank_label=line == len(phases) - 1,
+                    tick_labels=column == 0,
+                )
                 if line == 0:
                     heading = f"{subject} {'after' if column else 'before'} (mode {mode})"
                     axes.set_title(heading, loc="left", fontsize=10.5, pad=24, color=INK, fontweight="bold")
         # The two panels of `before` carry the labels of their axes.
-        for axes, label in ((figure.axes[-4], f"load [{unit}]"), (figure.axes[-3], "slots [thousands]")):
+        for axes, label in (
+            (figure.axes[-4], f"load [{unit}]"),
+            (figure.axes[-3], "slots [thousands]"),
+        ):
             axes.set_ylabel(f"$\\bf{{{phase}}}$\n{label}", color=INK, fontsize=10.5)
     return figure
 
@@ -91,7 +100,14 @@ def _draw_head(figure: Figure, line: str, height: float) -> None:
         Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="mean load"),
     ]
     corner = (0.996, 1 - 0.08 / height)
-    figure.legend(handles=handles, loc="upper right", bbox_to_anchor=corner, frameon=False, ncols=3, fontsize=10.5)
+    figure.legend(
+        handles=handles,
+        loc="upper right",
+        bbox_to_anchor=corner,
+        frameon=False,
+        ncols=3,
+        fontsize=10.5,
+    )
 
 
 def _order(view: PhaseView) -> NDArray[np.int64]:
@@ -126,7 +142,10 @@ def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
         axes.axhline(edge, color="white", linewidth=1.6)
     rows = view.figures["rows"]
     plural = "s" if rows > 1 else ""
-    _caption(axes, f"{rows:.0f} row{plural} per rank   ·   {100 * view.figures['real tokens']:.1f} % real")
+    _caption(
+        axes,
+        f"{rows:.0f} row{plural} per rank   ·   {100 * view.figures['real tokens']:.1f} % real",
+    )
 
 
 def _draw_columns(axes: Axes, low: NDArray[np.float64], high: NDArray[np.float64], color: str) -> None:

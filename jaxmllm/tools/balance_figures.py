@@ -1,4 +1,5 @@
-"""The numbers of the balance report: what each phase of a plan computes, holds and waits for, and what is exchanged.
+"""The numbers of the balance report: what each phase of a plan computes, holds and waits for, and
+what is exchanged.
 
 StepPlan, BatchItems, PlanSpec --view--> PhaseView of each phase --table--> cells
                                --route_figures--> MB and shares --route_table--> cells
@@ -107,7 +108,10 @@ def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
     if moved:
         figures |= {"change rank": moved / tokens, "slots / moved": total("slots_moved") / moved}
     if over_random:
-        figures |= {"change node": total("node_tokens") / tokens, "node, of random": over_random / tokens}
+        figures |= {
+            "change node": total("node_tokens") / tokens,
+            "node, of random": over_random / tokens,
+        }
     return figures
 
 

@@ -1,11 +1,13 @@
-"""Draw what balancing does: load of every rank and padding of every row, before and after, in each phase.
+"""Draw what balancing does: load of every rank and padding of every row, before and after, in each
+phase.
 
     jaxmllm report --config X [--generated] [--ranks R] [--per-rank b] [--out DIR] [key=value ...]
     jaxmllm report --generated [--ranks R] [--per-rank b] [--out DIR]
 
-With a config the batch is one that its run would draw, or (`--generated`) one of jaxmllm/tools/workload.py on the
-config's model, layouts and rows. Without, the generator's own model is planned. Row sizes are chosen for each mode,
-from other batches. Nothing is decoded, compiled or run. Writes balance.png and balance.html, and prints their tables.
+With a config the batch is one that its run would draw, or (`--generated`) one of
+jaxmllm/tools/workload.py on the config's model, layouts and rows. Without, the generator's own
+model is planned. Row sizes are chosen for each mode, from other batches. Nothing is decoded,
+compiled or run. Writes balance.png and balance.html, and prints their tables.
 
     gap to floor    costliest rank / max(mean rank, costliest item): 1 where no placement could do better
     max/mean        costliest rank / mean rank
@@ -14,8 +16,9 @@ from other batches. Nothing is decoded, compiled or run. Writes balance.png and 
     real tokens     share of row slots that hold data
     idle            predicted share of rank time spent waiting: 1 - 1 / synchronised
 
-And of the exchange of encoder outputs: MB routed, the share that changes rank and node, the latter also over that of
-ranks dealt at random, and the slots that move from rank to rank, padding included, over the tokens that have to.
+And of the exchange of encoder outputs: MB routed, the share that changes rank and node, the latter
+also over that of ranks dealt at random, and the slots that move from rank to rank, padding
+included, over the tokens that have to.
 """
 
 from __future__ import annotations
@@ -142,7 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_config(parser, required=False)
     parser.add_argument("--generated", action="store_true", help="generated lengths instead of the config's data")
     parser.add_argument("--ranks", type=_positive, help=f"data ranks (default: those of the config, or {RANKS})")
-    parser.add_argument("--per-rank", type=_positive, help=f"examples per rank (default: as the config, or {PER_RANK})")
+    parser.add_argument(
+        "--per-rank",
+        type=_positive,
+        help=f"examples per rank (default: as the config, or {PER_RANK})",
+    )
     parser.add_argument("--before", choices=get_args(Mode), default="none", help="balance.mode to compare with")
     parser.add_argument("--seed", type=int, default=0, help="of generated lengths")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of balance.png and balance.html")

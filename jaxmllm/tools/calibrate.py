@@ -2,19 +2,21 @@
 
     jaxmllm calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
-Builds the programs of the config's run and times those of every phase on made-up rows, the same on all ranks: filled
-wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without negative coefficients,
+Builds the programs of the config's run and times those of every phase on made-up rows, the same on
+all ranks: filled wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without
+negative coefficients,
 
     seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
 
 prints the fit next to the ratio of the FLOPs, and writes the file that `balance.calibration` names.
 
-Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots, whatever they hold. The rows of a
-microbatch have one capacity, so this part never makes a rank wait. Items carry it nevertheless: the planner's linear
-coefficient is slot + linear. All rows but a few are full, so it falls on them equally; without it the planner would
-take the attention for the whole time, and give up slots for a balance that saves little. `row` is left to
-jaxmllm/balance/sizes/choose.py, which weighs few large rows against many small ones; it needs two capacities to be
-told from `slot`, and is 0 where a phase has one.
+Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots, whatever they hold.
+The rows of a microbatch have one capacity, so this part never makes a rank wait. Items carry it
+nevertheless: the planner's linear coefficient is slot + linear. All rows but a few are full, so it
+falls on them equally; without it the planner would take the attention for the whole time, and give
+up slots for a balance that saves little. `row` is left to jaxmllm/balance/sizes/choose.py, which
+weighs few large rows against many small ones; it needs two capacities to be told from `slot`, and
+is 0 where a phase has one.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:
 
 
 def fit(timed: Mapping[Fill, float], flops: ItemCost) -> Coefficients:
-    """Coefficients of least relative squares, none negative, to the seconds of each fill with items of these FLOPs."""
+    """Coefficients of least relative squares, none negative, to the seconds of fills of these FLOPs."""
     terms = np.array([(1, fill.capacity, *fill.used(flops)) for fill in timed], float)
     if len({fill.capacity for fill in timed}) == 1:
         terms[:, 0] = 0  # nothing tells it from the time of all slots
@@ -122,7 +124,8 @@ def time_phase(
 ) -> dict[Fill, tuple[float, float]]:
     """Median seconds of every fill of a phase's rows: forward, and forward with backward.
 
-    Every round runs each fill once, so that a slow moment of the machine affects all of them; the first does not count.
+    Every round runs each fill once, so that a slow moment of the machine affects all of them; the
+    first does not count.
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
@@ -139,7 +142,7 @@ def time_phase(
 
 
 class MicrobatchTimer:
-    """Times the programs of one phase; a buffer that a program overwrites is what its next call gets."""
+    """Times the programs of one phase; each call gets the buffers that the call before it returned."""
 
     def __init__(self, programs: PhasedPrograms, phase: str, params: Any):
         self._programs = programs
@@ -149,7 +152,7 @@ class MicrobatchTimer:
         self._buffers = programs.buffers(phase)
 
     def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:
-        """Seconds of one microbatch: forward, and forward with backward (the same where nothing is trained)."""
+        """Seconds of a microbatch: forward, and with backward (the same where nothing is trained)."""
         rows = self._programs.put(host).rows[self._phase][0]
         forward = self._seconds(self._programs.forward, rows, capacity)
         if self._has_loss:  # its backward program includes the forward pass
@@ -177,16 +180,31 @@ def _package() -> str:
 # ---------------------------------------------------------------------------- the command
 
 
-COLUMNS = ("phase", "pass", "row us", "slot ns", "linear ns", "quadratic ps", "error", "equal at", "by FLOPs")
+COLUMNS = (
+    "phase",
+    "pass",
+    "row us",
+    "slot ns",
+    "linear ns",
+    "quadratic ps",
+    "error",
+    "equal at",
+    "by FLOPs",
+)
 
 
 def table(calibration: Calibration) -> list[list[str]]:
-    """One line per phase and pass. `equal at` is the length at which an item's quadratic part equals its linear one."""
+    """A line per phase and pass. `equal at`: the length whose quadratic part equals its linear one."""
     lines = []
     for phase, measured in calibration.phases.items():
         flops = measured.flops
         for name, fitted in (("forward", measured.forward), ("training", measured.training)):
-            numbers = (fitted.row * 1e6, fitted.slot * 1e9, fitted.linear * 1e9, fitted.quadratic * 1e12)
+            numbers = (
+                fitted.row * 1e6,
+                fitted.slot * 1e9,
+                fitted.linear * 1e9,
+                fitted.quadratic * 1e12,
+            )
             equal_at = _ratio(fitted.slot + fitted.linear, fitted.quadratic)
             by_flops = _ratio(flops.linear, flops.quadratic) if name == "training" else ""
             error = f"{100 * fitted.residual:.1f} %"
@@ -246,7 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibration = measure(run, options.repeats)
     if run.is_main:
         write_atomically(options.out, calibration.model_dump_json(indent=1) + "\n")
-        show(calibration, f"{Path(options.config).name} on {calibration.device}, {options.repeats} rounds")
+        show(
+            calibration,
+            f"{Path(options.config).name} on {calibration.device}, {options.repeats} rounds",
+        )
         print(f"wrote {options.out}; balance by it with balance.calibration={options.out}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Rows without data: one microbatch in which the row of every rank holds the same number of equal items."""
+"""Rows without data: a microbatch in which every row of a phase holds the same equal items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxmllm.training.run import Run
 
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
-    """This host's share of one microbatch in which the rows of a phase are filled as `fill` says."""
+    """This host's share of one microbatch whose rows of a phase are filled as `fill` says."""
     from jaxmllm.data.rows.fill import fill as fill_rows
 
     programs = run.programs
@@ -84,7 +84,7 @@ class EqualExamples:
 
 
 class MadeUpModality:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1, 1)."""
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
 
     def __init__(self, like: Any):
         self._like = like

@@ -1,4 +1,4 @@
-"""What commands and benchmarks take, print and write: arguments, tables, pictures, HTML pages and JSON records."""
+"""What commands take, print and write: arguments, tables, pictures, HTML pages and JSON records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measuring_parser(description: str | None, name: str | None = None) -> argpar
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0) -> None:
-    """Print rows under their columns, the first `left_aligned` columns to the left, the others to the right."""
+    """Print rows under their columns: the first `left_aligned` to the left, the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left_aligned else "right", no_wrap=True)
@@ -101,7 +101,7 @@ def png(figure: Figure) -> bytes:
 
 @dataclass(frozen=True)
 class Page:
-    """An HTML page that stands around a picture. `introduction` and `body` are HTML, the others text."""
+    """An HTML page around a picture. `introduction` and `body` are HTML, the others are text."""
 
     title: str
     heading: str
@@ -167,7 +167,8 @@ def write_picture(folder: Path, name: str, figure: Figure, page: Page) -> str:
 
 
 def write_json(path: Path | None, benchmark: str, seed: int, generator: str, **results: Any) -> None:
-    """Write one object with the results, what the data were made from, and on what they were measured.
+    """Write one object with the results, what the data were made from, and on what they were
+    measured.
 
     `generator` says in words how the data follow from the seed; without a path nothing is written.
     """

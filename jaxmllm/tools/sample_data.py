@@ -6,10 +6,10 @@
     OUT/media/{train,test}/            PNG, JPEG, WebP pictures; WAV, FLAC clips
     OUT/sample.json                    seed, counts, spreads, and the chance level of each kind of question
 
-Four kinds of question in equal shares, named in each record's "source": `picture` (what colour is the shape),
-`sound` (what does the clip hold), `both` (colour and sound together) and `text` (the opposite of a word). So half of
-the examples have no picture and half no clip. The splits share no file and no text question; equal arguments and
-library versions give equal bytes.
+Four kinds of question in equal shares, named in each record's "source": `picture` (what colour is
+the shape), `sound` (what does the clip hold), `both` (colour and sound together) and `text` (the
+opposite of a word). So half of the examples have no picture and half no clip. The splits share no
+file and no text question; equal arguments and library versions give equal bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,20 @@ OPPOSITES = {
     "open": "shut",
     "left": "right",
 }
-NAMES = ("Ada", "Bela", "Chidi", "Dora", "Emil", "Fatma", "Goro", "Hana", "Ivo", "June", "Kofi", "Lena")
+NAMES = (
+    "Ada",
+    "Bela",
+    "Chidi",
+    "Dora",
+    "Emil",
+    "Fatma",
+    "Goro",
+    "Hana",
+    "Ivo",
+    "June",
+    "Kofi",
+    "Lena",
+)
 
 SEVERAL = 0.15  # share of picture and sound questions with two or three files
 
@@ -85,13 +98,17 @@ class Split:
 def make_sample(out: str | Path, seed: int = 0, train: int = 4096, test: int = 512) -> dict[str, Any]:
     """Write the data set into folder `out` and return what `sample.json` holds.
 
-    `train` and `test` are counts of examples. Raises `ValueError` unless both are positive multiples of four.
+    `train` and `test` are counts of examples. Raises `ValueError` unless both are positive
+    multiples of four.
     """
     for name, examples in (("train", train), ("test", test)):
         if examples <= 0 or examples % len(KINDS):
             raise ValueError(f"--{name} {examples}: must be a positive multiple of {len(KINDS)}, the kinds of question")
     out = Path(out)
-    splits = {"train": _make_split(out, "train", seed, train), "test": _make_split(out, "test", seed, test)}
+    splits = {
+        "train": _make_split(out, "train", seed, train),
+        "test": _make_split(out, "test", seed, test),
+    }
     for name, split in splits.items():
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in split.records)
         (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -132,7 +149,7 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
 
 
 def _random(seed: int, split: str, use: str) -> np.random.Generator:
-    """Random numbers of one split and use alone, so that changing one leaves the others as they were."""
+    """Random numbers of one split and use alone: a change of one leaves the others as they are."""
     return np.random.default_rng([seed, *f"{split}/{use}".encode()])
 
 
@@ -156,7 +173,10 @@ def _ask_one(
 
 
 def _ask_both(
-    rng: np.random.Generator, pictures: Sequence[SampleFile], clips: Sequence[SampleFile], examples: int
+    rng: np.random.Generator,
+    pictures: Sequence[SampleFile],
+    clips: Sequence[SampleFile],
+    examples: int,
 ) -> list[Any]:
     pictures_of = _by_label(pictures)
     clips_of = _by_label(clips)
@@ -207,14 +227,18 @@ def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
 
 
 def _describe(split: Split) -> dict[str, Any]:
-    """Counts, spreads (largest over smallest), and for each kind the exact match of its most frequent answer."""
+    """Counts, spreads (largest over smallest), and the exact match of each kind's commonest answer."""
     answers = {kind: Counter(answer_of(r) for r in split.records if r["source"] == kind) for kind in KINDS}
     types = [{content["type"] for content in record["messages"][0]["content"]} for record in split.records]
     areas, seconds = ([item.size for item in media] for media in (split.pictures, split.clips))
     return {
         "examples": {kind: counts.total() for kind, counts in answers.items()},
         "chance": {kind: max(counts.values()) / counts.total() for kind, counts in answers.items()},
-        "pictures": {"files": len(areas), "pixels": [min(areas), max(areas)], "spread": max(areas) / min(areas)},
+        "pictures": {
+            "files": len(areas),
+            "pixels": [min(areas), max(areas)],
+            "spread": max(areas) / min(areas),
+        },
         "clips": {
             "files": len(seconds),
             "seconds": [min(seconds), max(seconds)],

@@ -1,4 +1,4 @@
-"""Pictures and clips of the sample data: small files whose sizes and lengths differ as much as real ones do."""
+"""Pictures and clips of the sample data: small files that differ in size as real ones do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEREO_SHARE = 0.3
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A written file: path relative to the data folder, the word that describes it, its size in pixels or seconds."""
+    """A written file: path in the data folder, the word that describes it, size in pixels or seconds."""
 
     path: str
     label: str
@@ -40,7 +40,7 @@ class SampleFile:
 
 
 def make_pictures(out: Path, folder: Path, rng: np.random.Generator, files: int) -> list[SampleFile]:
-    """Write pictures into `out / folder`. Areas are spread evenly on a log scale, both ends included."""
+    """Write pictures into `out / folder`. Areas spread evenly on a log scale, both ends included."""
     areas = rng.permutation(np.geomspace(np.prod(SMALLEST), np.prod(LARGEST), files))
     pictures = []
     for index, (area, colour) in enumerate(zip(areas, itertools.cycle(COLOURS), strict=False)):
@@ -70,7 +70,7 @@ def make_pictures(out: Path, folder: Path, rng: np.random.Generator, files: int)
 
 
 def _draw(rng: np.random.Generator, height: int, width: int, colour: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """A disc, box or diamond of about the given colour over the middle of a light ground: [height, width, 3]."""
+    """A disc, box or diamond of about a colour in the middle of a light ground: [height, width, 3]."""
     y = np.abs(np.linspace(-1, 1, height) + rng.uniform(-0.1, 0.1))[:, None]
     x = np.abs(np.linspace(-1, 1, width) + rng.uniform(-0.1, 0.1))[None, :]
     distance = (np.hypot(x, y), np.maximum(x, y), (x + y) * 0.8)[rng.integers(3)]
@@ -81,7 +81,7 @@ def _draw(rng: np.random.Generator, height: int, width: int, colour: tuple[int, 
 
 
 def make_clips(out: Path, folder: Path, rng: np.random.Generator, files: int) -> list[SampleFile]:
-    """Write clips into `out / folder`. Durations are spread evenly on a log scale, both ends included."""
+    """Write clips into `out / folder`. Durations spread evenly on a log scale, both ends included."""
     durations = rng.permutation(np.geomspace(SHORTEST, LONGEST, files))
     clips = []
     for index, (seconds, sound) in enumerate(zip(durations, itertools.cycle(SOUNDS), strict=False)):

@@ -1,4 +1,5 @@
-"""What a run wastes: padding, and waiting for the slowest rank, on the very batches that it would draw.
+"""What a run wastes: padding, and waiting for the slowest rank, on the very batches that it would
+draw.
 
     jaxmllm waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
@@ -51,8 +52,26 @@ from jaxmllm.training.run import USER_ERRORS
 
 PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
 PADDED = ("padded", "padded, balanced", "padded, one shape")
-FIGURES = ("real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms")
-COLUMNS = ["phase", "method", "real tokens", "max/mean", "floor", "synchronised", "over ideal", "rows", "plan ms"]
+FIGURES = (
+    "real_token_fraction",
+    "max_over_mean",
+    "floor",
+    "synchronised",
+    "over_ideal",
+    "rows",
+    "plan_ms",
+)
+COLUMNS = [
+    "phase",
+    "method",
+    "real tokens",
+    "max/mean",
+    "floor",
+    "synchronised",
+    "over ideal",
+    "rows",
+    "plan ms",
+]
 GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mixed by run.seed"
 
 
@@ -105,7 +124,8 @@ def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
 
 
 def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = False) -> PhaseWaste:
-    """Waste of padding each rank's items to its longest, or to [most items, longest item] of all ranks.
+    """Waste of padding each rank's items to its longest, or to [most items, longest item] of all
+    ranks.
 
     Args:
       rank: [N] rank of each item.
@@ -173,7 +193,7 @@ def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, s
 
 
 def _phase_record(phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int) -> dict[str, Any]:
-    """Ratios over all steps, each step weighing as much as its data costs: as in the summary of a run."""
+    """Ratios over all steps, each weighing as much as its data costs: as in the summary of a run."""
     ideal = sum(waste.ideal for waste in wastes)
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
@@ -200,7 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "jaxmllm waste")
     parser.set_defaults(seed=None)
     add_config(parser)
-    parser.add_argument("--ranks", type=int, help="data ranks to plan for, instead of the config's data and fsdp axes")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="data ranks to plan for, instead of the config's data and fsdp axes",
+    )
     parser.add_argument("--steps", type=int, default=50, help="batches to plan")
     options = parse(parser, arguments)
     if options.steps < 1:

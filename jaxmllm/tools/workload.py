@@ -1,4 +1,5 @@
-"""Generated batches for measuring the planner without data: seeded lengths of six tasks, and a model to cost them by.
+"""Generated batches for measuring the planner without data: seeded lengths of six tasks, and a
+model to cost them by.
 
     text                 no media
     speech_recognition   a clip and its transcript: text follows the seconds
@@ -7,12 +8,14 @@
     visual_question      an image and a short answer
     multi_image          two to eight images with text between them
 
-Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision slots are patches,
-merge**2 of them per token; audio slots are frames of 10 ms, padded to whole tokens; the language sequence of an example
-counts its text, the tokens of its media and two frame tokens around each. Media stand evenly between equal pieces of
-the text. Examples are independent draws from the mix; one seed makes one batch.
+Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision
+slots are patches, merge**2 of them per token; audio slots are frames of 10 ms, padded to whole
+tokens; the language sequence of an example counts its text, the tokens of its media and two frame
+tokens around each. Media stand evenly between equal pieces of the text. Examples are independent
+draws from the mix; one seed makes one batch.
 
-Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all trained.
+Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all
+trained.
 """
 
 from __future__ import annotations
@@ -31,26 +34,43 @@ from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
-from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
+from jaxmllm.config.schema import (
+    AudioConfig,
+    BalanceConfig,
+    LanguageConfig,
+    ModelConfig,
+    PhaseConfig,
+    VisionConfig,
+)
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 MODEL: Final = ModelConfig(
     vision=VisionConfig(width=1280, layers=32, heads=16, mlp_width=5120, patch_size=14, merge=2),
     audio=AudioConfig(width=1280, layers=32, heads=20, mlp_width=5120, mel_bins=128, chunk_frames=32, merge=2),
     language=LanguageConfig(
-        width=4096, layers=36, heads=32, kv_heads=8, head_size=128, mlp_width=12288, vocab_size=151_936
+        width=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        mlp_width=12288,
+        vocab_size=151_936,
     ),
 )
 PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
-ALIGNMENTS: Final = {"vision": 128, "audio": 128 * AudioConfig.stem_stride, "language": 128}  # whole attention blocks
+ALIGNMENTS: Final = {
+    "vision": 128,
+    "audio": 128 * AudioConfig.stem_stride,
+    "language": 128,
+}  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal by its median and the standard deviation of its logarithm; draws outside the bounds are repeated."""
+    """Log-normal by its median and its logarithm's deviation; draws out of bounds are repeated."""
 
     median: float
     sigma: float
@@ -94,7 +114,9 @@ class Task:
 TASKS: Final[Mapping[str, Task]] = {
     "text": Task(LogNormal(400, 1.0, 16, 4096)),
     "speech_recognition": Task(
-        LogNormal(12, 0.2, 8, 24), clip=LogNormal(12, 0.7, 1, 60), speech=LogNormal(3.5, 0.2, 1.5, 8)
+        LogNormal(12, 0.2, 8, 24),
+        clip=LogNormal(12, 0.7, 1, 60),
+        speech=LogNormal(3.5, 0.2, 1.5, 8),
     ),
     "spoken_question": Task(LogNormal(200, 0.9, 16, 2048), clip=LogNormal(8, 0.6, 1, 60)),
     "captioning": Task(LogNormal(120, 0.7, 16, 1024), images=(1, 1)),
@@ -112,7 +134,10 @@ DEFAULT_MIX: Final[Mapping[str, float]] = {
 
 
 def generate(
-    seed: int | Sequence[int], examples: int, mix: Mapping[str, float] = DEFAULT_MIX, model: ModelConfig = MODEL
+    seed: int | Sequence[int],
+    examples: int,
+    mix: Mapping[str, float] = DEFAULT_MIX,
+    model: ModelConfig = MODEL,
 ) -> BatchItems:
     """Lengths of one global batch.
 
@@ -215,8 +240,9 @@ def make_spec(
     ranks_per_node: int | None = None,
     backend: str = "padded",
 ) -> PlanSpec:
-    """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase, chosen from
-    `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of `MODEL`."""
+    """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase,
+    chosen from `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of
+    `MODEL`."""
     needs = [
         SizingInputs(
             phase=phase,
@@ -260,7 +286,7 @@ class _Media:
 
 
 def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> BatchItems:
-    """Each example has media of at most one kind, so the slots of a kind do not depend on the other."""
+    """Each example has media of at most one kind, so the slots of a kind depend on no other."""
     phases = {}
     if model.vision is not None:
         patches = images.size * _slots_per_token("vision", model)
