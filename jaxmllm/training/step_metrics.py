@@ -123,6 +123,11 @@ def mfu(steps: Sequence[StepFacts]) -> Values:
     return {} if step.peak_flops is None else {"mfu": step.flops_per_second / step.peak_flops}
 
 
+def speed(steps: Sequence[StepFacts]) -> Values:
+    """`teraflops/s`: of one device, from the FLOPs that `mfu` counts; also where the devices' peak is not known."""
+    return {"teraflops/s": steps[-1].flops_per_second / 1e12}
+
+
 def times(steps: Sequence[StepFacts]) -> Values:
     """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for its batch; some of it
     while the devices had work. `compilations`: programs compiled so far; it stays as it is after the first steps."""
@@ -130,4 +135,4 @@ def times(steps: Sequence[StepFacts]) -> Values:
     return {"step_seconds": step.seconds, "data_wait_seconds": step.waited, "compilations": step.compilations}
 
 
-METRICS: list[Metric] = [loss, optimization, failures, loss_by_source, rates, plan_statistics, mfu, times]
+METRICS: list[Metric] = [loss, optimization, failures, loss_by_source, rates, plan_statistics, mfu, speed, times]

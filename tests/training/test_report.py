@@ -106,6 +106,9 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     flops_per_second = PEAK * jax.device_count()
     expected = [6e9 / (s * flops_per_second) for s in seconds]
     assert [record["mfu"] for _, record in out.records] == pytest.approx(expected)
+    assert [record["teraflops/s"] for _, record in out.records] == pytest.approx(
+        [share * PEAK / 1e12 for share in expected]
+    )
     rates = [12 * n / sum(seconds[:n]) for n in range(1, 9)]
     assert [record["examples/s"] for _, record in out.records] == pytest.approx(rates)
     assert [record["language/tokens/s"] for _, record in out.records] == pytest.approx([25 * rate for rate in rates])
