@@ -1,0 +1,67 @@
+"""Metrics of a step: a new kind is a function in the table, and each has a text that says what it means."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmllm.training import step_metrics
+from jaxmllm.training.step_metrics import METRICS, StepFacts, Values, step_record
+
+PLAN = {"language/tokens": 300.0, "language/slots": 400.0, "language/flops": 6e12, "language/rows": 4}
+
+
+def facts(seconds: float = 2.0, **changes: Any) -> StepFacts:
+    device = {
+        "loss": np.float32(2.0),
+        "learning_rate": np.float32(0.1),
+        "gradient_norm": np.float32(1.0),
+        "skipped": np.int32(0),
+        "failed_media": np.int32(0),
+        "masked_targets": np.float32(0.0),
+        "loss_by_source": np.array([2.0, 0.0], np.float32),
+        "targets_by_source": np.array([30.0, 0.0], np.float32),
+    }
+    return StepFacts(
+        device=device,
+        statistics=PLAN,
+        examples=12,
+        seconds=seconds,
+        waited=0.5,
+        compilations=7,
+        sources=("a", "b"),
+        phases=("language",),
+        peak_flops=changes.get("peak_flops"),
+    )
+
+
+def test_speed_is_told_without_a_known_peak() -> None:
+    record = step_record([facts()])
+    assert "mfu" not in record
+    known = step_record([facts(peak_flops=1e12)])
+    assert known["mfu"] == pytest.approx(record["teraflops/s"])
+
+
+def test_rates_are_over_the_seconds_of_the_last_steps() -> None:
+    steps = [facts(seconds) for seconds in (100.0, *[2.0] * step_metrics.RATE_STEPS)]
+    record = step_record(steps)
+    assert record["examples/s"] == 6.0 and record["language/tokens/s"] == 150.0
+    assert record["language/rows"] == 4 and "language/tokens" not in record
+    assert record["loss/a"] == 2.0 and "loss/b" not in record
+
+
+def test_a_metric_is_a_function_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens_per_example(steps: Sequence[StepFacts]) -> Values:
+        return {"tokens/example": steps[-1].statistics["language/tokens"] / steps[-1].examples}
+
+    monkeypatch.setattr(step_metrics, "METRICS", [*METRICS, tokens_per_example])
+    assert step_record([facts()])["tokens/example"] == 25.0
+
+
+def test_every_name_of_a_record_is_explained() -> None:
+    names = set(step_record([facts(peak_flops=1e12)])) - PLAN.keys()
+    texts = " ".join(metric.__doc__ or "" for metric in METRICS)
+    for name in names:
+        general = name.replace("loss/a", "loss/<source>").replace("language/", "<phase>/")
+        assert f"`{general}`" in texts, name
