@@ -51,7 +51,7 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
         _sizing_inputs_of(config, inputs),
         config.pipeline,
         resolved_shapes(config, inputs.model),
-        inputs.model.trainable.components,
+        inputs.model.trainable.shares,
         config.data.batch_size,
         largest,
     )
@@ -112,7 +112,7 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
     shapes = resolved_shapes(config, model)
-    return {phase: phase_flops(shapes, phase, model.trainable.components) for phase in model.phases}
+    return {phase: phase_flops(shapes, phase, model.trainable.shares) for phase in model.phases}
 
 
 def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -> dict[str, PhaseTime]:

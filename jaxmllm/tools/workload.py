@@ -250,7 +250,7 @@ def make_spec(
             alignment=ALIGNMENTS[name],
             slots_per_token=_slots_per_token(name, MODEL),
             longest=longest(name, mix),
-            flops=phase_flops(MODEL, name, frozenset(component_names(PHASES))),
+            flops=phase_flops(MODEL, name, dict.fromkeys(component_names(PHASES), 1)),
             config=PhaseConfig(row_classes=row_classes),
         )
         for name, phase in PHASES.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class Layer:
     attention: int = 0  # scores and mixing, which have none
     parameters: int = 0
     trainable: bool = True
+    trained_share: Fraction | int = 1  # of its weights, where it is trainable at all
     checkpointed: bool = True  # its forward pass is computed again before its backward pass
 
 
@@ -56,7 +58,7 @@ def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerC
     """Costs of all layers, as far as freezing demands them.
 
         up(l)   = something trainable strictly upstream of l
-        bwd(l)  = [up] dX + [trainable] dW + [either, and checkpointed] forward
+        bwd(l)  = [up] dX + [trainable] share * dW + [either, and checkpointed] forward
 
     dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5 times its forward
     pass, frozen or not, wherever anything flows through it: it counts as input gradient, or, in a layer with nothing
@@ -82,10 +84,11 @@ def _cost(layer: Layer, up: bool) -> LayerCost:
     forward = layer.linear + layer.attention
     attention_backward = 5 * layer.attention // 2
     flows = up or layer.trainable
+    weights = round(layer.linear * layer.trained_share) if layer.trainable else 0
     return LayerCost(
         forward=forward,
         input_grad=layer.linear + attention_backward if up else 0,
-        weight_grad=(layer.linear if layer.trainable else 0) + (attention_backward if flows and not up else 0),
+        weight_grad=weights + (attention_backward if flows and not up else 0),
         recompute=forward if flows and layer.checkpointed else 0,
     )
 

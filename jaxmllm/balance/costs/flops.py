@@ -8,14 +8,14 @@ items take, for balancing.
 A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms, activations, softmax and
 rotations are left out, as is usual. Backward counts what freezing leaves:
 
-    bwd(l) = [something trainable upstream of l] * dX(l) + [l trainable] * dW(l)        dX = dW = fwd
+    bwd(l) = [something trained upstream of l] * dX(l) + share of l that is trained * dW(l)        dX = dW = fwd
 
 Recomputation (remat, or attention's own) is not counted: MFU measures the model, not the way it is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -120,7 +120,7 @@ class Layer:
         return round(self.attention_linear * slots + sum(pairs))
 
 
-def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> ItemCost:
+def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]) -> ItemCost:
     """FLOPs of one item of a phase, forward and backward.
 
     An encoder phase includes its projector. The language phase includes the head on every slot, for that is what
@@ -129,17 +129,17 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> It
     Args:
       model: shapes; `language.vocab_size` must be a number when the phase has the loss.
       phase: name of a phase of the model.
-      trainable: names of the components that are trained: "vision", "projector.vision", "language", ...
+      trained: share of the parameters that are trained, by component that has any: "vision", "projector.vision", ...
 
     Raises:
       ValueError: unknown phase or component, or vocab_size not resolved.
     """
     phases = make_phases(model)
     components = frozenset(component_names(phases))
-    if unknown := trainable - components:
-        raise ValueError(f"trainable components {sorted(unknown)} are not in this model: it has {sorted(components)}")
+    if unknown := trained.keys() - components:
+        raise ValueError(f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}")
     layers = phase_layers(model, phase)
-    upstream = any(name in trainable for read in phases[phase].reads for name in phases[read].components)
+    upstream = any(name in trained for read in phases[phase].reads for name in phases[read].components)
     linear = Fraction(0)
     squares = NO_SQUARES
     for layer in layers:
@@ -149,10 +149,10 @@ def phase_flops(model: ModelConfig, phase: str, trainable: frozenset[str]) -> It
         squares = tuple(
             total + attention_passes * flops for total, flops in zip(squares, layer.attention_squares, strict=True)
         )
-        trained = layer.component in trainable
         for product in layer.products or (Fraction(0),):
-            linear += (1 + upstream + trained) * product  # forward, input gradient, weight gradient
-            upstream = upstream or trained
+            # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
+            linear += (1 + upstream + trained.get(layer.component, 0)) * product
+            upstream = upstream or layer.component in trained
     return ItemCost(round(linear), *map(round, squares))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class ChainLayers:
     """Layers of all chains with their costs for rows of the given capacities."""
 
     model: ModelConfig
-    trainable: frozenset[str]
+    trained: Mapping[str, Fraction | int]  # share of the parameters, by component of which any is
     capacities: Mapping[str, int]
 
     def layers(self, squares: Mapping[str, Sequence[int]]) -> dict[str, list[Layer]]:
@@ -57,7 +58,8 @@ class ChainLayers:
                     linear=layer.linear(capacity),
                     attention=layer.attention(capacity, squares[name]),
                     parameters=layer.parameters,
-                    trainable=layer.component in self.trainable,
+                    trainable=layer.component in self.trained,
+                    trained_share=self.trained.get(layer.component, 0),
                 )
                 for layer in phase_layers(self.model, name)
             ]

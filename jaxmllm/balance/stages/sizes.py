@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Final
 
 import numpy as np
@@ -60,7 +61,7 @@ def choose_pipeline(
     phases: Sequence[SizingInputs],
     config: PipelineConfig,
     model: ModelConfig,
-    trainable: frozenset[str],
+    trained: Mapping[str, Fraction | int],
     examples: int,
     largest: Sequence[BatchItems] = (),
 ) -> PipelineSizes:
@@ -70,7 +71,7 @@ def choose_pipeline(
       samples: global batches drawn as training will draw them.
       phases: in the order of `make_phases`.
       model: shapes, with the size of the vocabulary.
-      trainable: components.
+      trained: share of the parameters that are trained, by component that has any.
       examples: of a batch.
       largest: the examples of the whole data that have most slots; each shall fit a run by itself.
 
@@ -99,7 +100,7 @@ def choose_pipeline(
     # One microbatch may read as many rows as that, so a run has them.
     rows |= {name: max(rows[name], count) for name, count in zip(encoders, rows_read, strict=True)}
 
-    layers = ChainLayers(model, trainable, {name: phase.capacities[0] for name, phase in spec.phases.items()})
+    layers = ChainLayers(model, trained, {name: phase.capacities[0] for name, phase in spec.phases.items()})
     ring = _ring(layers, sampled, config)
     costs = layers.costs(ring)
     ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row

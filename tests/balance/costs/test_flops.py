@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,8 @@ LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads
 VISION = VisionConfig(width=32, layers=2, heads=4, mlp_width=128, patch_size=14, merge=2)
 AUDIO = AudioConfig(width=48, layers=5, heads=4, mlp_width=80, mel_bins=40, merge=2, chunk_frames=64)
 MODEL = ModelConfig(language=LANGUAGE, vision=VISION, audio=AUDIO)
-ALL = frozenset({"vision", "audio", "projector.vision", "projector.audio", "language"})
-NOTHING: frozenset[str] = frozenset()
+ALL = dict.fromkeys(("vision", "audio", "projector.vision", "projector.audio", "language"), 1)
+NOTHING: dict[str, int] = {}
 
 
 def product(rows: int, inner: int, columns: int) -> int:
@@ -43,7 +45,7 @@ def test_language_forward_and_backward(n):
     matrices, attention = language_forward(n)
     assert cost(phase_flops(MODEL, "language", NOTHING), n) == matrices + attention
     assert cost(phase_flops(MODEL, "language", ALL), n) == 3 * (matrices + attention)
-    aligned = phase_flops(MODEL, "language", frozenset({"projector.vision"}))
+    aligned = phase_flops(MODEL, "language", {"projector.vision": 1})
     assert cost(aligned, n) == 2 * matrices + 3 * attention
 
 
@@ -53,13 +55,21 @@ def test_vision_by_freezing(n):
     blocks, attention = tower_forward(n, 32, 4, 128, 2)
     first, second = product(n // 4, 4 * 32, 64), product(n // 4, 64, 64)
 
-    def measured(*trainable: str) -> int:
-        return cost(phase_flops(MODEL, "vision", frozenset(trainable)), n)
+    def measured(*trained: str) -> int:
+        return cost(phase_flops(MODEL, "vision", dict.fromkeys(trained, 1)), n)
 
     assert measured() == measured("language") == patches + blocks + attention + first + second
     assert measured("projector.vision") == patches + blocks + attention + 2 * first + 3 * second
     assert measured("vision") == 2 * patches + 3 * (blocks + attention) + 2 * (first + second)
     assert measured(*ALL) == 2 * patches + 3 * (blocks + attention + first + second)
+
+
+def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
+    """The rest of its backward pass is as dear as if all of it were trained."""
+    third = {"vision": Fraction(1, 3)}
+    whole, part, none = (phase_flops(MODEL, "vision", trained) for trained in ({"vision": 1}, third, {"vision": 0}))
+    assert part.quadratic == whole.quadratic == none.quadratic
+    assert part.linear - none.linear == pytest.approx((whole.linear - none.linear) / 3, abs=1)
 
 
 def test_a_windowed_layer_pays_for_its_window():
@@ -103,7 +113,7 @@ def test_the_forward_pass_is_that_of_all_layers(model, phase):
     slots, squares = int(items.sum()), int((items**2).sum())
     layers = phase_layers(model, phase)
     forward = sum(layer.linear(slots) + layer.attention(slots, (squares,)) for layer in layers)
-    assert forward == pytest.approx(phase_flops(model, phase, frozenset()).total(items), rel=1e-9)
+    assert forward == pytest.approx(phase_flops(model, phase, NOTHING).total(items), rel=1e-9)
 
 
 def test_embedding_projector_and_head_are_layers():
@@ -128,4 +138,4 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="phase 'video' is not in this model"):
         phase_layers(MODEL, "video")
     with pytest.raises(ValueError, match=r"projector\.audio"):
-        phase_flops(auto, "vision", frozenset({"projector.audio"}))
+        phase_flops(auto, "vision", {"projector.audio": 1})

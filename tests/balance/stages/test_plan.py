@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     ),
     vision=VisionConfig(width=16, layers=2, heads=2, mlp_width=32),
 )
-TRAINED = frozenset({"vision", "projector.vision", "language"})
+TRAINED = dict.fromkeys(("vision", "projector.vision", "language"), 1)
 
 
 def batch(examples) -> BatchItems:
