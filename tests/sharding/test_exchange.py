@@ -95,7 +95,7 @@ def make_case(name, seed=0):
     def at(block, e, n):
         return (block * encoder_only + e) * language_only + n
 
-    def lane(hop, sender, to):
+    def chunk_slot(hop, sender, to):
         used[hop, sender, to] += 1
         return hop, used[hop, sender, to] - 1
 
@@ -109,14 +109,14 @@ def make_case(name, seed=0):
         if a == b:
             pick[receiver, arrival], back[sender, slot] = buffer + slot, buffer + arrival
         elif number % 2 or not thirds:
-            h, s = lane(int(rng.integers(HOPS)), sender, b)
+            h, s = chunk_slot(int(rng.integers(HOPS)), sender, b)
             send[h, sender, b, s], pick[receiver, arrival] = slot, received(h, a, s)
             t = HOPS - 1 - h
             place[t, receiver, a, s], back[sender, slot] = arrival, received(t, b, s)
         else:
             c = int(rng.choice(thirds))
-            h, s = lane(0, sender, c)
-            k, u = lane(int(rng.integers(1, HOPS)), at(c, e, n), b)
+            h, s = chunk_slot(0, sender, c)
+            k, u = chunk_slot(int(rng.integers(1, HOPS)), at(c, e, n), b)
             send[h, sender, c, s] = slot
             send[k, at(c, e, n), b, u] = ENCODER_SLOTS + received(h, a, s)
             pick[receiver, arrival] = received(k, c, u)

@@ -184,6 +184,7 @@ def choose_pair_slots(moves: Sequence[tuple[Longs, Longs, Longs]], grid: Exchang
       longest: tokens of the longest item, which must be able to move where no sample does.
     """
     needed = [_slots_per_pair(*step, grid) for step in moves]
+    # Where no sample moves anything: both legs of the longest item, which A relays share.
     usual = float(np.mean(needed)) if any(needed) else 2 * longest / grid.peers
     return max(1, math.ceil(usual / USUAL_HOPS))
 

@@ -71,6 +71,8 @@ class Ragged(Backend):
         fill(gather_forward, local[receiver], True, arrival, arrives)
         fill(gather_backward, local[sender], True, start, returns)
 
+        # jax.lax.ragged_all_to_all wants to know where tokens land in the receiver's buffer, so a
+        # rank also counts what lower peers send there.
         sizes_forward = np.stack([leaving, sent, landing_there, expected], axis=1).astype(np.int32)
         sizes_backward = np.stack([landing, expected, landing_back, sent], axis=1).astype(np.int32)
         return RouteTables(

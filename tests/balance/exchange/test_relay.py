@@ -91,8 +91,8 @@ def test_paths_of_some_ranks_are_those_of_all():
     def through(rank, local):
         way = token_paths(round_, **sizes, local=local)
         ours = (way.relay == rank) | (way.receiver == rank)
-        onward = np.where(way.relay == way.receiver, -1, way.relay_slot)
-        columns = (way.start, way.sender, way.relay, way.receiver, way.send_slot, onward)
+        relay_slot = np.where(way.relay == way.receiver, -1, way.relay_slot)
+        columns = (way.start, way.sender, way.relay, way.receiver, way.send_slot, relay_slot)
         return sorted(zip(*(column[ours].tolist() for column in columns), strict=True))
 
     for rank in range(10):
