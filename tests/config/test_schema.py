@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from jaxmllm.config import schema
 from jaxmllm.config.read import dump_config, load_config, parse_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError, Section
 from sharding.mesh import mesh_shape
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 MINIMAL = """
 run: {directory: runs/x, steps: 10}
@@ -43,6 +46,16 @@ def test_every_config_of_the_repository_is_valid_and_says_how_to_run_it(config):
     load_config(config)
     head = config.read_text().split("\n\n")[0:4]
     assert f"--config configs/{config.name}" in "\n".join(line for line in head if line.startswith("#"))
+
+
+def test_sections_have_one_place_to_be_imported_from():
+    """schema.py names them all; which file of config/ they stand in is nobody else's business."""
+    folders = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    for file in (file for file in files if "config" not in file.parts):
+        assert not re.search(r"jaxmllm\.config\.(section|\w+_sections)\b", file.read_text(encoding="utf-8")), file
+    sections = [member for member in vars(schema).values() if isinstance(member, type) and issubclass(member, Section)]
+    assert {section.__name__ for section in sections} <= set(schema.__all__)
 
 
 def test_there_are_configs():
