@@ -1,4 +1,4 @@
-"""What one process finds, known to all of them: so that all go on, or all end, for the same reason."""
+"""What one process finds, known to all of them: so that all continue, or all end, for the same reason."""
 
 from __future__ import annotations
 

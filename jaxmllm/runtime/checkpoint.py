@@ -11,47 +11,37 @@ read only after all of them were found to be as written. All processes call ever
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmllm.runtime.agreement import agreed_numbers, agreed_problem
+from jaxmllm.runtime.agreement import agreed_numbers
+from jaxmllm.runtime.checkpoint_files import (
+    CheckpointError,
+    DamagedError,
+    SealedHandler,
+    SealedSave,
+    check_files,
+    is_sound,
+    one_line,
+    quiet,
+    read_arrays,
+    saved_specs,
+    write_small_arrays_whole,
+)
+from jaxmllm.runtime.checkpoint_fit import with_trained_components
 
-CHECKSUMS_FILE = "checksums.json"
-UNSEALED = ("_CHECKPOINT_METADATA", CHECKSUMS_FILE)  # orbax stamps the former once more at the end; nothing reads it
 DRAFT = "orbax-checkpoint-tmp"  # in the name of a folder that is being written
 DELETED = ".deleted"  # end of the name of a folder that is being deleted
 DAMAGED = ".damaged"  # end of the name of a folder that was found damaged and put aside
-SHOWN = 5  # differences listed in an error before "and n more"
-LONGEST_REASON = 300  # characters of another library's message that are quoted
-REPLICA_SLICE_BYTES = 64 << 20
-READ_BYTES = 16 << 20  # of a file that are summed at a time
-READ_THREADS = 8  # CRC-32 releases the interpreter lock
-
-ArrayPath = tuple[str, ...]  # of an array in a state
-ArraySpec = tuple[tuple[int, ...], str]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint or run folder that cannot be continued from; the message says what differs and what to do."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what was written."""
 
 
 class Checkpoints:
@@ -63,10 +53,10 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
-        _write_small_arrays_whole()
+        write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self.keep = keep
-        self._handler = _SealedHandler()
+        self._handler = SealedHandler()
         self._writer = ocp.AsyncCheckpointer(self._handler)
         # Asked of the disk once: processes that look at a network file system later may see different things.
         self._taken = set(self.steps)
@@ -94,7 +84,7 @@ class Checkpoints:
         with self._explained():
             if _is_main():
                 self._sweep()
-            self._writer.save(self.directory / str(step), args=_SealedSave(state))
+            self._writer.save(self.directory / str(step), args=SealedSave(state))
         return True
 
     def restore(self, abstract_state: Any, step: int | None = None, say: Callable[[str], None] = print) -> Any:
@@ -117,7 +107,7 @@ class Checkpoints:
         location = self.directory / str(step)
         check_files(location)
         fields = _fields(abstract_state)
-        target, fresh, unused = _with_trained_components(fields, saved_specs(location), location)
+        target, fresh, unused = with_trained_components(fields, saved_specs(location), location)
         if fresh:
             say(f"optimizer state of {', '.join(fresh)}: begins at zero from step {step}")
         if unused:
@@ -183,7 +173,7 @@ class Checkpoints:
     def _explained(self) -> Iterator[None]:
         """Whatever the writer raises becomes one line: full disks and vanished folders come as many exceptions."""
         try:
-            with _quiet():
+            with quiet():
                 yield
         except CheckpointError:
             raise
@@ -192,8 +182,8 @@ class Checkpoints:
             complete = [number for number in self.steps if number != step]
             latest = f"the latest complete one is {complete[-1]}" if complete else "there is no complete one"
             raise CheckpointError(
-                f"checkpoint {step} cannot be written to {self.directory}: {_reason(error)}; {latest}: make room or "
-                "mend the folder, then --resume"
+                f"checkpoint {step} cannot be written to {self.directory}: {one_line(error)}; {latest}: make room or "
+                "fix the folder, then --resume"
             ) from error
 
     def _sweep(self) -> None:
@@ -246,148 +236,6 @@ def check_space(directory: Path, needed: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- checksums
-
-
-class _SealedHandler(ocp.StandardCheckpointHandler):
-    """Writes the checksums of a checkpoint as the last of its files, before orbax gives it its name."""
-
-    sound = True
-
-    def finalize(self, directory: Any) -> None:
-        super().finalize(directory)
-        folder = Path(directory)
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNSEALED]
-        with ThreadPoolExecutor(READ_THREADS) as threads:
-            sums = list(threads.map(_checksum, files))
-        content = {
-            "sound": self.sound,
-            "files": {path.relative_to(folder).as_posix(): both for path, both in zip(files, sums, strict=True)},
-        }
-        (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=0), encoding="utf-8")
-
-
-@ocp.args.register_with_handler(_SealedHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class _SealedSave(ocp.args.StandardSave):
-    """Says to orbax that `_SealedHandler` writes this."""
-
-
-def check_files(location: Path) -> None:
-    """Raise `DamagedError` unless every file of a checkpoint is what was written; processes share the work."""
-    if problem := agreed_problem(_damage(location, jax.process_index(), jax.process_count())):
-        raise DamagedError(f"checkpoint {location} is damaged: {problem}")
-
-
-def is_sound(location: Path) -> bool:
-    """Whether a checkpoint was saved as a sound one, as far as its files still tell."""
-    try:
-        return bool(_checksums(location)["sound"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _damage(location: Path, first: int, step: int) -> str | None:
-    """What is wrong with every `step`-th file from the `first` on; none: nothing."""
-    try:
-        files = dict(_checksums(location)["files"])
-    except FileNotFoundError:
-        return f"{CHECKSUMS_FILE} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{CHECKSUMS_FILE} cannot be read ({_reason(error)})"
-    names = sorted(files)[first::step]
-    with ThreadPoolExecutor(READ_THREADS) as threads:
-        problems = threads.map(lambda name: _file_damage(location, name, files[name]), names)
-        return next((problem for problem in problems if problem), None)
-
-
-def _file_damage(location: Path, name: str, expected: Sequence[int]) -> str | None:
-    try:
-        size, checksum = _checksum(location / name)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except (OSError, ValueError) as error:
-        return f"{name} cannot be read ({_reason(error)})"
-    if [size, checksum] == list(expected):
-        return None
-    if size != expected[0]:
-        return f"{name} has {size} bytes, {expected[0]} were written"
-    return f"{name} does not hold what was written (checksum {checksum:08x}, not {expected[1]:08x})"
-
-
-def _checksums(location: Path) -> dict[str, Any]:
-    content = json.loads((location / CHECKSUMS_FILE).read_text(encoding="utf-8"))
-    return dict(content)
-
-
-def _checksum(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
-    size = checksum = 0
-    with path.open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
-    return size, checksum
-
-
-# ---------------------------------------------------------------------------- reading
-
-
-def read_arrays(location: Path, abstract: Any) -> Any:
-    """The arrays of a checkpoint that `abstract` names, with the shardings given there.
-
-    Raises `DamagedError` if they cannot be read, in one line.
-    """
-    target = jax.tree.map(_abstract, abstract)
-    problem, arrays = None, None
-    try:
-        with _quiet():
-            arguments = ocp.checkpoint_utils.construct_restore_args(target)
-            arguments = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-            arrays = ocp.PyTreeCheckpointHandler().restore(location, args=arguments)
-    except Exception as error:  # a damaged file can fail anywhere in orbax, tensorstore and JSON
-        problem = _reason(error)
-    if problem := agreed_problem(problem):
-        raise DamagedError(f"checkpoint {location} cannot be read: {problem}")
-    return arrays
-
-
-def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
-    """Shape and dtype of the arrays of a checkpoint by path. Raises `DamagedError`."""
-    problem, specs = None, {}
-    try:
-        with _quiet():
-            metadata = ocp.PyTreeCheckpointHandler().metadata(location)
-        specs = array_specs(metadata.tree)
-    except Exception as error:  # as in `read_arrays`
-        problem = _reason(error)
-    if problem := agreed_problem(problem):
-        raise DamagedError(f"checkpoint {location} cannot be read: {problem}")
-    return specs
-
-
-def _with_trained_components(
-    fields: dict[str, Any], saved: Mapping[ArrayPath, ArraySpec], location: Path
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(what to read of a checkpoint, components whose optimizer state is not in it, those it has besides)."""
-    optimizer = fields.get("optimizer")
-    if not isinstance(optimizer, dict):
-        optimizer = {}
-    there = {path[1] for path in saved if path[0] == "optimizer" and len(path) > 1} if optimizer else set()
-    fresh, unused = sorted(optimizer.keys() - there), sorted(there - optimizer.keys())
-    left_out = {("optimizer", name) for name in (*fresh, *unused)}
-
-    def comparable(specs: Mapping[ArrayPath, ArraySpec]) -> dict[ArrayPath, ArraySpec]:
-        return {path: spec for path, spec in specs.items() if path[:2] not in left_out}
-
-    if unequal := list(differences(comparable(saved), comparable(array_specs(fields)))):
-        raise CheckpointError(_mismatch(location, unequal))
-    if not left_out:
-        return fields, [], []
-    kept = {name: state for name, state in optimizer.items() if name not in fresh}
-    others = {name: value for name, value in fields.items() if name != "optimizer"}
-    return others | ({"optimizer": kept} if kept else {}), fresh, unused
-
-
 def _zeros(abstract: Any) -> Any:
     """Arrays of the given shapes, types and shardings: the state of an optimizer before its first update."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -402,83 +250,5 @@ def _fields(state: Any) -> dict[str, Any]:
     return dict(state) if isinstance(state, dict) else state._asdict()
 
 
-def _write_small_arrays_whole() -> None:
-    """Replicas share the writing of an array by slicing it, which compiles a program for every shape and device:
-    worth it for large arrays alone."""
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
-    verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns of any handler that replaces its own
-    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
-    absl.logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No records of logging: orbax and asyncio log an error of the disk in hundreds of lines besides raising it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _reason(error: BaseException) -> str:
-    """One line of an exception; of a group or chain, the first that says something of the disk."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(cause or error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
-
-
 def _is_main() -> bool:
     return jax.process_index() == 0
-
-
-# ---------------------------------------------------------------------------- does the checkpoint fit the model
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-
-
-def array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
-    """Shape and dtype by path; a namedtuple's field and a dict's key read alike, as they are stored."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(f"a state may hold dicts, tuples, lists and namedtuples, not {key!r}")
-
-
-def differences(saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]) -> Iterator[str]:
-    """A line for each array that one side lacks, or has in another shape or dtype."""
-    for path in sorted(saved.keys() | expected.keys()):
-        left, right = saved.get(path), expected.get(path)
-        if left != right:
-            yield f"{'.'.join(path)}: saved {_spec_text(left)}, this model has {_spec_text(right)}"
-
-
-def _spec_text(spec: ArraySpec | None) -> str:
-    return "nothing" if spec is None else f"{spec[1]}{list(spec[0])}"
-
-
-def _mismatch(location: Path, unequal: list[str]) -> str:
-    count = f"{len(unequal)} array{'s differ' if len(unequal) > 1 else ' differs'}"
-    return (
-        f"checkpoint {location} does not fit the model of this config ({count}):\n{listed(unequal)}\n"
-        "Resume with the model and components sections that the run began with, or set run.directory to a new folder "
-        "to begin a new run."
-    )
-
-
-def listed(lines: list[str]) -> str:
-    """Some lines, indented, with a count of those that are not shown."""
-    rest = len(lines) - SHOWN
-    shown = lines[:SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
-    return "\n".join(f"  {line}" for line in shown)

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxmllm.config.read import config_tree, dotted_values
 from jaxmllm.config.schema import Config
-from jaxmllm.runtime.checkpoint import CheckpointError, listed
+from jaxmllm.runtime.checkpoint_files import CheckpointError
+from jaxmllm.runtime.checkpoint_fit import listed
 
 # No step depends on these. Each pattern covers the key it matches and everything below it.
 FREE_KEYS = (
@@ -53,7 +54,7 @@ CHANGEABLE_KEYS = (
 
 
 def check_compatible(saved: Config, current: Config) -> None:
-    """Raise `CheckpointError` unless a run begun with `saved` may go on with `current`.
+    """Raise `CheckpointError` unless a run begun with `saved` may continue with `current`.
 
     Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and `CHANGEABLE_KEYS` may differ.
     """
@@ -71,15 +72,6 @@ def check_compatible(saved: Config, current: Config) -> None:
             f"and model.from to {directory}. If nothing has changed but a name (data that has moved, say), change it "
             f"in {Path(directory) / 'config.yaml'} too."
         )
-
-
-def same_run(saved: Config, current: Config) -> bool:
-    """Whether `current` may continue the run that `saved` began."""
-    try:
-        check_compatible(saved, current)
-    except CheckpointError:
-        return False
-    return True
 
 
 def begun_config(config: Config) -> Config:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.length_index import LengthIndex
 from jaxmllm.runtime.agreement import agreed_problem
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 
 DATA_FILE = "data.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import Segment
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 
 HISTORY_FILE = "history.json"

@@ -11,18 +11,17 @@ from typing import Any
 
 from jaxmllm.config.schema import Config
 from jaxmllm.runtime.agreement import agreed_numbers
-from jaxmllm.runtime.checkpoint import (
+from jaxmllm.runtime.checkpoint import saved_steps
+from jaxmllm.runtime.checkpoint_files import (
     CHECKSUMS_FILE,
     CheckpointError,
     DamagedError,
     array_specs,
     check_files,
-    differences,
-    listed,
     read_arrays,
     saved_specs,
-    saved_steps,
 )
+from jaxmllm.runtime.checkpoint_fit import differences, listed
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 

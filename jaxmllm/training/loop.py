@@ -16,7 +16,8 @@ import jax
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.workers.reader import Interrupted, Loader, LoadError
 from jaxmllm.runtime import hosts
-from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.metrics import MetricsWriter
 from jaxmllm.runtime.profiler import ProfilerWindow
 from jaxmllm.runtime.progress import ProgressBar

@@ -23,7 +23,7 @@ import jax
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 from jaxmllm.runtime.agreement import agreed_problem
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock
 from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
@@ -63,12 +63,12 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
 
     The main process holds the folder for all. Raises `CheckpointError` in every process if another run holds it, or
-    if this one may not go on in it; and in the place of an error of a full disk inside the context.
+    if this one may not continue in it; and instead of an error of a full disk inside the context.
     """
     with ExitStack() as stack:
         problem, checked = None, config
         try:
-            check_writable(Path(config.run.directory))
+            check_writable(Path(config.run.directory))  # before the lock, which is a file there
             if jax.process_index() == 0:
                 stack.enter_context(RunLock(Path(config.run.directory)))
             checked = check_folder(config, resume)
@@ -91,11 +91,10 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
 def check_folder(config: Config, resume: bool | str) -> Config:
     """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
 
-    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may go on like this. `resume`
+    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may continue like this. `resume`
     "auto" begins a run also in a folder that holds other files than a run's.
     """
     folder = Path(config.run.directory)
-    check_writable(folder)
     saved = read_config(folder)
     if saved is not None:
         if not resume:
@@ -104,7 +103,8 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             )
         check_compatible(saved, config)
         return resumed_config(saved, config)
-    present = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK_FILE, ".")))
+    entries = folder.iterdir() if folder.exists() else ()
+    present = sorted(entry.name for entry in entries if not entry.name.startswith((LOCK_FILE, ".")))
     if found := [name for name in present if name in OWN]:
         raise CheckpointError(
             f"{folder} holds {', '.join(found)} but no {CONFIG_FILE}, so it cannot be said which run that was: restore "
@@ -134,5 +134,5 @@ def check_writable(folder: Path) -> None:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         raise CheckpointError(
-            f"run.directory: {folder} cannot be written ({error.strerror}); mend the folder, or choose another"
+            f"run.directory: {folder} cannot be written ({error.strerror}); fix the folder, or choose another"
         ) from error

@@ -17,15 +17,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.runtime import checkpoint
-from jaxmllm.runtime.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    DamagedError,
-    check_files,
-    check_space,
-    state_bytes,
-)
+from jaxmllm.runtime import checkpoint_files
+from jaxmllm.runtime.checkpoint import Checkpoints, check_space, state_bytes
+from jaxmllm.runtime.checkpoint_files import CheckpointError, DamagedError, check_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,7 +278,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, c
     with pytest.raises(CheckpointError) as caught, Checkpoints(tmp_path / "run", keep=1) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.wait()
-        monkeypatch.setattr(checkpoint, "_checksum", full) if late else monkeypatch.setattr(Path, "mkdir", full)
+        monkeypatch.setattr(checkpoint_files, "_checksum", full) if late else monkeypatch.setattr(Path, "mkdir", full)
         checkpoints._swept = False
         checkpoints.save(2, state)
     text = str(caught.value)

@@ -150,7 +150,7 @@ def free_port() -> int:
 
 
 def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
-    """A checkpoint of this process goes on in two, a signal to one of them stops both, and comes back here."""
+    """A checkpoint of this process continues in two, a signal to one of them stops both, and comes back here."""
     first = {"w": jnp.arange(24.0, dtype=jnp.bfloat16).reshape(8, 3), "step": jnp.int32(5)}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, first)

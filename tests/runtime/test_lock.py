@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.lock import Holder, RunLock
 from jaxmllm.training.run_folder import open_folder
 from tests.training.test_resume_rules import make_config

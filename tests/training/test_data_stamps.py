@@ -15,7 +15,7 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.text.tokenizers import ByteTokenizer
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.training.data_stamps import check_data
 from tests.support import tiny_config
 

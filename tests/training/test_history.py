@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxmllm.data.batches import Segment
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.resume import begun_config, changes, check_compatible
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from tests.training.test_resume_rules import make_config

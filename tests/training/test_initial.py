@@ -11,7 +11,8 @@ import yaml
 
 from jaxmllm.config.read import dump_config, load_config, parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.runtime.checkpoint import CheckpointError, Checkpoints
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.training.initial import read_parameters

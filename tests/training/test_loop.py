@@ -55,7 +55,7 @@ def finished(data, tmp_path_factory):
 
 def slow_down(programs) -> None:
     """Let every step take the devices `STEP_SECONDS` longer, one after another, and every evaluation
-    `EVALUATION_SECONDS`, while the host goes on, as it does where devices are real."""
+    `EVALUATION_SECONDS`, while the host continues, as it does where devices are real."""
     devices = ThreadPoolExecutor(1)
     train_at_once, totals_at_once = programs.train, programs.totals
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at any time, or asked to stop, go on as if nothing had happened."""
+"""Runs that are killed at any time, or asked to stop, continue as if nothing had happened."""
 
 import json
 import os

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmllm.runtime.checkpoint import CheckpointError
+from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.training.run_folder import check_folder, open_folder, read_config, write_config
 from tests.training.test_resume_rules import make_config

@@ -1,4 +1,4 @@
-"""Whole runs whose data workers are killed, fail or hang: they go on, or end in order."""
+"""Whole runs whose data workers are killed, fail or hang: they continue, or end in order."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
 
 
 def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
-    """Both ways: the state of either goes on in the other."""
+    """Both ways: the state of either continues in the other."""
     batches = [EXAMPLES[:12], EXAMPLES[12:], EXAMPLES[4:18]]
     setups, losses = {"piped": piped, "alone": alone}, {"piped": [], "alone": []}
     states = {name: setup.programs.init(0) for name, setup in setups.items()}

@@ -1,0 +1,213 @@
+"""The files of one checkpoint: written with their checksums, and believed only after these were compared.
+
+    arrays --SealedSave--> files, then checksums.json: size and CRC-32 of each
+    files --check_files--> as written, or `DamagedError` --saved_specs, read_arrays--> shapes, arrays
+
+Processes share the work of checking. Whatever orbax, tensorstore or the disk raises becomes one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import absl.logging
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxmllm.runtime.agreement import agreed_problem
+
+CHECKSUMS_FILE = "checksums.json"
+UNSEALED = ("_CHECKPOINT_METADATA", CHECKSUMS_FILE)  # orbax stamps the former once more at the end; nothing reads it
+LONGEST_REASON = 300  # characters of another library's message that are quoted
+REPLICA_SLICE_BYTES = 64 << 20  # smaller arrays are written whole, by one process
+READ_BYTES = 16 << 20  # of a file that are summed at a time
+READ_THREADS = 8  # CRC-32 releases the interpreter lock
+
+ArrayPath = tuple[str, ...]  # of an array in a state
+ArraySpec = tuple[tuple[int, ...], str]  # shape, dtype
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or run folder that cannot be continued from; the message says what differs and what to do."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was written."""
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+class SealedHandler(ocp.StandardCheckpointHandler):
+    """Writes the checksums of a checkpoint as the last of its files, before orbax gives it its name."""
+
+    sound = True
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        folder = Path(directory)
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNSEALED]
+        with ThreadPoolExecutor(READ_THREADS) as threads:
+            sums = list(threads.map(_checksum, files))
+        content = {
+            "sound": self.sound,
+            "files": {path.relative_to(folder).as_posix(): both for path, both in zip(files, sums, strict=True)},
+        }
+        (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=0), encoding="utf-8")
+
+
+@ocp.args.register_with_handler(SealedHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class SealedSave(ocp.args.StandardSave):
+    """Says to orbax that `SealedHandler` writes this."""
+
+
+def write_small_arrays_whole() -> None:
+    """Replicas share the writing of an array by slicing it, which compiles a program for every shape and device:
+    worth it for large arrays alone."""
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
+    verbosity = absl.logging.get_verbosity()
+    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns of any handler that replaces its own
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    absl.logging.set_verbosity(verbosity)
+
+
+# ---------------------------------------------------------------------------- checking
+
+
+def check_files(location: Path) -> None:
+    """Raise `DamagedError` unless every file of a checkpoint is what was written; processes share the work."""
+    if problem := agreed_problem(_damage(location, jax.process_index(), jax.process_count())):
+        raise DamagedError(f"checkpoint {location} is damaged: {problem}")
+
+
+def is_sound(location: Path) -> bool:
+    """Whether a checkpoint was saved as a sound one, as far as its files still tell."""
+    try:
+        return bool(_checksums(location)["sound"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _damage(location: Path, first: int, step: int) -> str | None:
+    """What is wrong with every `step`-th file from the `first` on; none: nothing."""
+    try:
+        files = dict(_checksums(location)["files"])
+    except FileNotFoundError:
+        return f"{CHECKSUMS_FILE} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{CHECKSUMS_FILE} cannot be read ({one_line(error)})"
+    names = sorted(files)[first::step]
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+        problems = threads.map(lambda name: _file_damage(location, name, files[name]), names)
+        return next((problem for problem in problems if problem), None)
+
+
+def _file_damage(location: Path, name: str, expected: Sequence[int]) -> str | None:
+    try:
+        size, checksum = _checksum(location / name)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read ({one_line(error)})"
+    if [size, checksum] == list(expected):
+        return None
+    if size != expected[0]:
+        return f"{name} has {size} bytes, {expected[0]} were written"
+    return f"{name} does not hold what was written (checksum {checksum:08x}, not {expected[1]:08x})"
+
+
+def _checksums(location: Path) -> dict[str, Any]:
+    content = json.loads((location / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+    return dict(content)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    size = checksum = 0
+    with path.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return size, checksum
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def read_arrays(location: Path, abstract: Any) -> Any:
+    """The arrays of a checkpoint that `abstract` names, with the shardings given there.
+
+    Raises `DamagedError` if they cannot be read, in one line.
+    """
+    target = jax.tree.map(_shape_of, abstract)
+    problem, arrays = None, None
+    try:
+        with quiet():
+            arguments = ocp.checkpoint_utils.construct_restore_args(target)
+            arguments = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+            arrays = ocp.PyTreeCheckpointHandler().restore(location, args=arguments)
+    except Exception as error:  # a damaged file can fail anywhere in orbax, tensorstore and JSON
+        problem = one_line(error)
+    if problem := agreed_problem(problem):
+        raise DamagedError(f"checkpoint {location} cannot be read: {problem}")
+    return arrays
+
+
+def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
+    """Shape and dtype of the arrays of a checkpoint by path. Raises `DamagedError`."""
+    problem, specs = None, {}
+    try:
+        with quiet():
+            metadata = ocp.PyTreeCheckpointHandler().metadata(location)
+        specs = array_specs(metadata.tree)
+    except Exception as error:  # as in `read_arrays`
+        problem = one_line(error)
+    if problem := agreed_problem(problem):
+        raise DamagedError(f"checkpoint {location} cannot be read: {problem}")
+    return specs
+
+
+def array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
+    """Shape and dtype by path; a namedtuple's field and a dict's key read alike, as they are stored."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(f"a state may hold dicts, tuples, lists and namedtuples, not {key!r}")
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No records of logging: orbax and asyncio log an error of the disk in hundreds of lines besides raising it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def one_line(error: BaseException) -> str:
+    """One line of an exception; of a group or chain, the first that says something of the disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(cause or error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
