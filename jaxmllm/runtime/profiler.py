@@ -32,6 +32,11 @@ class ProfilerWindow:
         self._open = wanted
         return True
 
+    @property
+    def recording(self) -> bool:
+        """Whether a trace is open."""
+        return self._open
+
     def close(self, pending: Any = None) -> None:
         """Close a trace that the run's end has cut short."""
         if self._open:

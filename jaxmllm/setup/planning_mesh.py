@@ -37,3 +37,17 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
     if -1 in sizes.values():
         return abstract_mesh(sizes, jax.device_count())
     return abstract_mesh(sizes, math.prod(sizes.values()))
+
+
+def staged_mesh(config: Config) -> AbstractMesh:
+    """The mesh of a config with a pipeline, without devices; -1 takes as many as this machine has,
+    or one where it has too few.
+
+    Raises:
+      ConfigError: the config has no stages.
+    """
+    if config.pipeline.stages == 1:
+        raise ConfigError("pipeline.stages (1): there is no schedule without stages; set pipeline.stages")
+    sizes = config.mesh_sizes
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    return abstract_mesh(sizes, fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed)

@@ -139,8 +139,10 @@ class Loop:
             self.together.post_plan(self.step + 1, batch.digest)
         if self.profiler.before_step(self.step, self.state.step):
             self.report.settle()
-        began = time.monotonic()
         programs = self.run.programs
+        if self.profiler.recording and self.run.is_main:
+            programs.save_schedule(batch, self.profiler.directory / f"schedule_{self.step + 1}.npz")
+        began = time.monotonic()
         self.state, metrics = programs.train(self.state, programs.put(batch))
         self.step += 1
         self.report.follow(StartedStep(self.step, batch, metrics, waited, began, self.completions.of(metrics)))

@@ -8,10 +8,17 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
-from jaxmllm.tools import timeline
-from jaxmllm.tools.timeline import of_schedule, of_table
+from jaxmllm.balance.stages.plan import plan_pipeline
+from jaxmllm.config.read import load_config
+from jaxmllm.setup.planning_mesh import staged_mesh
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.sizing import pipeline_sizes
+from jaxmllm.tools import timeline, timeline_drawing
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.tools.timeline import of_schedules, of_table
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.graph import ChainWork, Kind, Workload
 from sharding.pipeline.ring import Chain, Ring
@@ -19,8 +26,9 @@ from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.schedule import lockstep
 from sharding.pipeline.slots import slots_needed
 from sharding.pipeline.table import make_table
-from sharding.pipeline.table_file import save_tables
+from sharding.pipeline.table_file import load_tables, save_tables
 from sharding.pipeline.table_spec import TableSpec
+from tests.support import tiny_config
 
 PFLOP = 10**6  # in units of the durations, 10**9 FLOPs
 
@@ -39,7 +47,7 @@ def schedule():
 
 
 def test_bars_stand_where_operations_run(schedule):
-    shown = of_schedule(schedule, "title")
+    shown = of_schedules([schedule], "title", 10**15 // PFLOP)
     graph = schedule.graph
     expected, start = set(), 0
     for row in schedule.ticks.tolist():
@@ -60,7 +68,7 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
     path = tmp_path / "table.npz"
     table = make_table(schedule, spec)
     save_tables(path, spec, [table.rows[: table.count]], [table.wire_active[: table.count]])
-    shown, drawn = of_table(path), of_schedule(schedule, "")
+    shown, drawn = of_table(path), of_schedules([schedule], "")
     assert len(shown.ticks) == len(schedule.ticks) + 1
 
     def operations(one) -> list:
@@ -90,8 +98,52 @@ def test_a_generated_batch_is_drawn(choice, tmp_path, capsys):
     assert "rank" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The file of a small run in two stages."""
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample(folder, train=64, test=8)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(tiny_config(folder, mesh={"data": 2}, pipeline={"stages": 2, "layout": "chain"})))
+    return file
+
+
+def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, capsys):
+    """Drawn, and saved table for table; other steps and settings have other tables."""
+
+    def saved(name: str, *changes: str) -> np.ndarray:
+        command = ["--config", str(config), "--save", str(tmp_path / name), "--out", str(tmp_path), *changes]
+        assert timeline.main(command) == 0
+        assert name in capsys.readouterr().out and (tmp_path / "pipeline.png").exists()
+        return np.concatenate(load_tables(tmp_path / name).rows)
+
+    settings = load_config(str(config), [])
+    inputs = prepare(settings, staged_mesh(settings))
+    sizes = pipeline_sizes(settings, inputs)
+    items = inputs.corpus.gather(np.array([inputs.order[i] for i in range(16, 32)]))
+    plan = plan_pipeline(items, sizes.spec, sizes.training)
+    second = saved("second.npz", "--step", "2")
+    np.testing.assert_array_equal(second, np.concatenate([run.table for run in plan.runs]))
+    others = [saved("first.npz"), saved("gpipe.npz", "--step", "2", "pipeline.schedule=gpipe")]
+    assert not any(np.array_equal(second, other) for other in others)
+
+
+def test_configs_that_have_no_schedule_to_draw(config, capsys):
+    for change, words in (
+        ("pipeline.stages=1", "pipeline.stages (1): there is no schedule without stages"),
+        ("pipeline.schedule=zigzag", "pipeline.schedule = 'zigzag': there is no such schedule; choose one of 1f1b"),
+    ):
+        assert timeline.main(["--config", str(config), change]) == 1
+        assert words in capsys.readouterr().err
+    assert timeline.main(["--config", str(config), "--step", "0"]) == 1
+    assert "--step 0" in capsys.readouterr().err
+    for command in (["--table", "x.npz", "--generated"], ["--table", "x.npz", "run.seed=1"]):
+        with pytest.raises(SystemExit):
+            timeline.main(command)
+
+
 def test_components_and_kinds_look_different():
-    colors = {timeline._color(name, kind) for name in ("vision", "audio", "language") for kind in Kind}
+    colors = {timeline_drawing._color(name, kind) for name in ("vision", "audio", "language") for kind in Kind}
     assert len(colors) == 12 and all(0 <= channel <= 1 for color in colors for channel in color)
 
 

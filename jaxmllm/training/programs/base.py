@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -156,6 +157,10 @@ class Programs(abc.ABC):
     def totals(self, sums: Sums) -> Sums:
         """Sums over the ranks: [N], complete on every host."""
         return self._call("totals")(sums)
+
+    def save_schedule(self, batch: HostStep, path: Path) -> None:
+        """Write what a profiled step did in which tick, for `jaxmllm timeline --table`; nothing without stages."""
+        return
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of the exchanges of a step, from its plan statistics; none without an exchange."""

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.pipeline.executor.component import Inputs, TableArrays
 from sharding.pipeline.executor.executor import make_executor
+from sharding.pipeline.table_file import save_tables
 
 NOTHING_TRAINED = Trainable(frozenset(), {})
 
@@ -80,6 +82,12 @@ class StagedPrograms(Programs):
     def put(self, batch: HostStep) -> StagedStep:
         """Start the transfer of this host's rows and of the tables."""
         return StagedStep(batch, [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs])
+
+    def save_schedule(self, batch: HostStep, path: Path) -> None:
+        """Write the tables of a step's runs."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [run.table for run in batch.runs]
+        save_tables(path, self.sizes.training.tables, rows, [run.wire_active for run in batch.runs])
 
     def gradients(self, params: Any, batch: StagedStep) -> tuple[Any, Sums, jax.Array]:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and

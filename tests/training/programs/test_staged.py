@@ -16,10 +16,12 @@ from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
+from jaxmllm.tools import timeline
 from jaxmllm.train import main
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 from sharding.pipeline.schedules.by_name import SCHEDULES
+from sharding.pipeline.table_file import load_tables
 from tests.sharding.pipeline.schedules.toy import TOY
 from tests.support import Result, assert_close, assert_same, tiny_config
 
@@ -247,6 +249,25 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
     expected = losses("without", 1)
     assert len(expected) == 3
     np.testing.assert_allclose(losses("stages", 2, 4, 1), expected, rtol=2e-4)
+
+
+def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1})))
+    stages = ["pipeline.stages=2", "pipeline.layout=chain", f"run.directory={tmp_path / 'run'}", "run.steps=2"]
+    command = ["--config", str(config), *stages]
+    assert main([*command, "profile.start=1", "profile.steps=1"]) == 0
+    (saved,) = (tmp_path / "run" / "profile").rglob("schedule_*.npz")
+    assert saved.name == "schedule_2.npz"
+    planned = tmp_path / "planned.npz"
+    assert timeline.main([*command, "--step", "2", "--save", str(planned), "--out", str(tmp_path)]) == 0
+    run, plan = load_tables(saved), load_tables(planned)
+    assert run.columns == plan.columns and run.components == ("vision", "audio", "language")
+    for name in ("rows", "wire_active"):
+        for ours, theirs in zip(getattr(run, name), getattr(plan, name), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert timeline.main(["--table", str(saved), "--out", str(tmp_path)]) == 0
+    assert "schedule_2.npz" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------- what cannot be

@@ -1,0 +1,89 @@
+"""The schedule of a generated batch, for those who have no config yet."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs, sums_by
+from jaxmllm.balance.costs.flops import phase_layers
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
+from jaxmllm.balance.stages.run_rows import pack_rows
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.tools.workload import MODEL, PHASES, generate
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.cuts import LayoutName, partition
+from sharding.pipeline.graph import Workload
+from sharding.pipeline.layer_costs import Layer, chain_work, layer_costs
+from sharding.pipeline.schedules.by_name import scheduler_of
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.schedules.search import ROLLOUTS
+
+ROWS: Final = {"vision": 16_384, "audio": 16_384, "language": 8192}  # slots
+EXAMPLES_PER_MICROBATCH = 9
+UNIT = 10**9  # FLOPs
+
+
+def generated_schedule(
+    layout: LayoutName, schedule: str, stages: int, microbatches: int, seed: int, split: bool
+) -> Schedule:
+    """A generated batch on the generator's own model, everything trained, scheduled without a limit of slots."""
+    batch = generate(seed, EXAMPLES_PER_MICROBATCH * microbatches)
+    inputs, rows = _rows(batch, microbatches)
+    average = {name: _layers(name, ROWS[name] * ROWS[name] // 8) for name in PHASES}
+    per_microbatch = {name: len(rows[name]) / microbatches for name in PHASES}
+    ring = partition(average, stages, layout, per_microbatch)
+    work = []
+    for chain in ring.chains:
+        costs = [
+            layer_costs(average | {chain.name: _layers(chain.name, squares)})[chain.name]
+            for squares in rows[chain.name]
+        ]
+        work.append(chain_work(chain, costs))
+    graph = build_graph(ring, Workload(tuple(work), inputs), split=split)
+    return scheduler_of(schedule).make(graph, None, ROLLOUTS)
+
+
+def _layers(phase: str, squares: int) -> list[Layer]:
+    return [
+        Layer(
+            component=layer.component,
+            linear=layer.linear(ROWS[phase]) // UNIT,
+            attention=layer.attention(ROWS[phase], (squares,)) // UNIT,
+            parameters=layer.parameters,
+        )
+        for layer in phase_layers(MODEL, phase)
+    ]
+
+
+def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[str, list[int]]]:
+    """Which encoder rows every language microbatch reads, and squared lengths of the items of all rows."""
+    examples = len(batch.examples)
+    loads = {}
+    for name, items in batch.phases.items():
+        flops = sum(layer.linear(1) for layer in phase_layers(MODEL, name))
+        slots = sums_by(items.example, items.length, examples)
+        loads[name] = PhaseLoad(slots * flops, slots, ROWS[name] if PHASES[name].has_loss else None)
+    language = loads.pop(LANGUAGE)
+    plan = plan_microbatches(loads, language, replicas=1, microbatches=microbatches)
+    inputs: list[set[tuple[int, int]]] = [set() for _ in range(plan.microbatches)]
+    squares: dict[str, list[int]] = {}
+    for encoder, name in enumerate(loads):
+        items = batch.phases[name]
+        microbatch = plan.encoder[items.example]
+        row_in_microbatch, _ = pack_rows(microbatch, items.length, ROWS[name])
+        pairs = np.stack([microbatch, row_in_microbatch])
+        rows, row_of_item = np.unique(pairs, axis=1, return_inverse=True)
+        row_of_item = row_of_item.reshape(-1)  # numpy 2.0 gave it the shape of the pairs
+        squares[name] = _squares(row_of_item, items.length, rows.shape[1])
+        for example, row in zip(items.example.tolist(), row_of_item.tolist(), strict=True):
+            inputs[plan.language[example]].add((encoder, row))
+    texts = batch.phases[LANGUAGE]
+    squares[LANGUAGE] = _squares(plan.language[texts.example], texts.length, plan.microbatches)
+    return tuple(tuple(sorted(rows_read)) for rows_read in inputs), squares
+
+
+def _squares(row: Ints | Longs, length: Longs, rows: int) -> list[int]:
+    return sums_by(row, length**2, rows).tolist()
