@@ -251,6 +251,7 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
     np.testing.assert_allclose(losses("stages", 2, 4, 1), expected, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1})))
