@@ -5,9 +5,9 @@
 
 Nothing is kept between steps, so the state of the data is the step number: a run resumes at any step, with any number
 of hosts, workers or devices. Where batch size or weights changed on the way, the history of the run says from which
-step on they count: the order goes on where it stands, so that no example is skipped or comes twice. The order is
-grain's; `StepFiller` does the rest, in worker processes where there are any (reader.py), which import neither grain
-nor jax for it.
+step on they count: the order continues where it stands, so that no example is skipped or comes twice. The order is
+grain's; `StepFiller` does the rest, in worker processes where there are any (workers/reader.py), which import neither
+grain nor jax for it.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | N
 
 
 def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
-    """How many examples of each source the first `positions` places of a mixture hold.
+    """How many examples of each source the first `positions` positions of a mixture hold.
 
-    The mixture is periodic, so its last places tell: the last example of each source says how many came before.
+    The mixture is periodic, so its last positions tell: the last example of each source says how many came before.
     """
-    count = len(weights)
-    places = grain.MapDataset.mix([grain.MapDataset.range(n, sys.maxsize, count) for n in range(count)], list(weights))
+    sources = len(weights)
+    # Numbers n * sources + s: the n-th example of source s.
+    numbered = [grain.MapDataset.range(source, sys.maxsize, sources) for source in range(sources)]
+    mixture = grain.MapDataset.mix(numbered, list(weights))
     taken: dict[int, int] = {}
     for position in range(positions - 1, -1, -1):
-        number, source = divmod(places[position], count)
+        number, source = divmod(mixture[position], sources)
         taken.setdefault(source, number + 1)
-        if len(taken) == count:
+        if len(taken) == sources:
             break
-    return [taken.get(source, 0) for source in range(count)]
+    return [taken.get(source, 0) for source in range(sources)]
 
 
 def evaluation_order(members: Sequence[Member], limit: int | None = None) -> grain.MapDataset[int]:
@@ -77,7 +79,7 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 
 @dataclass(frozen=True)
 class Steps:
-    """This host's share of every step: a `Source` of a reader, and a sequence. Raises `IndexError` beyond the end, and
+    """This host's share of every step: `Elements` for a reader, and a sequence. Raises `IndexError` beyond the end, and
     before step `start`, whose first example is number `first` of the order."""
 
     order: grain.MapDataset[int]
@@ -108,16 +110,19 @@ def continued_steps(
 ) -> Steps:
     """Endless training steps from the last segment's first one on; the segments before it say where the order stands.
 
-    A new batch size goes on in the same order. New weights begin a new mixture, in which every source goes on where
-    it stands, in the middle of its epoch.
+    A new batch size continues in the same order. New weights begin a new mixture, in which every source continues
+    where it stands, in the middle of its epoch.
     """
-    segment, taken, first = history[0], [0] * len(members), 0
+    segment = history[0]
     weights = segment.weights
+    taken = [0] * len(members)  # examples of each source before the mixture of these weights
+    first = 0  # position in that mixture
     for following in history[1:]:
         first += (following.step - segment.step) * segment.batch_size
         if following.weights != weights:
             taken = [sum(pair) for pair in zip(taken, taken_examples(weights, first), strict=True)]
-            weights, first = following.weights, 0
+            weights = following.weights
+            first = 0
         segment = following
     weighted = [(name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)]
     order = example_order(weighted, seed, taken if any(taken) else None)

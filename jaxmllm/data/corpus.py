@@ -92,8 +92,8 @@ class Corpus:
         columns = self._columns
         if phase not in self.modalities:
             return int(columns["language_length"].max(initial=0))
-        mine = columns["item_phase"] == list(self.modalities).index(phase)
-        return int(columns["item_length"][mine].max(initial=0))
+        of_phase = columns["item_phase"] == list(self.modalities).index(phase)
+        return int(columns["item_length"][of_phase].max(initial=0))
 
     def source_of(self, example: int) -> int:
         """Number in `sources` of an example."""
@@ -106,17 +106,18 @@ class Corpus:
     def gather(self, examples: Longs) -> BatchItems:
         """Lengths of a batch of example numbers [B], which may repeat."""
         columns = self._columns
-        first, counts = columns["item_start"][examples], columns["item_count"][examples]
+        first = columns["item_start"][examples]
+        counts = columns["item_count"][examples]
         owner = np.repeat(np.arange(len(examples), dtype=np.int32), counts)
         items = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         phases = {}
         for number, phase in enumerate(self.modalities):
-            mine = columns["item_phase"][items] == number
-            chosen = items[mine]
+            of_phase = columns["item_phase"][items] == number
+            chosen = items[of_phase]
             lengths = {name: columns[f"item_{name}"][chosen] for name in ("length", "real")}
             phases[phase] = PhaseItems(
                 **lengths,
-                example=owner[mine],
+                example=owner[of_phase],
                 tokens=columns["item_tokens"][chosen].astype(np.int32),
                 slot=columns["item_slot"][chosen].astype(np.int32),
             )
@@ -168,11 +169,11 @@ class Corpus:
         if len(self) and len(rejected) <= max_rejected * total:
             return
         counts = ", ".join(f"{count} {reason}" for reason, count in self.rejected_counts().items()) or "none"
-        quoted = "".join(f"\n  {one}" for one in rejected[:SHOWN])
-        more = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
+        quoted = "".join(f"\n  {refusal}" for refusal in rejected[:SHOWN])
+        others = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
         raise DataError(
             f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
-            f"and at least one must remain; by reason: {counts}.{quoted}{more}\n"
+            f"and at least one must remain; by reason: {counts}.{quoted}{others}\n"
             "Fix the records, or raise data.max_rejected to train without them."
         )
 

@@ -27,7 +27,9 @@ from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.printable import shown
 
-SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
+SOUNDS = Sounds(
+    sample_rate=16_000, window_length=400, hop_length=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0
+)
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 RATE = 16_000
 NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 32_000)
@@ -235,7 +237,7 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     modality, path = make(kind, change, tmp_path)
     shape = modality.measure(File(path))
     features = modality.load(File(path), shape)
-    assert shape == (-(-samples // 160), 1) and np.isfinite(features).all()
+    assert shape == (-(-samples // 160), 1, 1) and np.isfinite(features).all()
     sound = features[: shape[0]]
     loud = sound.max(axis=1) > 0.3  # noise up to the end, but for gaps that MP3 encoders leave between streams
     assert loud[-30:-8].all() and loud.mean() > 0.95

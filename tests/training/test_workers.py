@@ -118,7 +118,7 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
         process.kill()
         process.wait()
     said = (tmp_path / "output").read_text()
-    assert said.count("was killed by SIGKILL (out of memory?); another one loads it anew") == len(killed)
+    assert said.count("was killed by SIGKILL (out of memory?); another one loads it again") == len(killed)
     assert "Traceback" not in said and "KeyboardInterrupt" not in said
     assert all(f"(process {pid})" in said for pid in killed)
     assert len(workers) == 2 and not any(map(alive, workers))

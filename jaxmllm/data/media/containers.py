@@ -22,7 +22,7 @@ _BLOCK = 1 << 20  # bytes read at once
 
 
 def container(file: Stream) -> str:
-    """WAV, FLAC, OGG or MP3 by the first bytes (behind ID3 tags); empty for anything else."""
+    """WAV, FLAC, OGG or MP3 by the first bytes (after ID3 tags); empty for anything else."""
     head = read(file, after_id3(file), 12)
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
         return "WAV"
@@ -34,7 +34,7 @@ def container(file: Stream) -> str:
 # ---------------------------------------------------------------------------- WAV
 
 STREAMED = 0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
-_CHUNKS = 1000  # before the samples and after them, at most
+_CHUNKS = 1000  # read at most so many chunks before the samples, and after them
 
 
 def check_wave(file: Stream, media: MediaReference) -> None:
@@ -46,30 +46,31 @@ def check_wave(file: Stream, media: MediaReference) -> None:
     """
     size = size_of(file)
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
-    place = 12
+    position = 12
     stored_64 = None
     for _ in range(_CHUNKS):
-        head = read(file, place, 8)
+        head = read(file, position, 8)
         if len(head) < 8:
             return
-        name, count = head[:4], int.from_bytes(head[4:], order)
-        begin = place + 8
+        name = head[:4]
+        chunk_size = int.from_bytes(head[4:], order)
+        begin = position + 8
         if name == b"ds64":
             stored_64 = int.from_bytes(read(file, begin + 8, 8), "little")
         if name == b"data":
-            if count == 0xFFFF_FFFF and stored_64 is not None:
-                count = stored_64
-            elif count >= STREAMED and begin + count > size:
+            if chunk_size == 0xFFFF_FFFF and stored_64 is not None:
+                chunk_size = stored_64
+            elif chunk_size >= STREAMED and begin + chunk_size > size:
                 return
-            if begin + count > size:
+            if begin + chunk_size > size:
                 raise MediaError(
                     "truncated_audio",
-                    f"{media} holds {size - begin} of the {count} bytes of samples that its header says: the file is "
-                    "cut; copy it again",
+                    f"{media} holds {size - begin} of the {chunk_size} bytes of samples that its header says: the "
+                    "file is cut; copy it again",
                 )
-            _check_after_data(file, begin + count, size, order, media)
+            _check_after_data(file, begin + chunk_size, size, order, media)
             return
-        place = begin + count + count % 2
+        position = begin + chunk_size + chunk_size % 2
     # No samples: libsndfile will say so.
 
 
@@ -77,25 +78,25 @@ def _check_after_data(
     file: Stream, end: int, size: int, order: Literal["big", "little"], media: MediaReference
 ) -> None:
     """What follows the samples, from byte `end` on, must be chunks, an ID3v1 tag or zeros."""
-    place = end
+    position = end
     for _ in range(_CHUNKS):
-        if place >= size or only_zeros(file, place):
+        if position >= size or only_zeros(file, position):
             return
-        head = read(file, place, 12)
-        if head[:3] == b"TAG" and size - place == 128:
+        head = read(file, position, 12)
+        if head[:3] == b"TAG" and size - position == 128:
             return
         if (head[:4] in (b"RIFF", b"RIFX") and head[8:] == b"WAVE") or head[:4] == b"data":
             raise _joined(media)
-        count = int.from_bytes(head[4:8], order)
-        if len(head) >= 8 and _is_chunk_name(head[:4]) and place + 8 + count <= size:
-            place += 8 + count
-        elif place % 2:  # chunks of odd sizes are padded by one byte, but not by every program
-            place += 1
+        chunk_size = int.from_bytes(head[4:8], order)
+        if len(head) >= 8 and _is_chunk_name(head[:4]) and position + 8 + chunk_size <= size:
+            position += 8 + chunk_size
+        elif position % 2:  # chunks of odd sizes are padded by one byte, but not by every program
+            position += 1
         else:
             break
     raise MediaError(
         "wrong_audio_length",
-        f"{media} goes on for {size - end} bytes after the samples that its header tells of, and they may be sound; "
+        f"{media} continues for {size - end} bytes after the samples that its header tells of, and they may be sound; "
         "write the clip again",
     )
 
@@ -109,13 +110,13 @@ def _is_chunk_name(name: bytes) -> bool:
 _PAGE_HEAD = 27
 _LARGEST_PAGE = _PAGE_HEAD + 255 + 255 * 255
 _FIRST = 2  # flag of the first page of a stream
-_STREAMS = 16  # side by side in one file, at most
+_STREAMS = 16  # read at most so many first pages of streams that lie side by side in one file
 _REVERSED = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
 
 
 @dataclass(frozen=True)
 class _Page:
-    place: int
+    position: int
     flags: int
     serial: int
     number: int
@@ -123,7 +124,7 @@ class _Page:
 
     @property
     def end(self) -> int:
-        return self.place + len(self.content)
+        return self.position + len(self.content)
 
     @property
     def intact(self) -> bool:
@@ -167,7 +168,8 @@ def check_pages(file: Stream, media: MediaReference) -> None:
     leaves out without a word).
     """
     numbers: dict[int, int] = {}  # of the next page of each stream
-    end, begun = 0, False
+    end = 0
+    begun = False  # whether a page other than the first ones of streams was met
     for page in _pages(file, 0):
         if page.flags & _FIRST:
             if begun:
@@ -189,25 +191,26 @@ def check_pages(file: Stream, media: MediaReference) -> None:
         )
 
 
-def _page(file: Stream, place: int) -> _Page | None:
-    """The whole page at a place of the file, if there is one."""
-    head = read(file, place, _PAGE_HEAD + 255)
+def _page(file: Stream, position: int) -> _Page | None:
+    """The whole page at a position of the file, if there is one."""
+    head = read(file, position, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
         return None
     table = head[_PAGE_HEAD : _PAGE_HEAD + head[26]]
     size = _PAGE_HEAD + len(table) + sum(table)
-    content = read(file, place, size)
+    content = read(file, position, size)
     if len(table) < head[26] or len(content) < size:
         return None
-    serial, number = int.from_bytes(head[14:18], "little"), int.from_bytes(head[18:22], "little")
-    return _Page(place, head[5], serial, number, content)
+    serial = int.from_bytes(head[14:18], "little")
+    page_number = int.from_bytes(head[18:22], "little")
+    return _Page(position, head[5], serial, page_number, content)
 
 
-def _pages(file: Stream, place: int) -> Iterator[_Page]:
-    """Whole pages that follow one another from a place of the file on."""
-    while (page := _page(file, place)) is not None:
+def _pages(file: Stream, position: int) -> Iterator[_Page]:
+    """Whole pages that follow one another from a position of the file on."""
+    while (page := _page(file, position)) is not None:
         yield page
-        place = page.end
+        position = page.end
 
 
 def _serials(file: Stream, first: _Page) -> set[int]:
@@ -237,7 +240,7 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
     frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))  # samples; the same for all but the last
     expected = -(-samples // frame_size)
     frames = 0
-    for place, data in _overlapping(file, start + 8):
+    for position, data in _overlapping(file, start + 8):
         second = _FLAC_BEGIN.search(data)
         for match in _FLAC_FRAME.finditer(data, 0, second.start() if second else len(data)):
             head = data[match.start() : match.start() + _FLAC_HEAD]
@@ -246,7 +249,7 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
             if number == (samples if varying else expected) and (varying or frames == expected):
                 raise MediaError(
                     "wrong_audio_length",
-                    f"{media} goes on at byte {place + match.start()} after the {samples} samples that its header "
+                    f"{media} continues at byte {position + match.start()} after the {samples} samples that its header "
                     "tells of; encode the clip again",
                 )
             frames += number == frames and not varying
@@ -265,8 +268,10 @@ def _flac_number(head: bytes) -> int | None:
     number = head[4] & (0x7F if size == 1 else 0x7F >> size)
     for byte in head[5 : 4 + size]:
         number = number << 6 | byte & 0x3F
-    frame_size, rate = head[2] >> 4, head[2] & 15  # codes; some say that the value stands behind the number
-    end = 4 + size + {6: 1, 7: 2}.get(frame_size, 0) + {12: 1, 13: 2, 14: 2}.get(rate, 0)
+    # Some codes of the frame's size and rate say that the value follows the number, in 1 or 2 bytes.
+    size_bytes = {6: 1, 7: 2}.get(head[2] >> 4, 0)
+    rate_bytes = {12: 1, 13: 2, 14: 2}.get(head[2] & 15, 0)
+    end = 4 + size + size_bytes + rate_bytes
     return number if end < len(head) and _crc_8(head[:end]) == head[end] else None
 
 
@@ -283,13 +288,13 @@ def _crc_8(data: bytes) -> int:
 # ---------------------------------------------------------------------------- reading
 
 
-def _overlapping(file: Stream, place: int) -> Iterator[tuple[int, bytes]]:
-    """(place, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
-    while data := read(file, place, _BLOCK):
-        yield place, data
+def _overlapping(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
+    """(position, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
+    while data := read(file, position, _BLOCK):
+        yield position, data
         if len(data) < _BLOCK:
             return
-        place += _BLOCK - 2 * _FLAC_HEAD
+        position += _BLOCK - 2 * _FLAC_HEAD
 
 
 def _joined(media: MediaReference) -> MediaError:

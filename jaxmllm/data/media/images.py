@@ -7,7 +7,7 @@ Patches are group-major: the merge x merge patches that become one language toke
 
 Memory: reading a header takes a few megabytes and what metadata stand before the pixels, at most the file itself
 (MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP, whatever the mode and the depth: about
-1 and 1.8 GB for the largest picture that is taken (MAX_SOURCE_PIXELS).
+1 and 1.8 GB for the largest image that is taken (MAX_SOURCE_PIXELS).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
-MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # a BMP of so many pixels; metadata are read whole
-MAX_SCANS = 200  # of a JPEG: each is a pass over all pixels, in a few bytes; encoders write 10, damage a few more
+MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # room for a BMP of that many pixels; metadata are read whole
+MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
 _BAND = 1 << 20  # pixels converted to RGB at once
 
-# Such pictures are refused below, so the warning would say it twice.
+# Such images are refused below, so the warning would say it twice.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")  # damaged metadata
 
@@ -144,23 +144,25 @@ class Images:
         return np.stack([np.zeros_like(rows), rows, columns], axis=-1) + np.int32(start)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Patch grid of a picture of `height` x `width` pixels.
+        """Patch grid of an image of `height` x `width` pixels.
 
         The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is at most
         max_pixels, and at least min_pixels unless rounding to cells would then exceed the former. All in integers, so
         that every host finds the same grid.
         """
-        cell, most = self.cell_size, self.max_pixels // self.cell_size**2
-        rows, columns = max(1, round(height / cell)), max(1, round(width / cell))
-        if rows * columns > most:
+        cell = self.cell_size
+        max_cells = self.max_pixels // cell**2
+        rows = max(1, round(height / cell))
+        columns = max(1, round(width / cell))
+        if rows * columns > max_cells:
             rows = max(1, math.isqrt(self.max_pixels * height // (width * cell**2)))
             columns = max(1, math.isqrt(self.max_pixels * width // (height * cell**2)))
         elif rows * columns * cell**2 < self.min_pixels:
             rows = 1 + math.isqrt((self.min_pixels * height - 1) // (width * cell**2))
             columns = 1 + math.isqrt((self.min_pixels * width - 1) // (height * cell**2))
         # A side raised to one cell, or tight bounds, can still exceed the area: the longer side gives way.
-        short = min(rows, columns, math.isqrt(most))
-        long = min(max(rows, columns), most // short)
+        short = min(rows, columns, math.isqrt(max_cells))
+        long = min(max(rows, columns), max_cells // short)
         rows, columns = (short, long) if height <= width else (long, short)
         return rows * self.merge, columns * self.merge
 
@@ -193,7 +195,7 @@ def _open(file: Stream, media: MediaReference) -> Image.Image:
     if size > MAX_FILE_BYTES:
         raise MediaError(
             "image_too_large",
-            f"{media} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the picture down",
+            f"{media} has {size} bytes, and at most {MAX_FILE_BYTES} are safe to open; scale the image down",
         )
     try:
         return Image.open(cast(IO[bytes], file), formats=Images.formats)
@@ -209,12 +211,12 @@ def _open(file: Stream, media: MediaReference) -> Image.Image:
 def _too_many_pixels(media: MediaReference) -> MediaError:
     return MediaError(
         "image_too_large",
-        f"{media} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the picture down",
+        f"{media} has more than {MAX_SOURCE_PIXELS} pixels, and these are not safe to decode; scale the image down",
     )
 
 
 def _check_tiff(image: Image.Image, media: MediaReference) -> None:
-    """Refuse what only TIFF files hold: tiles larger than any picture, and numbers without a range."""
+    """Refuse what only TIFF files hold: tiles larger than any image, and numbers without a range."""
     tags = getattr(image, "tag_v2", {})
     if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:  # each is decoded as a whole
         raise _too_many_pixels(media)

@@ -28,8 +28,8 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(
                 sample_rate=data.audio.sample_rate,
-                window=data.audio.window_length,
-                hop=data.audio.hop_length,
+                window_length=data.audio.window_length,
+                hop_length=data.audio.hop_length,
                 mel_bins=model.audio.mel_bins,
                 chunk_frames=model.audio.chunk_frames,
                 merge=model.audio.merge,

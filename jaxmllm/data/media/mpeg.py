@@ -21,10 +21,10 @@ _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no 
 }
 _RATES = (44_100, 48_000, 32_000)
 _DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> what the rates are divided by: MPEG 1, 2, 2.5
-_HEAD = 64  # bytes of a frame that hold its header and what an info frame stores
-_ROOMY = 9  # bit rate of an info frame made here: of 200 bytes and more at every sample rate
-_TAGS = 16  # tags in front of a stream and after it, at most
-_PADDING = 1 << 20  # bytes of zeros at the end of a file, at most
+_HEAD = 64  # bytes that are read of a frame: its header, and what an info frame stores
+_ROOMY = 9  # index of the bit rate of an info frame made here, which gives it 200 bytes at every sample rate
+_TAGS = 16  # read at most so many tags before a stream, and after it
+_PADDING = 1 << 20  # accept fewer bytes of zeros than this at the end of a file
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MpegStream:
     understood: bool
 
     def samples(self, frames: int) -> int:
-        """Samples of each channel that `frames` decode to behind a frame made by `info_frame`."""
+        """Samples of each channel that `frames` decode to after a frame made by `info_frame`."""
         return frames * self.first.samples - DECODER_DELAY
 
 
@@ -95,23 +95,23 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
     """
     size = size_of(file)
     begin = stream.start + (stream.first.size if stream.has_info else 0)
-    place = begin
+    position = begin
     frames = 0
     while frames < max_frames:
-        head = read(file, place, _HEAD)
+        head = read(file, position, _HEAD)
         frame = _frame(head)
         if frame is None:
-            _check_tail(file, place, frames == stream.stored, media)
+            _check_tail(file, position, frames == stream.stored, media)
             break
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
-            raise _joined(media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {place}")
+            raise _joined(media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}")
         if _info(head, frame)[0]:
-            raise _joined(media, f"a second stream begins at byte {place}")
-        if place + frame.size > size:
+            raise _joined(media, f"a second stream begins at byte {position}")
+        if position + frame.size > size:
             raise MediaError(
                 "truncated_audio", f"{media} ends within an MP3 frame, at byte {size}: the file is cut; copy it again"
             )
-        place += frame.size
+        position += frame.size
         frames += 1
     if stream.stored is not None and frames < stream.stored:
         raise MediaError(
@@ -120,15 +120,15 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
     if stream.stored is not None and frames > stream.stored:
         raise MediaError(
             "wrong_audio_length",
-            f"{media} goes on after the {stream.stored} MP3 frames that its header tells of; encode the clip again",
+            f"{media} continues after the {stream.stored} MP3 frames that its header tells of; encode the clip again",
         )
-    return Scan(frames, begin, place)
+    return Scan(frames, begin, position)
 
 
 def info_frame(stream: MpegStream, frames: int) -> bytes:
     """A frame without sound that stores the number of frames that follow it, in the format of `stream`.
 
-    What is decoded behind it has DECODER_DELAY samples less than the frames hold.
+    What is decoded after it has DECODER_DELAY samples less than the frames hold.
     """
     header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
     header = header & ~(15 << 12) | _ROOMY << 12  # the first frame itself may be too small to hold the number
@@ -136,31 +136,31 @@ def info_frame(stream: MpegStream, frames: int) -> bytes:
     assert bare is not None
     body = bytearray(bare.size)
     body[:4] = header.to_bytes(4, "big")
-    place = _info_place(bare)
-    body[place : place + 12] = b"Info" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")
+    position = _info_place(bare)
+    body[position : position + 12] = b"Info" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")
     return bytes(body)
 
 
 def after_id3(file: Stream) -> int:
-    """Where the stream begins, behind ID3v2 tags: each stores its size in four bytes of seven bits."""
-    place = 0
+    """Where the stream begins, after ID3v2 tags: each stores its size in four bytes of seven bits."""
+    position = 0
     for _ in range(_TAGS):
-        head = read(file, place, 10)
+        head = read(file, position, 10)
         if head[:3] != b"ID3" or len(head) < 10:
             break
-        place += _id3_size(head)
-    return place
+        position += _id3_size(head)
+    return position
 
 
-def read(file: Stream, place: int, count: int) -> bytes:
-    """Up to `count` bytes from byte `place` on."""
-    file.seek(place)
-    return file.read(count)
+def read(file: Stream, position: int, size: int) -> bytes:
+    """Up to `size` bytes from byte `position` on."""
+    file.seek(position)
+    return file.read(size)
 
 
-def only_zeros(file: Stream, place: int) -> bool:
+def only_zeros(file: Stream, position: int) -> bool:
     """Whether nothing but zeros follows up to the end of the file, and not many of them."""
-    rest = read(file, place, _PADDING)
+    rest = read(file, position, _PADDING)
     return len(rest) < _PADDING and not rest.strip(b"\0")
 
 
@@ -174,7 +174,10 @@ def _frame(head: bytes) -> Frame | None:
     if len(head) < 4:
         return None
     header = int.from_bytes(head[:4], "big")
-    version, layer, rate, kbits = header >> 19 & 3, header >> 17 & 3, header >> 10 & 3, header >> 12 & 15
+    version = header >> 19 & 3
+    layer = header >> 17 & 3
+    rate = header >> 10 & 3
+    kbits = header >> 12 & 15
     if header >> 21 != 0x7FF or version == 1 or layer != 1 or rate == 3 or kbits in (0, 15):
         return None
     generation = 1 if version == 3 else 2
@@ -185,7 +188,7 @@ def _frame(head: bytes) -> Frame | None:
 
 
 def _info_place(frame: Frame) -> int:
-    """Where an info frame holds its tag: behind the header, its checksum and the side information."""
+    """Where an info frame holds its tag: after the header, its checksum and the side information."""
     side = {(1152, 2): 32, (1152, 1): 17, (576, 2): 17, (576, 1): 9}[frame.samples, frame.channels]
     return 4 + side
 
@@ -194,37 +197,37 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
     """Whether a frame is an info frame, and the frames and bytes that it stores."""
     if head[36:40] == b"VBRI" and len(head) >= 54:
         return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
-    for place in (_info_place(frame), _info_place(frame) + 2):  # some writers leave room for a checksum
-        if head[place : place + 4] not in (b"Xing", b"Info"):
+    for position in (_info_place(frame), _info_place(frame) + 2):  # some writers leave room for a checksum
+        if head[position : position + 4] not in (b"Xing", b"Info"):
             continue
-        flags = int.from_bytes(head[place + 4 : place + 8], "big")
-        values = [int.from_bytes(head[place + at : place + at + 4], "big") for at in (8, 12)]
+        flags = int.from_bytes(head[position + 4 : position + 8], "big")
+        values = [int.from_bytes(head[position + offset : position + offset + 4], "big") for offset in (8, 12)]
         stored = values.pop(0) if flags & 1 else None
         return True, stored or None, values[0] if flags & 2 else None  # 0: the writer could not go back
     return False, None, None
 
 
-def _check_tail(file: Stream, place: int, complete: bool, media: MediaReference) -> None:
-    """Raise `MediaError` unless what follows the last frame, from byte `place` on, are tags or zeros; where the stream
-    is known to be `complete`, anything but another stream may follow."""
+def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
+    """Raise `MediaError` unless what follows the last frame, from byte `position` on, are tags or zeros; where the
+    stream is known to be `complete`, anything but another stream may follow."""
     for _ in range(_TAGS):
-        head = read(file, place, 32)
+        head = read(file, position, 32)
         if not head:
             return
         if head[:3] == b"ID3" and len(head) >= 10:
-            place += _id3_size(head)
-            if is_frame(read(file, place, 4)):
-                raise _joined(media, f"a second stream begins at byte {place}")
+            position += _id3_size(head)
+            if is_frame(read(file, position, 4)):
+                raise _joined(media, f"a second stream begins at byte {position}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
-            place += 32 + int.from_bytes(head[12:16], "little")
-        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, place):
+            position += 32 + int.from_bytes(head[12:16], "little")
+        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
             return
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
             raise MediaError("truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again")
         else:
             break
     raise MediaError(
-        "undecodable_audio", f"{media} holds something else than MP3 frames at byte {place}; encode it again"
+        "undecodable_audio", f"{media} holds something else than MP3 frames at byte {position}; encode it again"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sound files of any rate and number of channels -> log-mel frames.
+"""Audio files of any rate and number of channels -> log-mel frames.
 
     file --header--> seconds --> frames                                       measured once, for the index
     file --decode--> mono --resample--> samples --STFT, mel, log--> [slots, mel_bins]
@@ -7,9 +7,9 @@ The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-wi
 at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame i is about sample i * hop, so that
 clips shorter than one window have frames too, and their number follows from the header alone.
 
-Nothing of a clip is left out or made up: a file whose body does not have the length that was measured, or that goes on
-where decoders end, is refused (containers.py, mpeg.py). Samples are decoded, averaged and resampled in blocks, so that
-memory goes with seconds and not with the rate or the channels of the file.
+Nothing of a clip is left out or made up: a file whose body does not have the length that was measured, or that
+continues where decoders end, is refused (containers.py, mpeg.py). Samples are decoded, averaged and resampled in
+blocks, so that memory grows with seconds and not with the rate or the channels of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
-MIN_RATE, MAX_RATE = 1_000, 1_000_000  # Hz; no sound card is outside, a damaged header easily is
+# Hz; no sound card is outside, a damaged header easily is.
+MIN_RATE = 1_000
+MAX_RATE = 1_000_000
 # Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels beyond, which is kept as
 # it is; integers written as floats go thousands beyond, and have to be divided by whoever knows their width.
 MAX_PEAK = 100.0
@@ -48,8 +50,8 @@ class Sounds:
     """
 
     sample_rate: int
-    window: int
-    hop: int
+    window_length: int
+    hop_length: int
     mel_bins: int
     chunk_frames: int
     merge: int
@@ -95,12 +97,14 @@ class Sounds:
         undecodable_audio (also samples that are not finite), samples_out_of_range (beyond MAX_PEAK)."""
         with media.open() as file:
             header = self._header(file, media)
-            if (found := self._shape(header, media)) != shape:
-                raise MediaError("shape_changed", f"{media} was indexed as {shape[0]} frames but has {found[0]} now")
+            if (shape_now := self._shape(header, media)) != shape:
+                raise MediaError(
+                    "shape_changed", f"{media} was indexed as {shape[0]} frames but has {shape_now[0]} now"
+                )
             samples = _decode(self._checked_body(file, header, media), header, self.sample_rate, media)
         samples = _pad_or_cut(samples, self._samples(header))  # the resampler rounds by its own rule
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
-        slots[: shape[0]] = log_mel(samples, self.sample_rate, self.window, self.hop, self.mel_bins)
+        slots[: shape[0]] = log_mel(samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins)
         return slots
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
@@ -112,7 +116,7 @@ class Sounds:
         return np.arange(self.length(shape)) < shape[0]
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
-        """Sound advances all three axes together, as text does: [tokens, 3]."""
+        """A clip advances all three axes together, as text does: [tokens, 3]."""
         line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
         return np.repeat(line[:, None], 3, axis=1)
 
@@ -174,7 +178,7 @@ class Sounds:
                 f"{media} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        return ceil_divide(self._samples(header), self.hop), 1, 1
+        return ceil_divide(self._samples(header), self.hop_length), 1, 1
 
 
 def log_mel(
@@ -208,7 +212,7 @@ def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.floa
 
 
 _BREAK = 1000.0  # hertz; Slaney's scale is linear below, logarithmic above
-_LINEAR = 200 / 3  # hertz a mel
+_LINEAR = 200 / 3  # hertz per mel
 _LOG_STEP = np.log(6.4) / 27
 
 
@@ -239,15 +243,15 @@ def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
     except MemoryError:
         raise
     except Exception as error:  # LibsndfileError, and TypeError for raw samples
-        what = getattr(error, "error_string", error)  # without the number of the descriptor
-        raise MediaError("broken_audio_header", f"{media} has no readable header: {what}") from error
+        reason = getattr(error, "error_string", error)  # without the number of the descriptor
+        raise MediaError("broken_audio_header", f"{media} has no readable header: {reason}") from error
 
 
 def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReference) -> NDArray[np.float32]:
     """All samples, mean over channels, resampled: [n]."""
     resampler = soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
     pieces = []
-    count = 0
+    decoded = 0
     with _open_sound(file, media) as sound:
         while True:
             try:
@@ -255,18 +259,18 @@ def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReferen
             except MemoryError:  # the machine's fault, not the file's
                 raise
             except Exception as error:
-                what = getattr(error, "error_string", error)
-                raise MediaError("undecodable_audio", f"{media} does not decode: {what}") from error
-            count += len(block)
+                reason = getattr(error, "error_string", error)
+                raise MediaError("undecodable_audio", f"{media} does not decode: {reason}") from error
+            decoded += len(block)
             _check_range(block, media)
             mono = block.mean(axis=1)
             pieces.append(mono if resampler is None else resampler.resample_chunk(mono, last=not len(block)))
             if not len(block):
                 break
-    if count != header.frames:
+    if decoded != header.frames:
         raise MediaError(
             "truncated_audio",
-            f"{media} holds {count} samples where its header says {header.frames}; copy it again, or encode it again",
+            f"{media} holds {decoded} samples where its header says {header.frames}; copy it again, or encode it again",
         )
     return np.concatenate(pieces)
 

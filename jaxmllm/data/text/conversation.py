@@ -1,4 +1,4 @@
-"""One JSONL record -> one `Conversation`: who said what, with which pictures and sounds.
+"""One record -> one `Conversation`: who said what, with which images and audio clips.
 
 Two forms are read. *Content parts* name the media where they stand; their text is literal:
 
@@ -11,7 +11,7 @@ Two forms are read. *Content parts* name the media where they stand; their text 
                                        {"role": "assistant", "content": "A cat."}]}
 
 *Documents* have no turns and no roles: "text" (or "content") in the place of "messages", a string with or without
-placeholders, or content parts. Interleaved pages are documents with pictures:
+placeholders, or content parts. Interleaved pages are documents with images:
 
     {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."}
     {"content": [{"type": "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
@@ -154,14 +154,14 @@ def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, 
 
 def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
     for i, part in enumerate(content):
-        here = f"{where}[{i}]"
+        part_where = f"{where}[{i}]"
         if not isinstance(part, dict):
-            raise ConversationError("wrong_type", f"{here} must be an object, not {_kind(part)}")
-        kind = _field(part, "type", str, here)
+            raise ConversationError("wrong_type", f"{part_where} must be an object, not {_kind(part)}")
+        kind = _field(part, "type", str, part_where)
         if kind not in ("text", *MEDIA_LISTS):
             known = ", ".join(("text", *MEDIA_LISTS))
-            raise ConversationError("unknown_part", f"{here} has the type {kind!r}; types are {known}")
-        yield kind, _field(part, kind, str, here)
+            raise ConversationError("unknown_part", f"{part_where} has the type {kind!r}; types are {known}")
+        yield kind, _field(part, kind, str, part_where)
 
 
 def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Iterator[Text | Media]:
@@ -181,12 +181,12 @@ def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Ite
 
 
 def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> None:
-    found = [part for content in contents if isinstance(content, str) for part in _PLACEHOLDER.findall(content)]
+    placeholders = [part for content in contents if isinstance(content, str) for part in _PLACEHOLDER.findall(content)]
     for part, paths in lists.items():
-        if found.count(part) != len(paths):
+        if placeholders.count(part) != len(paths):
             raise ConversationError(
                 "placeholder_mismatch",
-                f"{found.count(part)} <{part}> placeholders in string contents but {len(paths)} paths in "
+                f"{placeholders.count(part)} <{part}> placeholders in string contents but {len(paths)} paths in "
                 f"{MEDIA_LISTS[part]!r}; write a literal <{part}> as a content part of type text",
             )
 

@@ -57,7 +57,9 @@ def render(
     media = conversation.media
     if len(shapes) != len(media):
         raise ValueError(f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes")
-    layout, remaining, sequence = tokenizer.layout, iter(shapes), _Sequence()
+    layout = tokenizer.layout
+    remaining = iter(shapes)
+    sequence = _Sequence()
     for turn in conversation.turns:
         learned = turn.role == "assistant" or conversation.targets == "all"
         spoken = turn.role != DOCUMENT
@@ -83,8 +85,10 @@ def modality_of(part: str, modalities: Mapping[str, Modality]) -> Modality:
     for modality in modalities.values():
         if modality.part == part:
             return modality
-    have = ", ".join(modalities) or "none"
-    raise ConversationError("no_encoder", f"holds an {part}, but no encoder of the model takes it (encoders: {have})")
+    encoders = ", ".join(modalities) or "none"
+    raise ConversationError(
+        "no_encoder", f"holds an {part}, but no encoder of the model takes it (encoders: {encoders})"
+    )
 
 
 class _Sequence:
@@ -106,10 +110,10 @@ class _Sequence:
         self._advance(np.repeat(line[:, None], 3, axis=1))
 
     def add_media(self, reference: MediaReference, modality: Modality, shape: Shape, pad: int) -> None:
-        count = modality.tokens(shape)
-        self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), count))
-        self.tokens += [pad] * count
-        self.learned += [False] * count
+        tokens = modality.tokens(shape)
+        self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), tokens))
+        self.tokens += [pad] * tokens
+        self.learned += [False] * tokens
         self._advance(modality.token_positions(shape, self.next_position))
 
     def finish(self) -> Rendered:

@@ -142,8 +142,8 @@ class FileTokenizer:
         if self._speller is None:
             self._speller = _speller(self._json, self._control)
         ids = self._speller.encode(text, add_special_tokens=False).ids
-        if left := self._control.intersection(ids):
-            names = ", ".join(str(self._tokenizer.id_to_token(i)) for i in sorted(left))
+        if remaining := self._control.intersection(ids):
+            names = ", ".join(str(self._tokenizer.id_to_token(i)) for i in sorted(remaining))
             raise ConversationError("control_token", f"holds text that the tokenizer can only write as {names}")
         return ids
 

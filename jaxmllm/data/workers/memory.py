@@ -51,8 +51,8 @@ def attach(descriptor: int) -> Any:
     finally:
         os.close(descriptor)
     view = memoryview(block)
-    count = view[:WORD].cast("q")[0]
-    sizes = view[WORD : WORD * (count + 1)].cast("q").tolist()
+    buffer_count = view[:WORD].cast("q")[0]
+    sizes = view[WORD : WORD * (buffer_count + 1)].cast("q").tolist()
     offsets, _ = _layout(sizes)
     rest, *buffers = (view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
     return pickle.loads(rest, buffers=buffers)
@@ -74,10 +74,10 @@ def receive(connection: socket.socket) -> int:
 
 
 def _layout(sizes: Any) -> tuple[list[int], int]:
-    """Offsets of the parts behind the header, and the size of the block."""
+    """Offsets of the buffers after the header, and the size of the block."""
     ends = itertools.accumulate((WORD * (len(sizes) + 1), *sizes), lambda end, size: _aligned(end) + size)
-    *before, last = ends
-    return [_aligned(end) for end in before], last
+    *ends_before, size = ends
+    return [_aligned(end) for end in ends_before], size
 
 
 def _aligned(offset: int) -> int:
@@ -94,4 +94,5 @@ def _anonymous_file() -> int:
 def _write(descriptor: int, part: memoryview, offset: int) -> None:
     while part.nbytes:  # the system writes at most 2 GB at a time
         written = os.pwrite(descriptor, part, offset)
-        part, offset = part[written:], offset + written
+        part = part[written:]
+        offset += written

@@ -30,11 +30,11 @@ from jaxmllm.data.workers.worker import Worker, WorkerDied, block_signals
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-ATTEMPTS = 3  # to load an element whose worker dies; the third death is no accident
-PAUSE_SECONDS = 1.0  # before an element is tried again, for whatever was short of memory
+ATTEMPTS = 3  # give up an element when its worker dies for the third time, which is no accident
+PAUSE_SECONDS = 1.0  # wait before an element is tried again, for whatever was short of memory
 POLL_SECONDS = 0.5
-FIRST_NOTICE_SECONDS = 60.0  # of waiting for one element; later notices come after twice the time
-CLOSE_SECONDS = 2.0  # that closing waits for a thread, or for a process that waits for a disk: they cannot be ended
+FIRST_NOTICE_SECONDS = 60.0  # tell of waiting for one element after this time, and again after twice the time
+CLOSE_SECONDS = 2.0  # wait this long for a thread, or a process that waits for a disk: they cannot be ended
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Interrupted(Exception):
     """Nobody wants the element any more that is being waited for."""
 
 
-class Source(Protocol[T_co]):
+class Elements(Protocol[T_co]):
     """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers.
 
     Where there are none, it gets a third argument: a function that returns True once the element is not wanted any
@@ -68,7 +68,7 @@ class _Task(Generic[T]):
     number: int
     what: str
     future: Future[T] = field(default_factory=Future)
-    place: str = "no worker is free"  # where it is being loaded
+    state: str = "no worker is free"  # where it is being loaded
 
 
 class Loader(Generic[T]):
@@ -82,14 +82,16 @@ class Loader(Generic[T]):
 
     def __init__(
         self,
-        sources: Sequence[Source[T]],
+        sources: Sequence[Elements[T]],
         workers: int,
         prefetch: int,
         say: Callable[[str], None] = _log.warning,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.window = max(prefetch, workers)
-        self._sources, self._say, self._interrupted = sources, say, interrupted
+        self._sources = sources
+        self._say = say
+        self._interrupted = interrupted
         self._tasks: queue.SimpleQueue[_Task[T] | None] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -103,9 +105,9 @@ class Loader(Generic[T]):
         for thread in self._threads:
             thread.start()
 
-    def read(self, source: Source[T], start: int, stop: int) -> Reader[T]:
+    def read(self, source: Elements[T], start: int, stop: int) -> Reader[T]:
         """Elements start .. stop - 1 of one of the sources, in order."""
-        (number,) = (number for number, each in enumerate(self._sources) if each is source)
+        (number,) = (number for number, candidate in enumerate(self._sources) if candidate is source)
         return Reader(self, number, start, stop)
 
     def submit(self, source: int, number: int) -> _Task[T]:
@@ -118,13 +120,14 @@ class Loader(Generic[T]):
 
     def result(self, task: _Task[T]) -> T:
         """Wait for an element; raises what loading it raised, `LoadError` and `Interrupted`."""
-        began, notice = time.monotonic(), FIRST_NOTICE_SECONDS
+        began = time.monotonic()
+        notice = FIRST_NOTICE_SECONDS
         while not wait_for([task.future], POLL_SECONDS).done:
             if self._interrupted():
                 raise Interrupted(f"{task.what}: not waited for")
             waited = time.monotonic() - began
             if waited >= notice:
-                self._say(f"{task.what}: waiting for its data for {waited:.0f} s; {task.place}")
+                self._say(f"{task.what}: waiting for its data for {waited:.0f} s; {task.state}")
                 notice *= 2
             self._say_lines()
         self._say_lines()
@@ -184,13 +187,13 @@ class Loader(Generic[T]):
             del task  # and with it the memory of the element
 
     def _load_here(self, thread: int, task: _Task[T], examples: Any) -> T:
-        task.place = "a thread of this process is loading it"
+        task.state = "a thread of this process is loading it"
         return self._sources[task.source].filler(task.number, examples, self._closed.is_set)
 
     def _load_there(self, thread: int, task: _Task[T], examples: Any) -> T:
         for attempt in range(1, ATTEMPTS + 1):
             worker = self._worker(thread)
-            task.place = f"data worker (process {worker.pid}) is loading it"
+            task.state = f"data worker (process {worker.pid}) is loading it"
             try:
                 return worker.call(task.source, task.number, examples)
             except WorkerDied as death:
@@ -200,7 +203,7 @@ class Loader(Generic[T]):
             if self._closed.wait(PAUSE_SECONDS * (attempt - 1)):
                 raise CancelledError
             if attempt < ATTEMPTS:
-                self._lines.put(f"{line}; another one loads it anew")
+                self._lines.put(f"{line}; another one loads it again")
         raise LoadError(
             f"{line}, and so did {ATTEMPTS - 1} before it with the same data; if memory is short, lower data.workers, "
             f"data.prefetch or data.batch_size"
@@ -223,8 +226,10 @@ class Reader(Iterator[T]):
     """Elements of one source in order. Those ahead are being loaded while the caller works on one."""
 
     def __init__(self, loader: Loader[T], source: int, start: int, stop: int) -> None:
-        self._loader, self._source = loader, source
-        self._next, self._stop = start, stop  # what is to be loaded
+        self._loader = loader
+        self._source = source
+        self._next = start  # the element to be loaded next
+        self._stop = stop
         self._ahead: deque[_Task[T]] = deque()
         self._load_ahead()
 

@@ -39,12 +39,12 @@ class Worker:
     """A process that calls the functions in a block made by `share`. One thread at a time may use it."""
 
     def __init__(self, functions: int) -> None:
-        self._connection, other = socket.socketpair()
+        self._connection, worker_end = socket.socketpair()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with other:
+        with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxmllm.data.workers.worker", str(other.fileno())],
-                pass_fds=[other.fileno()],
+                [sys.executable, "-P", "-m", "jaxmllm.data.workers.worker", str(worker_end.fileno())],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},
             )

@@ -15,7 +15,9 @@ from jaxmllm.data.media.mpeg import DECODER_DELAY
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
 
-SOUNDS = Sounds(sample_rate=16_000, window=400, hop=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0)
+SOUNDS = Sounds(
+    sample_rate=16_000, window_length=400, hop_length=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0
+)
 SPLIT = replace(SOUNDS, whole_chunks=True)
 
 

@@ -62,7 +62,7 @@ def test_a_killed_worker_is_replaced_and_named():
         found += list(elements)
     assert_elements(found, 0, 20)
     assert 1 <= len(said) <= 2  # one that is killed while it starts to wait for an element is not missed until then
-    assert all("was killed by SIGKILL (out of memory?); another one loads it anew" in line for line in said)
+    assert all("was killed by SIGKILL (out of memory?); another one loads it again" in line for line in said)
     assert all(line.startswith("element ") and "\n" not in line for line in said)
 
 
