@@ -26,6 +26,8 @@ def test_a_new_or_empty_folder_begins_a_run(tmp_path: Path, resume: bool | str) 
     for folder in (tmp_path / "new", tmp_path / "empty"):
         config = make_config(str(folder))
         assert check_folder(config, resume) == begun_config(config)
+        with open_folder(config, resume) as checked:
+            assert checked == begun_config(config)
         assert list(folder.iterdir()) == []
 
 
@@ -79,7 +81,8 @@ def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) 
 def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"):
-        check_folder(make_config(str(tmp_path / "file" / "run")), False)
+        with open_folder(make_config(str(tmp_path / "file" / "run")), False):
+            raise AssertionError("opened")
 
 
 def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None:
