@@ -89,7 +89,7 @@ def test_every_backend_delivers_all_tokens_and_gradients(make, gathered, grid):
         validate(plan, batch, spec)
         arrivals.append([plan.routes[phase].arrival.tolist() for phase in spec.routes])
         assert plan.statistics["route/vision/slots_moved"] >= plan.statistics["route/vision/moved_tokens"]
-    assert arrivals[0] == arrivals[1] == arrivals[2]
+    assert len(arrivals) > 2 and all(arrival == arrivals[0] for arrival in arrivals)
 
 
 def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
@@ -107,8 +107,8 @@ def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
 
 def test_backends_for_cpus_deliver_on_devices(gathered):
     for pair in layout_pairs():
-        for backend in ("padded", "gathered"):
-            hops, _ = check(pair, backend)
+        for name in (name for name, backend in BACKENDS.items() if backend.available("cpu")):
+            hops, _ = check(pair, name)
             assert hops
 
 
