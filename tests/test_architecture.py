@@ -42,6 +42,18 @@ PLANNER = {  # the same inside jaxmllm/balance, which has rooms of its own
     "costs": set(),
     "compiled": set(),
 }
+DATA = {  # and inside jaxmllm/data
+    "corpus": {"index", "sources", "text", "media", "printable"},
+    "index": {"sources", "text", "media", "printable"},
+    "batches": {"rows", "sources"},
+    "sources": {"text", "media", "printable"},
+    "rows": {"text", "media", "printable"},
+    "text": {"media", "printable"},
+    "media": {"printable"},
+    "printable": set(),
+    "workers": set(),
+}
+INNER = {"balance": PLANNER, "data": DATA}
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
 MEASURED = {"attention.py", "context.py"}  # a benchmark may have the name of the file that it measures
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -81,17 +93,19 @@ def test_imports_follow_the_arrows(room):
                 assert room_of(imported) in ARROWS[room], f"{file} imports {imported}"
 
 
-def test_imports_follow_the_arrows_of_the_planner():
-    balance = ROOT / "jaxmllm/balance"
-    assert {path.stem for path in balance.iterdir() if not path.stem.startswith("__")} == set(PLANNER)
-    for file in sorted(balance.rglob("*.py")):
-        room = file.relative_to(balance).parts[0].removesuffix(".py")
+@pytest.mark.parametrize("name", INNER)
+def test_imports_follow_the_arrows_inside_a_room(name):
+    folder = ROOT / "jaxmllm" / name
+    arrows = INNER[name]
+    assert {path.stem for path in folder.iterdir() if not path.stem.startswith("__")} == set(arrows)
+    for file in sorted(folder.rglob("*.py")):
+        room = file.relative_to(folder).parts[0].removesuffix(".py")
         for imported in imports(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
-            if imported.startswith("jaxmllm.balance.") and imported.split(".")[2] != room:
-                assert imported.split(".")[2] in PLANNER[room], f"{file} imports {imported}"
+            if imported.startswith(f"jaxmllm.{name}.") and imported.split(".")[2] != room:
+                assert imported.split(".")[2] in arrows[room], f"{file} imports {imported}"
 
 
-@pytest.mark.parametrize("arrows", [ARROWS, PLANNER])
+@pytest.mark.parametrize("arrows", [ARROWS, *INNER.values()])
 def test_arrows_go_one_way(arrows):
     rooms = [Path(room).stem for room in arrows]
     for index, (room, below) in enumerate(arrows.items()):
