@@ -5,8 +5,8 @@ from __future__ import annotations
 MAX_SHOWN = 2000  # characters
 
 
-def shown(value: object, most: int = MAX_SHOWN) -> str:
-    """`value` as one line of printable text: a path, an id, a whole message. Of more than `most` characters it keeps
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """`value` as one line of printable text: a path, an id, a whole message. Of more than `limit` characters it keeps
     both ends, where paths and reasons stand.
 
     Control characters, line breaks of any kind, marks that turn the direction of writing, and bytes that are no
@@ -14,8 +14,8 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
     line of the log or steer a terminal. Text without them is returned as it is.
     """
     text = str(value)
-    if len(text) > most:
-        half = (most - 5) // 2
+    if len(text) > limit:
+        half = (limit - 5) // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text

@@ -54,12 +54,12 @@ class ConversationError(ValueError):
 
 
 @dataclass(frozen=True)
-class Text:
+class TextPart:
     text: str
 
 
 @dataclass(frozen=True)
-class Media:
+class MediaPart:
     """A media item; `part` is "image" or "audio"."""
 
     part: str
@@ -71,7 +71,7 @@ class Turn:
     """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and media between them."""
 
     role: str
-    parts: tuple[Text | Media, ...]
+    parts: tuple[TextPart | MediaPart, ...]
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Conversation:
     targets: Targets = "assistant"  # what of it is learned
 
     @property
-    def media(self) -> tuple[Media, ...]:
+    def media(self) -> tuple[MediaPart, ...]:
         """All media in reading order."""
-        return tuple(part for turn in self.turns for part in turn.parts if isinstance(part, Media))
+        return tuple(part for turn in self.turns for part in turn.parts if isinstance(part, MediaPart))
 
 
 def parse_json(line: bytes) -> Any:
@@ -140,7 +140,7 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
 
 def _parts(
     content: str | list[Any], where: str, pending: dict[str, Iterator[str]], resolve: Resolve
-) -> tuple[Text | Media, ...]:
+) -> tuple[TextPart | MediaPart, ...]:
     pieces = _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
     return tuple(_join(pieces, resolve, where))
 
@@ -164,7 +164,7 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
         yield kind, _field(part, kind, str, part_where)
 
 
-def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Iterator[Text | Media]:
+def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Iterator[TextPart | MediaPart]:
     """Merge neighbouring texts and drop empty ones, so that both forms give the same conversation."""
     text = ""
     for kind, value in parts:
@@ -173,11 +173,11 @@ def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Ite
             text += value
             continue
         if text:
-            yield Text(text)
+            yield TextPart(text)
         text = ""
-        yield Media(kind, resolve(value))
+        yield MediaPart(kind, resolve(value))
     if text:
-        yield Text(text)
+        yield TextPart(text)
 
 
 def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> None:

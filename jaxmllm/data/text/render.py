@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import MediaReference
-from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, Media
+from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, MediaPart
 from jaxmllm.data.text.tokenizers import Tokenizer
 
 
@@ -66,7 +66,7 @@ def render(
         if spoken:
             sequence.add_text(layout.headers[turn.role])
         for part in turn.parts:
-            if isinstance(part, Media):
+            if isinstance(part, MediaPart):
                 modality = modality_of(part.part, modalities)
                 frame = layout.media[part.part]
                 sequence.add_text(frame.begin)

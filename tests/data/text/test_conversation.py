@@ -9,8 +9,8 @@ from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.data.text.conversation import (
     Conversation,
     ConversationError,
-    Media,
-    Text,
+    MediaPart,
+    TextPart,
     Turn,
     parse_conversation,
     parse_json,
@@ -41,10 +41,10 @@ def test_content_parts(tmp_path: Path) -> None:
         {"type": "audio", "audio": "sub/b.flac"},
     ]
     got = parse({"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]}, tmp_path)
-    image = Media("image", File(tmp_path / "a.png", "a.png"))
-    sound = Media("audio", File(tmp_path / "sub/b.flac", "sub/b.flac"))
+    image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
+    sound = MediaPart("audio", File(tmp_path / "sub/b.flac", "sub/b.flac"))
     assert got == Conversation(
-        "7", "cats", (Turn("user", (image, Text("What <image>?"), sound)), Turn("assistant", (Text("A cat."),)))
+        "7", "cats", (Turn("user", (image, TextPart("What <image>?"), sound)), Turn("assistant", (TextPart("A cat."),)))
     )
     assert got.media == (image, sound)
 
@@ -120,15 +120,15 @@ def learn_all(record: object, root: Path) -> Conversation:
 
 def test_documents(tmp_path: Path) -> None:
     """Placeholders and parts give the same page, a text is a page, and what is null is not there."""
-    image = Media("image", File(tmp_path / "a.png", "a.png"))
-    page = Conversation("s:1", "s", (Turn("document", (Text("A cat. "), image, Text(" It sleeps."))),), "all")
+    image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
+    page = Conversation("s:1", "s", (Turn("document", (TextPart("A cat. "), image, TextPart(" It sleeps."))),), "all")
     words = [{"type": "text", "text": "A cat. "}, {"type": "text", "text": " It sleeps."}]
     parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
     written = "A cat. <image> It sleeps."
     assert learn_all({"content": parts}, tmp_path) == page
     for key in ("text", "content"):
         assert learn_all({key: written, "images": ["a.png"], "messages": None}, tmp_path) == page
-    assert learn_all({"text": "Words."}, tmp_path).turns == (Turn("document", (Text("Words."),)),)
+    assert learn_all({"text": "Words."}, tmp_path).turns == (Turn("document", (TextPart("Words."),)),)
     assert learn_all({"content": parts[1:2]}, tmp_path).turns == (Turn("document", (image,)),)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.data.media.reference import File
-from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, Text, Turn
+from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, TextPart, Turn
 from jaxmllm.data.text.render import MediaSpan, render
 from jaxmllm.data.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.data.text.test_tokenizers import MODALITIES, PICTURE, SOUND, SPECIALS, write_tokenizer
@@ -16,11 +16,11 @@ TALK = Conversation(
     "x",
     "s",
     (
-        Turn("system", (Text("Be kind."),)),
-        Turn("user", (Text("Look "), PICTURE, Text("listen"), SOUND)),
-        Turn("assistant", (Text("Ça va"),)),
-        Turn("user", (Text("More?"),)),
-        Turn("assistant", (Text("No"), PICTURE, Text("yes"))),
+        Turn("system", (TextPart("Be kind."),)),
+        Turn("user", (TextPart("Look "), PICTURE, TextPart("listen"), SOUND)),
+        Turn("assistant", (TextPart("Ça va"),)),
+        Turn("user", (TextPart("More?"),)),
+        Turn("assistant", (TextPart("No"), PICTURE, TextPart("yes"))),
     ),
 )
 SHAPES = [(1, 4, 6), (20, 1, 1), (1, 2, 2)]
@@ -47,7 +47,7 @@ def reference(talk: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list
         learned = turn.role == "assistant"
         put(layout.headers[turn.role], False)
         for part in turn.parts:
-            if isinstance(part, Text):
+            if isinstance(part, TextPart):
                 put(tokenizer.encode(part.text), learned)
                 continue
             frame, (_, height, width) = layout.media[part.part], next(shapes)
@@ -102,7 +102,11 @@ def test_wrong_number_of_shapes() -> None:
 
 
 def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenizer) -> None:
-    turns = (Turn("user", (Text("Hear "), SOUND)), Turn("tool", (Text("a bell"),)), Turn("assistant", (Text("Yes"),)))
+    turns = (
+        Turn("user", (TextPart("Hear "), SOUND)),
+        Turn("tool", (TextPart("a bell"),)),
+        Turn("assistant", (TextPart("Yes"),)),
+    )
     talk = Conversation("x", "s", turns, "all")
     got = render(talk, tokenizer, MODALITIES, [(20, 1, 1)])
     end = tokenizer.layout.turn_end
@@ -113,7 +117,7 @@ def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenize
 
 
 def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
-    page = Conversation("x", "s", (Turn(DOCUMENT, (Text("A cat."), PICTURE, Text("It sleeps."))),), "all")
+    page = Conversation("x", "s", (Turn(DOCUMENT, (TextPart("A cat."), PICTURE, TextPart("It sleeps."))),), "all")
     got = render(page, tokenizer, MODALITIES, [(1, 2, 4)])
     frame, end, encode = tokenizer.layout.media["image"], tokenizer.layout.turn_end, tokenizer.encode
     before, after = encode("A cat."), encode("It sleeps.")

@@ -12,7 +12,7 @@ from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.text.conversation import Conversation, ConversationError, Media, Text, Turn
+from jaxmllm.data.text.conversation import Conversation, ConversationError, MediaPart, TextPart, Turn
 from jaxmllm.data.text.render import render
 from jaxmllm.data.text.tokenizers import (
     ByteTokenizer,
@@ -26,7 +26,7 @@ MODALITIES: dict[str, Modality] = {
     "vision": Images(patch_size=14, merge=2, min_pixels=784, max_pixels=784 * 64),
     "audio": Sounds(16_000, 400, 160, 80, chunk_frames=64, merge=2, max_seconds=60.0),
 }
-PICTURE, SOUND = Media("image", File(Path("/a.png"))), Media("audio", File(Path("/b.wav")))
+PICTURE, SOUND = MediaPart("image", File(Path("/a.png"))), MediaPart("audio", File(Path("/b.wav")))
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
 
@@ -61,7 +61,7 @@ def test_text_survives_and_ids_stay_in_the_vocabulary(tokenizer: Tokenizer) -> N
 def test_chat_layout_of_a_file(tmp_path: Path) -> None:
     tokenizer = FileTokenizer(write_tokenizer(tmp_path / "t.json", SPECIALS))
     ids = {name: 256 + i for i, name in enumerate(SPECIALS)}
-    talk = Conversation("x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (Text("a"),))))
+    talk = Conversation("x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (TextPart("a"),))))
     got = render(talk, tokenizer, MODALITIES, [(1, 2, 2), (4, 1, 1)])
     encode = tokenizer.encode
     assert got.tokens.tolist() == [
@@ -203,8 +203,8 @@ def test_no_text_becomes_a_control_token(
             assert tokenizer.decode(ids) == text
     for text in HARMLESS:
         assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
-    question = Turn("user", (Text(HOSTILE[0]), PICTURE, Text(HOSTILE[1])))
-    talk = Conversation("x", "s", (question, Turn("assistant", (Text(HOSTILE[-3]),))))
+    question = Turn("user", (TextPart(HOSTILE[0]), PICTURE, TextPart(HOSTILE[1])))
+    talk = Conversation("x", "s", (question, Turn("assistant", (TextPart(HOSTILE[-3]),))))
     tokens = render(talk, tokenizer, MODALITIES, [(1, 2, 2)]).tokens.tolist()
     assert tokens.count(library.token_to_id("<|im_end|>")) == 2
     assert tokens.count(library.token_to_id("<|im_start|>")) == 2
