@@ -4,11 +4,12 @@
     jaxmllm timeline --table TABLE
     jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
 
-The first plans a step of a run exactly as the run does, from its data; the second draws the tables of a step that a
-run saved while it was profiled (profile.steps), or that --save wrote. The third plans a batch of
-jaxmllm/tools/workload.py on its model. Operations are as wide as their FLOPs and a tick as its longest operation; a
-saved table knows no FLOPs, so its ticks are equally wide. A step of several runs shows them one after another. Writes
-pipeline.png and pipeline.html, and prints their table. Nothing is compiled or run.
+The first plans a step of a run exactly as the run does, from its data; the second draws the tables
+of a step that a run saved while it was profiled (profile.steps), or that --save wrote. The third
+plans a batch of jaxmllm/tools/workload.py on its model. Operations are as wide as their FLOPs and a
+tick as its longest operation; a saved table knows no FLOPs, so its ticks are equally wide. A step
+of several runs shows them one after another. Writes pipeline.png and pipeline.html, and prints
+their table. Nothing is compiled or run.
 
     busy         share of the step that a rank computes
 """
@@ -72,7 +73,7 @@ def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Ti
                             kind=Kind(graph.kind[n]),
                             chunk=graph.depth[n],
                             microbatch=graph.microbatch[n],
-                        )
+                        ),
                     )
             edges.append(edges[-1] + max((lengths[n] for n in row if n >= 0), default=0.0))
     without_ticks = sum(map(asynchronous, schedules)) / sum(map(lockstep, schedules))
@@ -81,7 +82,8 @@ def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Ti
 
 
 def of_table(path: Path) -> Timeline:
-    """Saved tables; the runs of a step follow one another. Raises `PipelineError` where the file holds no tables."""
+    """Saved tables; the runs of a step follow one another. Raises `PipelineError` where the file
+    holds no tables."""
     tables = load_tables(path)
     rows = np.concatenate(tables.rows)
     actions = rows[..., tables.columns["action"]]
@@ -97,7 +99,7 @@ def of_table(path: Path) -> Timeline:
                 kind=Kind(kind),
                 chunk=int(rows[tick, rank, tables.columns["chunk"]]),
                 microbatch=int(rows[tick, rank, tables.columns["microbatch"]]),
-            )
+            ),
         )
     edges = tuple(float(tick) for tick in range(len(rows) + 1))
     return Timeline(f"{path.name}, {len(rows)} ticks", rows.shape[1], tuple(bars), edges, "ticks")
@@ -169,16 +171,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm timeline")
     add_config(parser, required=False)
     parser.add_argument("--step", type=int, default=1, help="of the config's run, counted from 1")
-    parser.add_argument("--save", type=Path, metavar="TABLE", help="also write the step's tables to this file (.npz)")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="TABLE",
+        help="also write the step's tables to this file (.npz)",
+    )
     parser.add_argument("--table", type=Path, help="saved tables")
     parser.add_argument("--generated", action="store_true", help="plan a generated batch")
-    parser.add_argument("--layout", choices=get_args(LayoutName), default="segments", help="of --generated")
-    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="greedy", help="of --generated")
+    parser.add_argument(
+        "--layout",
+        choices=get_args(LayoutName),
+        default="segments",
+        help="of --generated",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=tuple(SCHEDULES),
+        default="greedy",
+        help="of --generated",
+    )
     parser.add_argument("--split", action="store_true", help="split backward of --generated in two")
     parser.add_argument("--stages", type=int, default=4, help="of --generated")
     parser.add_argument("--microbatches", type=int, default=12, help="of --generated")
     parser.add_argument("--seed", type=int, default=0, help="of generated lengths")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of pipeline.png and pipeline.html")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        help="folder of pipeline.png and pipeline.html",
+    )
     options = parse(parser, arguments)
     if sum([options.config is not None, options.table is not None, options.generated]) != 1:
         parser.error("one of --config, --table and --generated is required")

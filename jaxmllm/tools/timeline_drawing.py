@@ -17,7 +17,11 @@ from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write
 from sharding.pipeline.graph import Kind
 
 NAME = "pipeline"  # of the picture and the page
-HUES: Final = {"vision": "#0072B2", "audio": "#009E73", "language": "#D55E00"}  # after Okabe and Ito
+HUES: Final = {
+    "vision": "#0072B2",
+    "audio": "#009E73",
+    "language": "#D55E00",
+}  # after Okabe and Ito
 OTHER_HUES: Final = ("#CC79A7", "#56B4E9", "#E69F00")
 SHADES: Final[Mapping[Kind, float]] = {  # towards white, or below 0 towards black
     Kind.FORWARD: 0.55,
@@ -61,7 +65,9 @@ class Timeline:
     @property
     def components(self) -> list[str]:
         """Components in the order in which they begin."""
-        return list(dict.fromkeys(bar.component for bar in sorted(self.bars, key=lambda bar: bar.start)))
+        return list(
+            dict.fromkeys(bar.component for bar in sorted(self.bars, key=lambda bar: bar.start)),
+        )
 
     def busy(self, component: str | None = None) -> list[float]:
         """Share of the step that each rank computes, of one component or all."""
@@ -83,9 +89,22 @@ def draw(timeline: Timeline) -> Figure:
     _bars(axes, timeline)
     busy = timeline.busy()
     figures = f"{len(timeline.ticks) - 1} ticks   ·   busiest rank {100 * max(busy, default=0):.1f} %"
-    figure.text(0.008, 1 - 0.14 / height, timeline.title, fontsize=15, fontweight="bold", color=INK, va="top")
     figure.text(
-        0.008, 1 - 0.52 / height, f"{figures}   ·   {timeline.note}".rstrip(" ·"), fontsize=10, color=INK, va="top"
+        0.008,
+        1 - 0.14 / height,
+        timeline.title,
+        fontsize=15,
+        fontweight="bold",
+        color=INK,
+        va="top",
+    )
+    figure.text(
+        0.008,
+        1 - 0.52 / height,
+        f"{figures}   ·   {timeline.note}".rstrip(" ·"),
+        fontsize=10,
+        color=INK,
+        va="top",
     )
     kinds = {(bar.component, bar.kind) for bar in timeline.bars}
     handles = [
@@ -115,11 +134,21 @@ def _bars(axes: Axes, timeline: Timeline) -> None:
     for bar in timeline.bars:
         color = _color(bar.component, bar.kind)
         corner = (bar.start, bar.rank - 0.42)
-        axes.add_patch(Rectangle(corner, bar.length, 0.84, facecolor=color, edgecolor="white", linewidth=thin))
+        axes.add_patch(
+            Rectangle(corner, bar.length, 0.84, facecolor=color, edgecolor="white", linewidth=thin),
+        )
         if bar.length / end >= NARROW:
             ink = INK if sum(to_rgb(color)) > 1.7 else "white"
             text = str(bar.microbatch)
-            axes.text(bar.start + bar.length / 2, bar.rank, text, ha="center", va="center", fontsize=7.5, color=ink)
+            axes.text(
+                bar.start + bar.length / 2,
+                bar.rank,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color=ink,
+            )
     for rank, share in enumerate(timeline.busy()):
         axes.text(end * 1.006, rank, f"{100 * share:.0f} %", va="center", fontsize=9, color=INK)
     axes.set_xlim(0, end * 1.035)
@@ -151,7 +180,9 @@ def table(timeline: Timeline) -> tuple[list[str], list[list[str]]]:
     for rank, busy in enumerate(timeline.busy()):
         operations = sum(bar.rank == rank for bar in timeline.bars)
         component_shares = [_percent(share[rank]) for share in shares]
-        rows.append([str(rank), str(operations), *component_shares, _percent(busy), _percent(1 - busy)])
+        rows.append(
+            [str(rank), str(operations), *component_shares, _percent(busy), _percent(1 - busy)],
+        )
     return columns, rows
 
 

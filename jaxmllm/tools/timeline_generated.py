@@ -27,9 +27,15 @@ UNIT = 10**9  # FLOPs
 
 
 def generated_schedule(
-    layout: LayoutName, schedule: str, stages: int, microbatches: int, seed: int, split: bool
+    layout: LayoutName,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    seed: int,
+    split: bool,
 ) -> Schedule:
-    """A generated batch on the generator's own model, everything trained, scheduled without a limit of slots."""
+    """A generated batch on the generator's own model, everything trained, scheduled without a limit
+    of slots."""
     batch = generate(seed, EXAMPLES_PER_MICROBATCH * microbatches)
     inputs, rows = _rows(batch, microbatches)
     average = {name: _layers(name, ROWS[name] * ROWS[name] // 8) for name in PHASES}
@@ -58,8 +64,12 @@ def _layers(phase: str, squares: int) -> list[Layer]:
     ]
 
 
-def _rows(batch: BatchItems, microbatches: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[str, list[int]]]:
-    """Which encoder rows every language microbatch reads, and squared lengths of the items of all rows."""
+def _rows(
+    batch: BatchItems,
+    microbatches: int,
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[str, list[int]]]:
+    """Which encoder rows every language microbatch reads, and squared lengths of the items of all
+    rows."""
     examples = len(batch.examples)
     loads = {}
     for name, items in batch.phases.items():

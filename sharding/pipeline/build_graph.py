@@ -1,4 +1,5 @@
-"""From a ring and the work of a batch to the graph of its operations: what waits for what, what occupies which slot."""
+"""From a ring and the work of a batch to the graph of its operations: what waits for what, what
+occupies which slot."""
 
 from __future__ import annotations
 
@@ -11,15 +12,20 @@ NONE = -1  # there is no such operation
 Numbers = list[list[int]]  # by chunk and microbatch of one component: the number of an operation, or NONE
 
 
-def build_graph(ring: Ring, workload: Workload, *, split: bool = False, fused: bool = True) -> Graph:
+def build_graph(
+    ring: Ring,
+    workload: Workload,
+    *,
+    split: bool = False,
+    fused: bool = True,
+) -> Graph:
     """The operations of a workload on a ring, and what each waits for.
 
-    split: backward operations with both gradients become an INPUT_GRADIENT operation (recompute and input
-    gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
-    fused: the last language chunk has no forward operation where it has a backward: that one computes the
-    forward anyway and yields the loss.
-    Raises `PipelineError` when workload and ring do not fit, or when a gradient would have nowhere to come from.
-    """
+    split: backward operations with both gradients become an INPUT_GRADIENT operation (recompute and
+    input gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
+    fused: the last language chunk has no forward operation where it has a backward: that one
+    computes the forward anyway and yields the loss. Raises `PipelineError` when workload and ring
+    do not fit, or when a gradient would have nowhere to come from."""
     _check(ring, workload)
     return _Builder(ring, workload, split, fused).build()
 
@@ -29,13 +35,15 @@ def build_graph(ring: Ring, workload: Workload, *, split: bool = False, fused: b
 
 def _check(ring: Ring, workload: Workload) -> None:
     if len(workload.chains) != len(ring.chains):
-        raise PipelineError(f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}")
+        raise PipelineError(
+            f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}",
+        )
     for number in range(len(ring.chains)):
         _check_chain(ring, workload, number)
     microbatches = workload.chains[-1].shape[1]
     if len(workload.inputs) != microbatches:
         raise PipelineError(
-            f"inputs of {len(workload.inputs)} language microbatches, of which there are {microbatches}"
+            f"inputs of {len(workload.inputs)} language microbatches, of which there are {microbatches}",
         )
     for microbatch in range(microbatches):
         _check_inputs(ring, workload, microbatch)
@@ -43,43 +51,53 @@ def _check(ring: Ring, workload: Workload) -> None:
     for encoder, chain in enumerate(ring.encoders):
         for sub in range(workload.chains[encoder].shape[1]):
             if (encoder, sub) not in consumed:
-                raise PipelineError(f"no language microbatch consumes sub-microbatch {sub} of {chain.name}")
+                raise PipelineError(
+                    f"no language microbatch consumes sub-microbatch {sub} of {chain.name}",
+                )
 
 
 def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
     chain = ring.chains[number]
     work = workload.chains[number]
     if work.shape[0] != chain.depth:
-        raise PipelineError(f"work of {work.shape[0]} chunks for {chain.name}, which has {chain.depth}")
+        raise PipelineError(
+            f"work of {work.shape[0]} chunks for {chain.name}, which has {chain.depth}",
+        )
     if work.shape[1] and work.forward.min() < 1:
-        raise PipelineError(f"{chain.name} has a forward operation of duration {work.forward.min()}; at least 1")
+        raise PipelineError(
+            f"{chain.name} has a forward operation of duration {work.forward.min()}; at least 1",
+        )
     backward = (work.input_gradient + work.weight_gradient) > 0
     orphans = backward[:-1] & ~backward[1:]
     if orphans.any():
         depth, microbatch = np.argwhere(orphans)[0]
         raise PipelineError(
             f"chunk {depth} of {chain.name} has a backward for microbatch {microbatch}, but chunk {depth + 1}, "
-            f"where its gradient comes from, has none"
+            f"where its gradient comes from, has none",
         )
     if chain.head_only and backward[:-1].any():
-        raise PipelineError(f"{chain.name} is trained only after its last layer, but earlier chunks go backward")
+        raise PipelineError(
+            f"{chain.name} is trained only after its last layer, but earlier chunks go backward",
+        )
 
 
 def _check_inputs(ring: Ring, workload: Workload, microbatch: int) -> None:
     inputs = workload.inputs[microbatch]
     if len(set(inputs)) < len(inputs):
-        raise PipelineError(f"language microbatch {microbatch} names a sub-microbatch twice: {inputs}")
+        raise PipelineError(
+            f"language microbatch {microbatch} names a sub-microbatch twice: {inputs}",
+        )
     for encoder, sub in inputs:
         if not (0 <= encoder < len(ring.encoders) and 0 <= sub < workload.chains[encoder].shape[1]):
             raise PipelineError(
                 f"language microbatch {microbatch} consumes sub-microbatch {sub} of encoder {encoder}, "
-                f"which does not exist"
+                f"which does not exist",
             )
         trained = _goes_back(workload.chains[encoder], -1, sub)
         if trained and not _goes_back(workload.chains[-1], 0, microbatch):
             raise PipelineError(
                 f"sub-microbatch {sub} of {ring.chains[encoder].name} waits for a gradient from language "
-                f"microbatch {microbatch}, which has no backward"
+                f"microbatch {microbatch}, which has no backward",
             )
 
 
@@ -93,10 +111,9 @@ def _goes_back(work: ChainWork, depth: int, microbatch: int) -> bool:
 class _Builder:
     """Collects the columns of a graph.
 
-    By component, chunk and microbatch (`NONE`: no such operation): `forward`, `back` (what computes the input
-    gradient), `weight` (a weight gradient of its own), and `entry` (what reads the chunk's input first: the forward,
-    or the backward where the two are fused).
-    """
+    By component, chunk and microbatch (`NONE`: no such operation): `forward`, `back` (what computes
+    the input gradient), `weight` (a weight gradient of its own), and `entry` (what reads the
+    chunk's input first: the forward, or the backward where the two are fused)."""
 
     def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool):
         self.ring = ring
@@ -210,7 +227,8 @@ class _Builder:
                 if d:
                     self._connect_to_chunk_before(c, d, m)
                 elif d == depths - 1 and chain.head_only and forward != NONE and back != NONE:
-                    # A single chunk whose head alone is trained: the features wait for the backward.
+                    # A single chunk whose head alone is trained: the features wait for the
+                    # backward.
                     self.buffers.append(Buffer(Pool.INPUT, c, d, m, rank, (forward,), (back,)))
 
     def _connect_to_chunk_before(self, c: int, d: int, m: int) -> None:
@@ -225,7 +243,9 @@ class _Builder:
         receiver = self.back[c][d - 1][m]
         if receiver != NONE:
             self.successors[back].append((receiver, ticks))
-            self.buffers.append(Buffer(Pool.GRADIENT, c, d - 1, m, stages[d - 1], (back,), (receiver,)))
+            self.buffers.append(
+                Buffer(Pool.GRADIENT, c, d - 1, m, stages[d - 1], (back,), (receiver,)),
+            )
 
     def _deliver(self, c: int) -> None:
         """Edges and buffers between an encoder and the first language chunk."""
@@ -242,13 +262,25 @@ class _Builder:
                 self.successors[forward].append((entry, max(1, hops)))
             # An operation's number is greater than that of its forward, and NONE is less than both.
             readers = tuple(max(pair) for pair in zip(entries, user_backs, strict=True))
-            self.buffers.append(Buffer(Pool.TOKENS, c, depth, sub, target, (forward,), readers, hops))
+            self.buffers.append(
+                Buffer(Pool.TOKENS, c, depth, sub, target, (forward,), readers, hops),
+            )
             if back == NONE:
                 continue
             for user_back in user_backs:
                 self.returns[user_back].append((c, sub, back))
             writers = tuple(user_backs)
-            summed = Buffer(Pool.TOKEN_GRADIENT, c, depth, sub, target, writers, () if hops else (back,))
+            summed = Buffer(
+                Pool.TOKEN_GRADIENT,
+                c,
+                depth,
+                sub,
+                target,
+                writers,
+                () if hops else (back,),
+            )
             self.buffers.append(summed)
             if hops:
-                self.buffers.append(Buffer(Pool.TOKEN_GRADIENT, c, depth, sub, source, writers, (back,), hops))
+                self.buffers.append(
+                    Buffer(Pool.TOKEN_GRADIENT, c, depth, sub, source, writers, (back,), hops),
+                )

@@ -1,6 +1,6 @@
 """Which pipeline rank computes which layers: exact cuts, and three kinds of layout.
 
-    layers --layer_costs--> costs --partition--> Ring: chunks, consecutive layers of one chain on one rank
+    layers --layer_costs--> costs --partition--> Ring: chunks, consecutive layers on one rank
 
     chain                    segments                       parallel
     rank 0  [vision    ]     rank 0  [vision 0][lang 0]     rank 0  [vision  ]
@@ -8,12 +8,11 @@
     rank 2  [language  ]     rank 2  [vision 2][lang 2]     rank 2  [language]
     rank 3  [language  ]     rank 3  [vision 3][lang 3]     rank 3  [language]
 
-A chain is an encoder or the language model: first its stem or embedding, then its blocks, last its projector, or its
-head and loss. Each is a layer with a cost of its own; stems stay with the first block, projectors with the last one.
-Encoder chains come first and feed the language chain, the last. Stages that heed what is frozen, and encoders on ranks
-of their own, are after Cornstarch (arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv
-2504.14145).
-"""
+A chain is an encoder or the language model: first its stem or embedding, then its blocks, last its
+projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
+block, projectors with the last one. Encoder chains come first and feed the language chain, the
+last. Stages that heed what is frozen, and encoders on ranks of their own, are after Cornstarch
+(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ MINOR = 0.1  # of a microbatch's forward passes: a chain with less does not deci
 
 
 def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a sequence of layers into consecutive stages of at least one layer so that the costliest stage costs least.
+    """Cut a sequence of layers into consecutive stages of at least one layer so that the costliest
+    stage costs least.
 
     Exact, by dynamic programming; of all such cuts, one with the least sum of squares.
 
@@ -49,12 +49,15 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
       PipelineError: more stages than layers, or none.
     """
     if not 1 <= stages <= len(costs):
-        raise PipelineError(f"{len(costs)} layers cannot be cut into {stages} stages of at least one layer each")
+        raise PipelineError(
+            f"{len(costs)} layers cannot be cut into {stages} stages of at least one layer each",
+        )
     ends = [0, *itertools.accumulate(costs)]
     limit = _least_maximum(ends, stages)
     layers = len(costs)
-    # squares[s][l]: least sum of squared costs of s stages with the first l layers; Python's integers, because squares
-    # of FLOPs do not fit 64 bits. cut_before[s][l]: where the last of these stages begins.
+    # squares[s][l]: least sum of squared costs of s stages with the first l layers; Python's
+    # integers, because squares of FLOPs do not fit 64 bits. cut_before[s][l]: where the last of
+    # these stages begins.
     squares: list[list[int | float]] = [[float("inf")] * (layers + 1) for _ in range(stages + 1)]
     cut_before = [[0] * (layers + 1) for _ in range(stages + 1)]
     squares[0][0] = 0
@@ -75,7 +78,8 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
 
 
 def _least_maximum(ends: Sequence[int], stages: int) -> int:
-    """The least possible cost of the costliest of some stages; `ends` [L + 1] are cumulative costs, from 0."""
+    """The least possible cost of the costliest of some stages; `ends` [L + 1] are cumulative costs,
+    from 0."""
     sums = np.array(ends, object)
     layers = len(ends) - 1
     maxima = sums.copy()  # of the first n layers in the stages so far; one stage to begin with
@@ -104,25 +108,27 @@ def partition(
     chain      all chains one after another, cut into one stage per rank; a rank where two chains meet has a chunk of
                either
     segments   a chain is cut into stages * (T_i // T_1) chunks that go round the ranks; T_i is what the forward pass
-               of one of its rows costs, T_1 the least of these over chains with `MINOR` of the work or more: so
-               operations of all that counts cost about the same
+               of one of its rows costs, T_1 the least of these over chains with `MINOR` of the work
+               or more: so operations of all that counts cost about the same
     parallel   every chain has ranks of its own; the split of the ranks is the best of all
 
     Args:
-      chains: by name, encoders first and language last; of each a stem, blocks, and what comes after.
+      chains: by name, encoders first and language last; of each a stem, blocks, and what comes
+      after.
       stages: ranks of the pipeline.
       rows: of each chain in an average microbatch; one where it is left out.
-      cut_by: what shall be equal over stages; "parameters" ignores freezing and the sizes of inputs.
+      cut_by: what shall be equal over stages; "parameters" ignores freezing and the sizes of
+      inputs.
       chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
 
     Raises:
-      PipelineError: more stages than a chain has blocks (segments), or than there are blocks, or fewer stages than
-        chains (parallel).
+      PipelineError: more stages than a chain has blocks (segments), or than there are blocks, or
+        fewer stages than chains (parallel).
     """
     if stages < 1 or not chains or any(len(layers) < 3 for layers in chains.values()):
         raise PipelineError(
             f"pipeline.stages = {stages} with {', '.join(chains) or 'no chain'}: a pipeline has at least one stage, "
-            "and a chain at least a stem, a block, and a projector or head"
+            "and a chain at least a stem, a block, and a projector or head",
         )
     costs = layer_costs(chains)
     row_counts = {name: (rows or {}).get(name, 1) for name in chains}
@@ -149,8 +155,8 @@ def partition(
 
 @dataclass(frozen=True)
 class _Units:
-    """What cuts go between: the blocks of a chain, the first with the stem; after them the head as a unit, or, in an
-    encoder, the projector in the last block's."""
+    """What cuts go between: the blocks of a chain, the first with the stem; after them the head as
+    a unit, or, in an encoder, the projector in the last block's."""
 
     costs: list[int]  # for one row
     blocks: int
@@ -189,7 +195,9 @@ def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerC
 def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
     layers = sum(map(len, weights.values()))
     if stages > layers:
-        raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} in all; use fewer stages")
+        raise PipelineError(
+            f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} in all; use fewer stages",
+        )
     bounds = cut([cost for units in weights.values() for cost in units.microbatch_costs], stages)
     placed: Placed = {}
     begin = 0
@@ -218,13 +226,15 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
     if short := {name: units for name, units in weights.items() if len(units) < stages}:
         raise PipelineError(
             f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each on every "
-            "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'"
+            "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'",
         )
     placed: Placed = {}
     for name, units in weights.items():
         count = chunks[name]
         if not 1 <= count * stages <= len(units):
-            raise PipelineError(f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}")
+            raise PipelineError(
+                f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
+            )
         bounds = cut(units.costs, stages * count)
         placed[name] = [(index % stages, size) for index, size in enumerate(np.diff(bounds).tolist())]
     return placed
@@ -234,7 +244,7 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     if stages < len(weights):
         raise PipelineError(
             f"pipeline.stages = {stages}, but layout 'parallel' needs a rank for each of {', '.join(weights)}: "
-            f"use at least {len(weights)} stages or pipeline.layout = 'chain'"
+            f"use at least {len(weights)} stages or pipeline.layout = 'chain'",
         )
     limits = [len(units) for units in weights.values()]
     if stages > sum(limits):
@@ -242,7 +252,9 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     slowest = []  # by chain: cost of its costliest stage, by the number of its stages
     for units in weights.values():
         ends = [0, *itertools.accumulate(units.microbatch_costs)]
-        slowest.append({count: _least_maximum(ends, count) for count in range(1, min(len(units), stages) + 1)})
+        slowest.append(
+            {count: _least_maximum(ends, count) for count in range(1, min(len(units), stages) + 1)},
+        )
 
     def worth(split: tuple[int, ...]) -> list[int]:
         return sorted((slowest[index][count] for index, count in enumerate(split)), reverse=True)

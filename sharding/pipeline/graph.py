@@ -2,9 +2,9 @@
 
     Ring, Workload --build_graph--> Graph          build_graph.py
 
-Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component, N operations. Encoders
-have microbatches of their own, the sub-microbatches; each feeds one or more microbatches of the language model.
-"""
+Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component, N
+operations. Encoders have microbatches of their own, the sub-microbatches; each feeds one or more
+microbatches of the language model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Longs = NDArray[np.int64]
 
 
 class Kind(IntEnum):
-    """What an operation does. BACKWARD is INPUT_GRADIENT and WEIGHT_GRADIENT as a single operation."""
+    """What an operation does. BACKWARD is INPUT_GRADIENT and WEIGHT_GRADIENT as a single
+    operation."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -31,12 +32,15 @@ class Kind(IntEnum):
 
 
 class Pool(IntEnum):
-    """What kind of thing a slot holds. Every component has pools of its own, but the language model none of tokens.
+    """What kind of thing a slot holds. Every component has pools of its own, but the language model
+    none of tokens.
 
-    INPUT: activations that wait for a chunk's forward and stay for its backward. GRADIENT: of a chunk's output.
-    TOKENS: encoder outputs on their way to, or at, the first language chunk, until its last backward.
-    TOKEN_GRADIENT: the same way back, summed over the microbatches that used the tokens. RESIDUAL: what a forward
-    kept for its backward. PENDING: what an input gradient left for its weight gradient.
+    INPUT: activations that wait for a chunk's forward and stay for its backward.
+    GRADIENT: gradients of a chunk's output.
+    TOKENS: encoder outputs on their way to, or at, the first language chunk, until its last use.
+    TOKEN_GRADIENT: the same way back, summed over the microbatches that used the tokens.
+    RESIDUAL: what a forward kept for its backward.
+    PENDING: what an input gradient left for its weight gradient.
     """
 
     INPUT = 0
@@ -59,12 +63,12 @@ Slots = dict[PoolKey, int]  # slots per rank; pools that are left out have none
 
 @dataclass(frozen=True)
 class ChainWork:
-    """How long the parts of one component's operations take in a batch: integers [D, M] of any one unit.
+    """How long the parts of one component's operations take in a batch: integers [D, M] of any one
+    unit.
 
-    `forward` is positive. Nothing is done backward where `input_gradient` and `weight_gradient` are both zero. A
-    chunk sends a gradient to the chunk before if that one does anything backward. The backward operation pays
-    `recompute` unless the forward kept its residuals.
-    """
+    `forward` is positive. Nothing is done backward where `input_gradient` and `weight_gradient` are
+    both zero. A chunk sends a gradient to the chunk before if that one does anything backward. The
+    backward operation pays `recompute` unless the forward kept its residuals."""
 
     forward: Longs
     recompute: Longs
@@ -81,9 +85,9 @@ class ChainWork:
 class Workload:
     """The work of one batch on a ring: `chains` as in the ring, the last one the language model's.
 
-    `inputs[m]` lists what language microbatch m consumes, as (encoder, sub-microbatch) pairs. With deferral a
-    sub-microbatch feeds two language microbatches, and its backward waits for the gradients of both.
-    """
+    `inputs[m]` lists what language microbatch m consumes, as (encoder, sub-microbatch) pairs. With
+    deferral a sub-microbatch feeds two language microbatches, and its backward waits for the
+    gradients of both."""
 
     chains: tuple[ChainWork, ...]
     inputs: tuple[tuple[tuple[int, int], ...], ...]
@@ -91,12 +95,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Something that occupies a slot of `rank` from the first of its writers to the last of its readers.
+    """Something that occupies a slot of `rank` from the first of its writers to the last of its
+    readers.
 
-    Writers and readers are operations; `depth` is that of the chunk whose input, output gradient or residuals these
-    are. `hops` is how far the buffer lies from where its writer computed it, for tokens and their gradients. A token
-    gradient that leaves its rank has no readers: its slot is free once it is sent.
-    """
+    Writers and readers are operations; `depth` is that of the chunk whose input, output gradient or
+    residuals these are. `hops` is how far the buffer lies from where its writer computed it, for
+    tokens and their gradients. A token gradient that leaves its rank has no readers: its slot is
+    free once it is sent."""
 
     pool: Pool
     chain: int
@@ -120,13 +125,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations of one batch, numbered 0 .. N-1, with everything a scheduler asks about them. See `build_graph`.
+    """Operations of one batch, numbered 0 .. N-1, with everything a scheduler asks about them. See
+    `build_graph`.
 
-    Columns have length N. `successors[n]` lists (operation, ticks): it may start that many ticks after n at the
-    earliest, because an edge takes one tick per hop. `returns[n]` (backward of the first language chunk) lists the
-    (encoder, sub-microbatch, operation) that wait for a share of n's token gradients. The last share of a
-    sub-microbatch sends the sum, one per encoder and tick, over `ring.delivery_hops` places.
-    """
+    Columns have length N. `successors[n]` lists (operation, ticks): it may start that many ticks
+    after n at the earliest, because an edge takes one tick per hop. `returns[n]` (backward of the
+    first language chunk) lists the (encoder, sub-microbatch, operation) that wait for a share of
+    n's token gradients. The last share of a sub-microbatch sends the sum, one per encoder and tick,
+    over `ring.delivery_hops` places."""
 
     ring: Ring
     workload: Workload
@@ -137,7 +143,10 @@ class Graph:
     stage: tuple[int, ...]
     duration: tuple[int, ...]
     waits: tuple[int, ...]  # entries of `successors` and `returns` that name the operation
-    group: tuple[int, ...]  # language microbatch it belongs to: first that needs a forward, last that holds a backward
+    group: tuple[
+        int,
+        ...,
+    ]  # language microbatch it belongs to: first that needs a forward, last that holds a backward
     successors: tuple[tuple[tuple[int, int], ...], ...]
     returns: tuple[tuple[tuple[int, int, int], ...], ...]
     buffers: tuple[Buffer, ...]
@@ -171,7 +180,8 @@ class Graph:
             yield follower
 
     def backward_of(self, forward: int) -> int | None:
-        """The operation that computes the input gradient of what a forward computed, if there is one."""
+        """The operation that computes the input gradient of what a forward computed, if there is
+        one."""
         key = (self.chain[forward], self.depth[forward], self.microbatch[forward])
         return self.number.get((Kind.BACKWARD, *key), self.number.get((Kind.INPUT_GRADIENT, *key)))
 

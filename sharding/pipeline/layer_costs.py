@@ -15,7 +15,8 @@ from sharding.pipeline.ring import Chain, PipelineError
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a chain, with its forward cost for one row in any one unit (FLOPs, microseconds)."""
+    """One layer of a chain, with its forward cost for one row in any one unit (FLOPs,
+    microseconds)."""
 
     component: str  # what it is frozen by: "vision", "projector.vision", "language"
     linear: int  # matrix products with weights
@@ -28,7 +29,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer, or several consecutive ones, cost for one row; 0 for what freezing leaves out."""
+    """What a layer, or several consecutive ones, cost for one row; 0 for what freezing leaves
+    out."""
 
     forward: int = 0
     input_grad: int = 0
@@ -60,9 +62,9 @@ def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerC
         up(l)   = something trainable strictly upstream of l
         bwd(l)  = [up] dX + [trainable] share * dW + [either, and checkpointed] forward
 
-    dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5 times its forward
-    pass, frozen or not, wherever anything flows through it: it counts as input gradient, or, in a layer with nothing
-    trainable upstream, as weight gradient.
+    dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5
+    times its forward pass, frozen or not, wherever anything flows through it: it counts as input
+    gradient, or, in a layer with nothing trainable upstream, as weight gradient.
 
     Args:
       chains: encoders first; upstream of the last one, language, is all of them.
@@ -98,9 +100,10 @@ def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ..
     if sum(chain.layers) + 2 != len(costs):
         raise PipelineError(
             f"{chain.name} has {sum(chain.layers)} layers in its chunks, but costs of {len(costs)}: "
-            "a stem or embedding, the layers, a projector or head"
+            "a stem or embedding, the layers, a projector or head",
         )
-    # The stem, cost 0, belongs to the first chunk, and the projector or head, the last cost, to the last one.
+    # The stem, cost 0, belongs to the first chunk, and the projector or head, the last cost, to the
+    # last one.
     bounds = [0, *(stop + 1 for stop in itertools.accumulate(chain.layers))]
     bounds[-1] += 1
     return tuple(sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds))
@@ -110,10 +113,18 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
     """Work of a chain in one batch: [D, M].
 
     Args:
-      costs: of the chain's layers, for each of its M microbatches; where these repeat, the same objects may.
+      costs: of the chain's layers, for each of its M microbatches; where these repeat, the same
+      objects may.
     """
     by_id = {id(row_costs): chunk_costs(chain, row_costs) for row_costs in costs}
-    columns = np.array([[astuple(cost) for cost in by_id[id(row_costs)]] for row_costs in costs], np.int64)
-    forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(2, 1, 0)
+    columns = np.array(
+        [[astuple(cost) for cost in by_id[id(row_costs)]] for row_costs in costs],
+        np.int64,
+    )
+    forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(
+        2,
+        1,
+        0,
+    )
     # An embedding alone costs nothing by these figures, but it is an operation and takes a tick.
     return ChainWork(np.maximum(forward, 1), recompute, input_grad, weight_grad)

@@ -14,10 +14,12 @@ class PipelineError(ValueError):
 
 @dataclass(frozen=True)
 class Chain:
-    """The chunks of one component, by depth: chunk d has layers[d] layers and lies on rank stages[d].
+    """The chunks of one component, by depth: chunk d has layers[d] layers and lies on rank
+    stages[d].
 
-    Consecutive chunks lie on the same rank or on the next one of the ring, (s + 1) % S. The first chunk also holds
-    what comes before the layers (stem, embedding), the last one what comes after (projector, head and loss).
+    Consecutive chunks lie on the same rank or on the next one of the ring, (s + 1) % S. The first
+    chunk also holds what comes before the layers (stem, embedding), the last one what comes after
+    (projector, head and loss).
     head_only: of a whole component, nothing but what comes after the layers may have a gradient.
     """
 
@@ -43,11 +45,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ring:
-    """Where the chunks of every component lie: encoders in model order, then the language model, on S ranks.
+    """Where the chunks of every component lie: encoders in model order, then the language model, on
+    S ranks.
 
-    The last chunk of an encoder delivers its tokens to the first language chunk, over as many ring hops as lie
-    between them. Raises `PipelineError` when chains cannot be laid on the ring.
-    """
+    The last chunk of an encoder delivers its tokens to the first language chunk, over as many ring
+    hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring."""
 
     stages: int
     chains: tuple[Chain, ...]
@@ -63,17 +65,19 @@ class Ring:
         if not chain.stages or len(chain.layers) != len(chain.stages):
             raise PipelineError(
                 f"{chain.name} has {len(chain.layers)} layer counts for {len(chain.stages)} chunks; "
-                f"every chunk needs a stage rank and a number of layers"
+                f"every chunk needs a stage rank and a number of layers",
             )
         if not all(0 <= stage < self.stages for stage in chain.stages):
-            raise PipelineError(f"{chain.name} lies on ranks {chain.stages} of a pipeline of {self.stages} stages")
+            raise PipelineError(
+                f"{chain.name} lies on ranks {chain.stages} of a pipeline of {self.stages} stages",
+            )
         if min(chain.layers) < 0:
             raise PipelineError(f"{chain.name} has a chunk of {min(chain.layers)} layers")
         for depth in range(1, chain.depth):
             if self.hops(chain.stages[depth - 1], chain.stages[depth]) > 1:
                 raise PipelineError(
                     f"chunk {depth} of {chain.name} lies on rank {chain.stages[depth]}, after rank "
-                    f"{chain.stages[depth - 1]}: consecutive chunks must lie on the same or the next rank"
+                    f"{chain.stages[depth - 1]}: consecutive chunks must lie on the same or the next rank",
                 )
 
     @property

@@ -1,8 +1,8 @@
-"""Which slot holds what from when to when: allocation like registers, and residuals that are worth a slot.
+"""Which slot holds what from when to when: allocation like registers, and residuals that are worth
+a slot.
 
-A slot is taken from the moment that something is written to it until the last read; whatever needs a slot gets the
-lowest that is free.
-"""
+A slot is taken from the moment that something is written to it until the last read; whatever needs
+a slot gets the lowest that is free."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def tick_of(time: int) -> tuple[int, Moment]:
 
 
 class TickTimes:
-    """`tick[n]` is the tick in which a schedule does operation n, and buffers come and go accordingly."""
+    """`tick[n]` is the tick in which a schedule does operation n, and buffers come and go
+    accordingly."""
 
     def __init__(self, schedule: Schedule):
         self.graph = schedule.graph
@@ -81,7 +82,8 @@ class TickTimes:
 
 
 def lives_of(schedule: Schedule) -> list[Life]:
-    """Lives of all buffers, with those of kept residuals and those of tokens and gradients that pass through a rank."""
+    """Lives of all buffers, with those of kept residuals and those of tokens and gradients that
+    pass through a rank."""
     graph = schedule.graph
     times = TickTimes(schedule)
     lives = [Life(buffer, times.arrival(buffer), times.departure(buffer)) for buffer in graph.buffers]
@@ -105,7 +107,13 @@ def lives_of(schedule: Schedule) -> list[Life]:
             # Received in one tick and sent on in the next.
             rank = (life.buffer.rank - direction * hop) % graph.ring.stages
             arrival = life.start - len(Moment) * hop
-            lives.append(Life(replace(life.buffer, rank=rank, readers=(), hops=0), arrival, arrival + Moment.RECEIVE))
+            lives.append(
+                Life(
+                    replace(life.buffer, rank=rank, readers=(), hops=0),
+                    arrival,
+                    arrival + Moment.RECEIVE,
+                ),
+            )
     return lives
 
 
@@ -114,7 +122,10 @@ def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
     free: dict[RankPool, list[int]] = defaultdict(list)
     taken: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
     allocated = []
-    for life in sorted(lives, key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth)):
+    for life in sorted(
+        lives,
+        key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth),
+    ):
         rank_pool = life.buffer.rank_pool
         while taken[rank_pool] and taken[rank_pool][0][0] < life.start:
             heappush(free[rank_pool], heappop(taken[rank_pool])[1])
@@ -141,10 +152,11 @@ Span = tuple[int, int]  # two times, both included
 
 
 def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
-    """The schedule with as many forwards keeping their residuals as there are slots for, shortest wait first.
+    """The schedule with as many forwards keeping their residuals as there are slots for, shortest
+    wait first.
 
-    Only ticks whose slowest operation is a backward become shorter, so the forwards of those come first.
-    """
+    Only ticks whose slowest operation is a backward become shorter, so the forwards of those come
+    first."""
     graph = schedule.graph
     times = TickTimes(schedule)
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by chain and rank
@@ -154,7 +166,10 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     keepers = set(schedule.keepers)
     for n, backward in _candidates(schedule, times):
         key = (graph.chain[n], graph.stage[n])
-        span = (moment_of(times.tick[n], Moment.WRITE), moment_of(times.tick[backward], Moment.READ))
+        span = (
+            moment_of(times.tick[n], Moment.WRITE),
+            moment_of(times.tick[backward], Moment.READ),
+        )
         room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
         if n not in keepers and _most_at_once([*spans[key], span]) <= room:
             spans[key].append(span)

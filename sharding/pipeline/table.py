@@ -1,8 +1,7 @@
 """Schedule tables: a schedule as int32 rows that the executor obeys, and tables as files.
 
-In a tick every rank (1) does the operation of its row, which reads slots and then may write some, (2) sends on each
-wire the operation's result or a slot, (3) receives from the wires into slots.
-"""
+In a tick every rank (1) does the operation of its row, which reads slots and then may write some,
+(2) sends on each wire the operation's result or a slot, (3) receives from the wires into slots."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ from sharding.pipeline.table_spec import IDLE, TableSpec, Wire, action_of
 class Table:
     """Rows of all ranks, padded to the spec's ticks with idle ones, of which `count` are run.
 
-    `wire_active[t, w]` says that something travels on wire w in tick t: the same on all ranks, unlike anything in
-    `rows`.
-    """
+    `wire_active[t, w]` says that something travels on wire w in tick t: the same on all ranks,
+    unlike anything in `rows`."""
 
     spec: TableSpec
     rows: Ints  # [T, S, columns]
@@ -34,9 +32,8 @@ class Table:
 def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     """A schedule as rows.
 
-    Raises `PipelineError` when it needs more slots, ticks or sub-microbatches of a language microbatch than the spec
-    has, or belongs to another ring.
-    """
+    Raises `PipelineError` when it needs more slots, ticks or sub-microbatches of a language
+    microbatch than the spec has, or belongs to another ring."""
     graph = schedule.graph
     if graph.ring != spec.ring:
         raise PipelineError("a schedule of another ring than the tables'")
@@ -58,7 +55,9 @@ def padded_table(spec: TableSpec, rows: Ints, wire_active: Ints) -> Table:
     count = len(rows)
     missing = spec.ticks - count
     if missing < 0:
-        raise PipelineError(f"a schedule of {count} ticks for tables of {spec.ticks}; raise the ticks of the pipeline")
+        raise PipelineError(
+            f"a schedule of {count} ticks for tables of {spec.ticks}; raise the ticks of the pipeline",
+        )
     idle = _idle_rows(spec, missing)
     still = np.zeros((missing, len(spec.wires)), np.int32)
     return Table(spec, np.concatenate([rows, idle]), np.concatenate([wire_active, still]), count)
@@ -77,7 +76,7 @@ def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
             if count > spec.rows_read[encoder]:
                 raise PipelineError(
                     f"language microbatch {microbatch} consumes {count} sub-microbatches of {chain.name}, the tables "
-                    f"have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the pipeline reads"
+                    f"have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the pipeline reads",
                 )
 
 
@@ -89,8 +88,8 @@ def _too_many(spec: TableSpec, buffer: Buffer) -> str:
 
 
 class _Writer:
-    """Fills rows: first the slots of buffers, into the rows of the operations that read and write them, then the
-    operations themselves."""
+    """Fills rows: first the slots of buffers, into the rows of the operations that read and write
+    them, then the operations themselves."""
 
     def __init__(self, spec: TableSpec, schedule: Schedule):
         ticks = len(schedule.ticks)
@@ -113,7 +112,12 @@ class _Writer:
             self.wire_active[tick, wire] = 1
         last_tick, departure = tick_of(life.end)
         if departure == Moment.SEND:
-            self._put_at(last_tick, buffer.rank, f"send.{Wire(buffer.pool, buffer.chain, up=True).name}", slot)
+            self._put_at(
+                last_tick,
+                buffer.rank,
+                f"send.{Wire(buffer.pool, buffer.chain, up=True).name}",
+                slot,
+            )
         self._write_buffer(buffer, slot, stays=arrival == Moment.WRITE)
 
     def _write_buffer(self, buffer: Buffer, slot: int, stays: bool) -> None:
@@ -140,9 +144,12 @@ class _Writer:
                 self._write_token_gradient(buffer, slot, stays)
 
     def _write_input(self, buffer: Buffer, slot: int, stays: bool) -> None:
-        """Forward and backward read it; where only the head is trained, the forward leaves the features there."""
+        """Forward and backward read it; where only the head is trained, the forward leaves the
+        features there."""
         chain = self.spec.ring.chains[buffer.chain]
-        forward = self.graph.number.get((Kind.FORWARD, buffer.chain, buffer.depth, buffer.microbatch))
+        forward = self.graph.number.get(
+            (Kind.FORWARD, buffer.chain, buffer.depth, buffer.microbatch),
+        )
         writer = buffer.writers[0]
         for n in buffer.readers:
             self._put(n, "input", slot)
@@ -158,7 +165,9 @@ class _Writer:
     def _write_tokens(self, n: int, buffer: Buffer, slot: int) -> None:
         column = f"tokens.{buffer.chain}.{self._input_index(n, buffer)}"
         self._put(n, column, slot)
-        forward = self.graph.number.get((Kind.FORWARD, self.graph.chain[n], 0, self.graph.microbatch[n]))
+        forward = self.graph.number.get(
+            (Kind.FORWARD, self.graph.chain[n], 0, self.graph.microbatch[n]),
+        )
         if forward is not None:
             self._put(forward, column, slot)
 

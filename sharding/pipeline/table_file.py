@@ -25,8 +25,8 @@ NEEDED_COLUMNS = ("action", "chunk", "microbatch")
 
 @dataclass(frozen=True)
 class SavedTables:
-    """Tables of the runs of a step: `rows[r]` [T, S, columns] and `wire_active[r]` [T, wires], without idle ticks
-    after their end."""
+    """Tables of the runs of a step: `rows[r]` [T, S, columns] and `wire_active[r]` [T, wires],
+    without idle ticks after their end."""
 
     components: tuple[str, ...]  # encoders in model order, then language
     columns: dict[str, int]
@@ -35,7 +35,12 @@ class SavedTables:
     wire_active: tuple[Ints, ...]
 
 
-def save_tables(path: Path, spec: TableSpec, rows: Sequence[Ints], wire_active: Sequence[Ints]) -> None:
+def save_tables(
+    path: Path,
+    spec: TableSpec,
+    rows: Sequence[Ints],
+    wire_active: Sequence[Ints],
+) -> None:
     """Write the tables of a step's runs as an npz file; its folder must exist."""
     description = {
         "format": FORMAT,
@@ -54,7 +59,8 @@ def save_tables(path: Path, spec: TableSpec, rows: Sequence[Ints], wire_active: 
 
 
 def load_tables(path: Path) -> SavedTables:
-    """Read saved tables. Raises `PipelineError` for a file that holds none, or that another version wrote."""
+    """Read saved tables. Raises `PipelineError` for a file that holds none, or that another version
+    wrote."""
     try:
         with np.load(path, allow_pickle=False) as file:
             rows = file["rows"].astype(np.int32)
@@ -63,14 +69,16 @@ def load_tables(path: Path) -> SavedTables:
         if description["format"] != FORMAT:
             raise PipelineError(
                 f"{path} holds schedule tables of format {description['format']}, this version reads {FORMAT}; "
-                "save them again"
+                "save them again",
             )
         columns = {str(name): number for number, name in enumerate(description["columns"])}
         wires = tuple(map(str, description["wires"]))
         bounds = np.cumsum(np.array(description["ticks"], np.int64))
         expected = ((bounds[-1], rows.shape[1], len(columns)), (bounds[-1], len(wires)))
         if (rows.shape, wire_active.shape) != expected or not set(NEEDED_COLUMNS) <= columns.keys():
-            raise ValueError(f"its arrays {rows.shape}, {wire_active.shape} do not fit its description")
+            raise ValueError(
+                f"its arrays {rows.shape}, {wire_active.shape} do not fit its description",
+            )
     except (OSError, KeyError, TypeError, ValueError, IndexError, zipfile.BadZipFile) as error:
         if isinstance(error, PipelineError):
             raise

@@ -1,4 +1,5 @@
-"""What all schedule tables of one compiled program share: slots, wires, and the columns of a row."""
+"""What all schedule tables of one compiled program share: slots, wires, and the columns of a
+row."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def operation_of(action: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Wire:
-    """One kind of edge of the ring: from each rank to the next (up) or to the one before, for one component."""
+    """One kind of edge of the ring: from each rank to the next (up) or to the one before, for one
+    component."""
 
     pool: Pool
     chain: int
@@ -60,9 +62,8 @@ class Wire:
 class TableSpec:
     """All that tables of one compiled program share.
 
-    `rows_read` is the most sub-microbatches of each encoder that one language microbatch consumes; `ticks` the most
-    ticks of a table.
-    """
+    `rows_read` is the most sub-microbatches of each encoder that one language microbatch consumes;
+    `ticks` the most ticks of a table."""
 
     ring: Ring
     slots: Slots
@@ -78,19 +79,27 @@ class TableSpec:
                 wires += [Wire(Pool.INPUT, number, up=True), Wire(Pool.GRADIENT, number, up=False)]
         for encoder in range(len(self.ring.encoders)):
             if self.ring.delivery_hops(encoder):
-                wires += [Wire(Pool.TOKENS, encoder, up=True), Wire(Pool.TOKEN_GRADIENT, encoder, up=False)]
+                wires += [
+                    Wire(Pool.TOKENS, encoder, up=True),
+                    Wire(Pool.TOKEN_GRADIENT, encoder, up=False),
+                ]
         return tuple(wires)
 
     @cached_property
     def columns(self) -> dict[str, int]:
         """Number of each column of a row by name; -1 in a row means none.
 
-        action: 0, or 1 + 4 * component + kind. chunk: number on its rank. layers, first, last: of the chunk.
-        input, gradient: slots read. read_residual: residuals read instead of recomputed; write_residual: residuals
-        kept. pending: what a weight gradient needs. output: slot of a result that stays on the rank. features: input
-        slot that the last layer's output replaces. count_loss: whether loss and sums count. tokens, grad_slot,
-        grad_is_first: for each consumed sub-microbatch its tokens, the sum that its gradient joins, and whether it is
-        the first to do so. receive, send: slots by wire.
+        action: 0, or 1 + 4 * component + kind.
+        chunk: number on its rank; layers, first, last: of the chunk.
+        input, gradient: slots read.
+        read_residual: residuals read instead of recomputed; write_residual: residuals kept.
+        pending: what a weight gradient needs.
+        output: slot of a result that stays on the rank.
+        features: input slot that the last layer's output replaces.
+        count_loss: whether loss and sums count.
+        tokens, grad_slot, grad_is_first: for each consumed sub-microbatch its tokens, the sum that
+          its gradient joins, and whether it is the first to do so.
+        receive, send: slots by wire.
         """
         names = [*OPERATION_COLUMNS]
         for what in ("tokens", "grad_slot", "grad_is_first"):

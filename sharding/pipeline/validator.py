@@ -1,9 +1,9 @@
 """Proof that a table computes a batch: an executor of labels instead of arrays.
 
-Everything a slot can hold has a label that says what it is, such as the input of chunk 2 of vision, microbatch 5. The
-table is run with labels, every read is compared with what the operation must read, and the first one that differs is
-reported. It shares nothing with what made the table but the graph of operations.
-"""
+Everything a slot can hold has a label that says what it is, such as the input of chunk 2 of vision,
+microbatch 5. The table is run with labels, every read is compared with what the operation must
+read, and the first one that differs is reported. It shares nothing with what made the table but the
+graph of operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RowValues = dict[str, int]  # of one rank in one tick, by column
 
 
 class Label(NamedTuple):
-    """What a slot holds: `users` are the language microbatches whose shares a token gradient has."""
+    """What a slot holds: `users` are the language microbatches whose shares a token gradient
+    has."""
 
     what: str
     chain: int
@@ -58,12 +59,14 @@ class Operation(NamedTuple):
 def validate(table: Table, graph: Graph) -> None:
     """Prove that a table does every operation of a graph once, each with the right slots.
 
-    Raises `PipelineError` with the first violation: its tick, rank and operation, and what it found where.
-    """
+    Raises `PipelineError` with the first violation: its tick, rank and operation, and what it found
+    where."""
     if table.spec.ring != graph.ring:
         raise PipelineError("the table is for another ring than the operations")
     if not 0 <= table.count <= table.spec.ticks or len(table.rows) != table.spec.ticks:
-        raise PipelineError(f"the table has {table.count} of {len(table.rows)} rows, room is for {table.spec.ticks}")
+        raise PipelineError(
+            f"the table has {table.count} of {len(table.rows)} rows, room is for {table.spec.ticks}",
+        )
     proof = _Proof(table, graph)
     for tick in range(table.count):
         proof.run(tick)
@@ -80,7 +83,10 @@ class _Proof:
         self.ring = graph.ring
         self.done: dict[int, int] = {}  # tick of each operation
         self.held: dict[SlotKey, Label] = {}
-        self.users: dict[tuple[int, int], frozenset[int]] = {}  # of the tokens of an encoder's sub-microbatch
+        self.users: dict[
+            tuple[int, int],
+            frozenset[int],
+        ] = {}  # of the tokens of an encoder's sub-microbatch
         for microbatch, inputs in enumerate(graph.workload.inputs):
             for pair in inputs:
                 self.users[pair] = self.users.get(pair, frozenset()) | {microbatch}
@@ -95,7 +101,8 @@ class _Proof:
         for rank, row in enumerate(rows):
             self.where = f"tick {tick}, rank {rank}"
             results.append(None if row["action"] == IDLE else self._operate(tick, rank, row))
-        # All ranks send before any of them receives: a slot may be sent and filled in the same tick.
+        # All ranks send before any of them receives: a slot may be sent and filled in the same
+        # tick.
         sent = [
             [self._send(tick, rank, row, results[rank], wire) for wire in range(len(self.spec.wires))]
             for rank, row in enumerate(rows)
@@ -106,7 +113,14 @@ class _Proof:
 
     # ------------------------------------------------------------------------ wires
 
-    def _send(self, tick: int, rank: int, row: RowValues, result: Result | None, number: int) -> Label | None:
+    def _send(
+        self,
+        tick: int,
+        rank: int,
+        row: RowValues,
+        result: Result | None,
+        number: int,
+    ) -> Label | None:
         wire = self.spec.wires[number]
         slot = row[f"send.{wire.name}"]
         if slot >= 0:
@@ -118,7 +132,13 @@ class _Proof:
             return None
         return result.label
 
-    def _receive(self, tick: int, rank: int, row: RowValues, sent: list[list[Label | None]]) -> None:
+    def _receive(
+        self,
+        tick: int,
+        rank: int,
+        row: RowValues,
+        sent: list[list[Label | None]],
+    ) -> None:
         for number, wire in enumerate(self.spec.wires):
             slot = row[f"receive.{wire.name}"]
             if slot < 0:
@@ -126,7 +146,9 @@ class _Proof:
             source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
             label = sent[source][number]
             if label is None or not self.table.wire_active[tick, number]:
-                self._fail(f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it")
+                self._fail(
+                    f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it",
+                )
             self._write((wire.pool, wire.chain, rank, slot), label)
 
     # ------------------------------------------------------------------------ operations
@@ -135,7 +157,10 @@ class _Proof:
         """Check one operation; returns its result if that may leave the rank."""
         operation = self._identify(tick, rank, row)
         if operation.kind == Kind.WEIGHT_GRADIENT:
-            self._read((Pool.PENDING, operation.c, rank, row["pending"]), Label("pending", *operation.key))
+            self._read(
+                (Pool.PENDING, operation.c, rank, row["pending"]),
+                Label("pending", *operation.key),
+            )
             return None
         if operation.first and operation.language:
             self._read_tokens(rank, operation.m, row)
@@ -155,7 +180,9 @@ class _Proof:
         d = depths[0]
         n = self.graph.number.get((kind, c, d, m))
         if n is None:
-            self._fail(f"does a {Kind(kind).name.lower()} of {chain.name} chunk {d}, microbatch {m}: not in this batch")
+            self._fail(
+                f"does a {Kind(kind).name.lower()} of {chain.name} chunk {d}, microbatch {m}: not in this batch",
+            )
         self.where += f", {self.graph.name(n)}"
         if n in self.done:
             self._fail(f"was done before, in tick {self.done[n]}")
@@ -188,21 +215,37 @@ class _Proof:
         if row["features"] >= 0:
             self._write((Pool.INPUT, c, rank, row["features"]), Label("features", *operation.key))
         if row["write_residual"] >= 0:
-            self._write((Pool.RESIDUAL, c, rank, row["write_residual"]), Label("residual", *operation.key))
+            self._write(
+                (Pool.RESIDUAL, c, rank, row["write_residual"]),
+                Label("residual", *operation.key),
+            )
         if operation.last and operation.language:
             return None
         if operation.last:
             return self._leave(rank, row, Result(Pool.TOKENS, c, Label("tokens", *operation.key)))
-        return self._leave(rank, row, Result(Pool.INPUT, c, Label("input", c, operation.d + 1, operation.m)))
+        return self._leave(
+            rank,
+            row,
+            Result(Pool.INPUT, c, Label("input", c, operation.d + 1, operation.m)),
+        )
 
-    def _backward(self, tick: int, rank: int, row: RowValues, operation: Operation) -> Result | None:
+    def _backward(
+        self,
+        tick: int,
+        rank: int,
+        row: RowValues,
+        operation: Operation,
+    ) -> Result | None:
         c = operation.c
         m = operation.m
         forward = self.graph.number.get((Kind.FORWARD, *operation.key))
         if forward is not None and self.done.get(forward, tick) >= tick:
             self._fail("comes before its forward")
         if row["read_residual"] >= 0:
-            self._read((Pool.RESIDUAL, c, rank, row["read_residual"]), Label("residual", *operation.key))
+            self._read(
+                (Pool.RESIDUAL, c, rank, row["read_residual"]),
+                Label("residual", *operation.key),
+            )
         elif operation.chain.head_only and forward is not None:
             self._read((Pool.INPUT, c, rank, row["input"]), Label("features", *operation.key))
         elif not operation.first:
@@ -218,10 +261,15 @@ class _Proof:
             self._add_token_gradients(rank, m, row)
         if operation.first:
             return None
-        return self._leave(rank, row, Result(Pool.GRADIENT, c, Label("gradient", c, operation.d - 1, m)))
+        return self._leave(
+            rank,
+            row,
+            Result(Pool.GRADIENT, c, Label("gradient", c, operation.d - 1, m)),
+        )
 
     def _counts_loss(self, operation: Operation) -> bool:
-        """Loss and sums count once: in the last language forward, or in the backward that takes its place."""
+        """Loss and sums count once: in the last language forward, or in the backward that takes its
+        place."""
         if not operation.language or not operation.last or operation.kind == Kind.WEIGHT_GRADIENT:
             return False
         fused = (Kind.FORWARD, *operation.key) not in self.graph.number
@@ -237,7 +285,8 @@ class _Proof:
     # ------------------------------------------------------------------------ tokens
 
     def _consumed(self, m: int) -> Iterator[tuple[int, int, int]]:
-        """(encoder, index among its consumed ones, sub-microbatch) of all that a language microbatch consumes."""
+        """(encoder, index among its consumed ones, sub-microbatch) of all that a language
+        microbatch consumes."""
         indices = [0] * len(self.ring.encoders)
         for encoder, sub in self.graph.workload.inputs[m]:
             yield encoder, indices[encoder], sub
@@ -249,7 +298,10 @@ class _Proof:
             column = f"tokens.{encoder}.{index}"
             expected.add(column)
             depth = self.ring.chains[encoder].depth - 1
-            self._read((Pool.TOKENS, encoder, rank, row[column]), Label("tokens", encoder, depth, sub))
+            self._read(
+                (Pool.TOKENS, encoder, rank, row[column]),
+                Label("tokens", encoder, depth, sub),
+            )
         for column, slot in row.items():
             if column.startswith("tokens.") and column not in expected and slot >= 0:
                 self._fail(f"reads slot {slot} as {column}, which this microbatch does not have")
@@ -276,7 +328,9 @@ class _Proof:
         self._check_slot(key)
         if self.held.get(key) != expected:
             held = self._describe(self.held.get(key))
-            self._fail(f"needs {self._describe(expected)} in {self._slot_name(key)}, which holds {held}")
+            self._fail(
+                f"needs {self._describe(expected)} in {self._slot_name(key)}, which holds {held}",
+            )
 
     def _write(self, key: SlotKey, label: Label) -> None:
         self._check_slot(key)

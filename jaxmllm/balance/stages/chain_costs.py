@@ -1,4 +1,5 @@
-"""What the chunks of every chain cost: a row's slots, filled or not, and the attention of the items in it."""
+"""What the chunks of every chain cost: a row's slots, filled or not, and the attention of the items
+in it."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ ATTENTION_PARTS = 1024  # attention of a row is counted in such parts of what on
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """What the chunks of a chain cost for one row: forward, input gradient, weight gradient, recompute, each [4, D].
+    """What the chunks of a chain cost for one row: forward, input gradient, weight gradient,
+    recompute, each [4, D].
 
-    `linear` is paid for every slot, filled or not. `attention` [kinds, 4, D] is what attention adds, by kind of its
-    squares (`ItemCost.squares`), where these are as many as of one item that fills the row.
-    """
+    `linear` is paid for every slot, filled or not. `attention` [kinds, 4, D] is what attention
+    adds, by kind of its squares (`ItemCost.squares`), where these are as many as of one item that
+    fills the row."""
 
     capacity: int
     linear: Longs
@@ -33,7 +35,11 @@ class ChainCosts:
     def work(self, squares: Longs, backward: bool = True) -> ChainWork:
         """The work of M rows whose items have squares of these sums [kinds, M]."""
         costs = self.linear[:, :, None]
-        for attention, attended in zip(self.attention, squares * ATTENTION_PARTS // self.capacity**2, strict=True):
+        for attention, attended in zip(
+            self.attention,
+            squares * ATTENTION_PARTS // self.capacity**2,
+            strict=True,
+        ):
             costs = costs + attention[:, :, None] * attended // ATTENTION_PARTS
         forward, input_gradient, weight_gradient, recompute = costs
         if not backward:
@@ -78,7 +84,11 @@ class ChainLayers:
         for chain in ring.chains:
             linear = _columns(chunk_costs(chain, without_attention[chain.name]))
             totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
-            costs[chain.name] = ChainCosts(self.capacities[chain.name], linear, np.array(totals) - linear)
+            costs[chain.name] = ChainCosts(
+                self.capacities[chain.name],
+                linear,
+                np.array(totals) - linear,
+            )
         return costs
 
 

@@ -1,12 +1,12 @@
-"""Deferral: the heavier half of the microbatches leave examples' language parts to partners in the lighter half.
+"""Deferral: the heavier half of the microbatches leave examples' language parts to partners in the
+lighter half.
 
     encoder rows     [ a b ] [ c d ] [ e f ]      an example is encoded in microbatch i;
                          \\_______                its language part runs in i or, deferred, in i + 1
     language rows    [ a   ] [ b c d ] [ e f ]
 
-After Entrain (arXiv 2605.27918). Whole examples are deferred, to the next microbatch and inside the step only, so
-encoder outputs of at most two microbatches wait at a time.
-"""
+After Entrain (arXiv 2605.27918). Whole examples are deferred, to the next microbatch and inside the
+step only, so encoder outputs of at most two microbatches wait at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Deferral:
 
     threshold: int  # least possible maximum of pairwise deferral, in units of 2**shift of the work
     shift: int
-    pairs: tuple[tuple[int, ...], ...]  # heavy microbatch and the light one right after it; the last may be alone
+    pairs: tuple[
+        tuple[int, ...],
+        ...,
+    ]  # heavy microbatch and the light one right after it; the last may be alone
     after: Longs  # [heavy, light] V, in those units: the greater load of the two after the best transfer between them
     heavy: Longs  # microbatch of every row of V
     light: Longs  # microbatch of every column of V
@@ -45,10 +48,10 @@ def defer(
 ) -> Deferral:
     """Level language work by deferring examples from heavy microbatches to light ones.
 
-    What i best leaves to j is the subset of its examples whose work is nearest to half of the difference. The least
-    threshold T such that all heavier than T find partners of their own with whom neither exceeds T is found by
-    bisection over bipartite matchings (arXiv 2605.27918); of the matchings within it, the one with the least sum of
-    squares is taken.
+    What i best leaves to j is the subset of its examples whose work is nearest to half of the
+    difference. The least threshold T such that all heavier than T find partners of their own with
+    whom neither exceeds T is found by bisection over bipartite matchings (arXiv 2605.27918); of the
+    matchings within it, the one with the least sum of squares is taken.
 
     Args:
       group: [N] microbatch of each example.
@@ -70,7 +73,8 @@ def defer(
     after = np.maximum(loads[heavy][:, None] - transfer, loads[light] + transfer)
     threshold = _threshold(after, loads[heavy], int(loads[light].max(initial=0)))
     squares = (loads[heavy][:, None] - transfer) ** 2 + (loads[light] + transfer) ** 2
-    # Dearer than any assignment without it: pairs over the threshold are taken only where nothing else is left.
+    # Dearer than any assignment without it: pairs over the threshold are taken only where nothing
+    # else is left.
     squares[after > threshold] = 2 * int(squares.max(initial=0)) * (microbatches + 1)
     rows, columns = linear_sum_assignment(squares)
     deferred = np.zeros(len(group), np.bool_)
@@ -111,7 +115,8 @@ def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
 
 
 def _subset_sums(work: Longs, slots: Longs) -> Longs:
-    """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum]. INT64_MAX: there is none."""
+    """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum].
+    INT64_MAX: there is none."""
     table = np.full((len(work) + 1, int(work.sum()) + 1), INT64_MAX, np.int64)
     table[0, 0] = 0
     for index, (amount, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
@@ -135,7 +140,8 @@ def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
 
 
 def _threshold(after: Longs, loads: Longs, least: int) -> int:
-    """Least T, not below `least`, such that every load above it has a column of its own where `after` is within T."""
+    """Least T, not below `least`, such that every load above it has a column of its own where
+    `after` is within T."""
     candidates = np.unique(np.concatenate([after.ravel(), loads, [least]]))
     candidates = candidates[candidates >= least]
     low = 0

@@ -1,4 +1,5 @@
-"""Swaps of examples between groups of a batch (replicas or microbatches), until their work is even in every phase."""
+"""Swaps of examples between groups of a batch (replicas or microbatches), until their work is even
+in every phase."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Demands:
 
     def subset(self, examples: Longs) -> Demands:
         """The demands of some examples."""
-        return Demands(self.work[examples], self.slots[examples], self.capacity, self.media[examples])
+        return Demands(
+            self.work[examples],
+            self.slots[examples],
+            self.capacity,
+            self.media[examples],
+        )
 
     @property
     def encoder_work(self) -> Longs:
@@ -57,16 +63,23 @@ class Demands:
 
 
 def swap_examples(
-    group: Longs, demands: Demands, groups: int, media_groups: int | None = None, moves: bool = False
+    group: Longs,
+    demands: Demands,
+    groups: int,
+    media_groups: int | None = None,
+    moves: bool = False,
 ) -> Longs:
-    """Swap examples between groups, or move them, as long as the sum of their squared work, over phases, falls.
+    """Swap examples between groups, or move them, as long as the sum of their squared work, over
+    phases, falls.
 
-    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a - b - (g - h)),
-    for all pairs at once. Of the pairs that gain, best first, those in untouched groups are swapped.
+    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a
+    - b - (g - h)), for all pairs at once. Of the pairs that gain, best first, those in untouched
+    groups are swapped.
 
     Args:
       group: [N] of each example, within the capacities.
-      media_groups: examples with media stay in groups below this number; None: they may go into any.
+      media_groups: examples with media stay in groups below this number; None: they may go into
+      any.
       moves: whether an example may be swapped for nothing.
 
     Returns:

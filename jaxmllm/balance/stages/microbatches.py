@@ -1,12 +1,14 @@
-"""Microbatches of a pipeline: balance encoder and language work at once, although both depend on the same examples.
+"""Microbatches of a pipeline: balance encoder and language work at once, although both depend on
+the same examples.
 
-    examples --to replicas--> --fill--> microbatches --swap--> even in every phase --defer--> even language work
-                level 0         level 1               swaps.py                        level 2, deferral.py
+    examples --> replicas            level 0: equal numbers of examples
+             --> microbatches        level 1: filled, then swapped until even in every phase (example_swaps.py)
+             --> language work even  level 2: some examples deferred (deferral.py)
 
-Stages wait for each other, so microbatches should cost the same, in each phase: no grouping of whole examples does that
-exactly for two phases. Levels 0 and 1 and deferral follow Entrain (arXiv 2605.27918); the swaps between them, and the
-limits that rows of fixed capacity set, are our own. Integers only: every host finds the same plan.
-"""
+Stages wait for each other, so microbatches should cost the same, in each phase: no grouping of
+whole examples does that exactly for two phases. Levels 0 and 1 and deferral follow Entrain (arXiv
+2605.27918); the swaps between them, and the limits that rows of fixed capacity set, are our own.
+Integers only: every host finds the same plan."""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ SHARE_BITS = 20  # shares of a row are counted in 2**20ths
 class PhaseLoad:
     """What the B examples of a batch ask of one phase.
 
-    `work` in any unit that all phases of a call share (FLOPs, say), `slots` of a row; both are 0 where an example has
-    no part in the phase. A microbatch of one replica holds at most `capacity` slots; None: any number.
-    """
+    `work` in any unit that all phases of a call share (FLOPs, say), `slots` of a row; both are 0
+    where an example has no part in the phase. A microbatch of one replica holds at most `capacity`
+    slots; None: any number."""
 
     work: Longs  # [B]
     slots: Longs  # [B]
@@ -38,8 +40,9 @@ class PhaseLoad:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """Replica and microbatches of every example. Microbatches are numbered in the order of execution, and those of
-    one number run together on all replicas; `language` is `encoder` or, for deferred examples, `encoder` + 1."""
+    """Replica and microbatches of every example. Microbatches are numbered in the order of
+    execution, and those of one number run together on all replicas; `language` is `encoder` or, for
+    deferred examples, `encoder` + 1."""
 
     replica: Ints  # [B]
     encoder: Ints  # [B]; for examples without media equal to `language`
@@ -61,8 +64,9 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Place the examples of a batch.
 
-    Replicas get equal numbers of examples (or, if that is impossible, numbers that differ by one). Of the stratified
-    and the plain filling every replica keeps the one whose loads have the least sum of squares after deferral.
+    Replicas get equal numbers of examples (or, if that is impossible, numbers that differ by one).
+    Of the stratified and the plain filling every replica keeps the one whose loads have the least
+    sum of squares after deferral.
 
     Args:
       encoders: by phase, "vision" for one; may be empty.
@@ -70,8 +74,8 @@ def plan_microbatches(
       max_deferred: most language slots that one microbatch may leave to the next; 0 defers nothing.
 
     Raises:
-      ValueError: no replica or microbatch, arrays of different lengths, negative numbers, or an example that does not
-        fit a row of its own.
+      ValueError: no replica or microbatch, arrays of different lengths, negative numbers, or an
+        example that does not fit a row of its own.
     """
     phases = {**encoders, LANGUAGE: language}
     _check(phases, replicas, microbatches)
@@ -95,13 +99,15 @@ def plan_microbatches(
 
 def _check(phases: Mapping[str, PhaseLoad], replicas: int, microbatches: int) -> None:
     if replicas < 1 or microbatches < 1:
-        raise ValueError(f"a plan needs at least one replica and one microbatch, not {replicas} and {microbatches}")
+        raise ValueError(
+            f"a plan needs at least one replica and one microbatch, not {replicas} and {microbatches}",
+        )
     examples = len(phases[LANGUAGE].work)
     for phase, load in phases.items():
         if not len(load.work) == len(load.slots) == examples:
             raise ValueError(
                 f"phase {phase!r} has work of {len(load.work)} and slots of {len(load.slots)} examples, "
-                f"but the language phase has {examples}"
+                f"but the language phase has {examples}",
             )
         if examples and (load.work.min() < 0 or load.slots.min() < 0):
             raise ValueError(f"phase {phase!r} has negative work or slots")
@@ -109,7 +115,7 @@ def _check(phases: Mapping[str, PhaseLoad], replicas: int, microbatches: int) ->
             worst = int(load.slots.argmax())
             raise ValueError(
                 f"example {worst} needs {load.slots[worst]} slots of phase {phase!r}, but its rows have "
-                f"{load.capacity}: raise phases.{phase}.capacities, or limit the size of examples"
+                f"{load.capacity}: raise phases.{phase}.capacities, or limit the size of examples",
             )
 
 
@@ -118,7 +124,10 @@ def _demands(loads: Sequence[PhaseLoad]) -> Demands:
     work = np.stack([load.work for load in loads], axis=1)
     work = work >> max(0, int(work.sum(dtype=object)).bit_length() - SEARCH.total_bits)
     slots = np.stack([load.slots for load in loads], axis=1)
-    capacity = np.array([INT64_MAX if load.capacity is None else load.capacity for load in loads], np.int64)
+    capacity = np.array(
+        [INT64_MAX if load.capacity is None else load.capacity for load in loads],
+        np.int64,
+    )
     return Demands(work, slots, capacity, media=(work[:, :-1] + slots[:, :-1]).sum(axis=1) > 0)
 
 
@@ -126,7 +135,8 @@ def _demands(loads: Sequence[PhaseLoad]) -> Demands:
 
 
 def _to_replicas(demands: Demands, replicas: int) -> Longs:
-    """Replica of each example [B]: by encoder work descending, each to the replica with least language work."""
+    """Replica of each example [B]: by encoder work descending, each to the replica with least
+    language work."""
     examples = len(demands.work)
     room = [examples // replicas + (number < examples % replicas) for number in range(replicas)]
     load = [0] * replicas
@@ -138,7 +148,12 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
         load[chosen] += language_work[example]
         room[chosen] -= 1
     # Any number of slots fits a replica, and swaps keep the numbers of examples equal.
-    unlimited = Demands(demands.work, np.zeros((examples, 0), np.int64), np.zeros(0, np.int64), demands.media)
+    unlimited = Demands(
+        demands.work,
+        np.zeros((examples, 0), np.int64),
+        np.zeros(0, np.int64),
+        demands.media,
+    )
     return swap_examples(replica, unlimited, replicas)
 
 
@@ -147,14 +162,19 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One replica: microbatches of its examples in the order of execution, and the sum of squared loads."""
+    """One replica: microbatches of its examples in the order of execution, and the sum of squared
+    loads."""
 
     encoder: Longs
     language: Longs
     squares: int
 
 
-def _replica_plans(shares: list[Demands], microbatches: int, max_deferred: int | None) -> list[ReplicaPlan] | None:
+def _replica_plans(
+    shares: list[Demands],
+    microbatches: int,
+    max_deferred: int | None,
+) -> list[ReplicaPlan] | None:
     """Plans of all replicas, or None where some rows are short of slots."""
     media_microbatches = max(_media_microbatches(share, microbatches) for share in shares)
     # Where rows are short of slots, media in all microbatches may still fit.
@@ -168,23 +188,29 @@ def _replica_plans(shares: list[Demands], microbatches: int, max_deferred: int |
 def _media_microbatches(demands: Demands, microbatches: int) -> int:
     """How many microbatches of a replica hold media.
 
-    So few that the costliest example is no more than an average one of them, for a row with little in it costs what a
-    full one costs; but not so few that their examples bring more language work than an average microbatch has.
-    """
+    So few that the costliest example is no more than an average one of them, for a row with little
+    in it costs what a full one costs; but not so few that their examples bring more language work
+    than an average microbatch has."""
     media_work = demands.encoder_work
     has_media = media_work > 0
     language_work = int(demands.language_work.sum())
     even = int(media_work.sum()) // max(int(media_work.max(initial=0)), 1)
-    language_share = ceil_divide(microbatches * int(demands.language_work[has_media].sum()), max(language_work, 1))
+    language_share = ceil_divide(
+        microbatches * int(demands.language_work[has_media].sum()),
+        max(language_work, 1),
+    )
     fewest = demands.subset(np.flatnonzero(has_media)).fewest_microbatches
     return min(microbatches, max(even, language_share, fewest))
 
 
 def _plan_replica(
-    demands: Demands, microbatches: int, media_microbatches: int, max_deferred: int | None
+    demands: Demands,
+    microbatches: int,
+    media_microbatches: int,
+    max_deferred: int | None,
 ) -> ReplicaPlan | None:
-    """The better of two fillings of one replica or, where slots are too short for both, the tightest. None when that
-    does not fit either."""
+    """The better of two fillings of one replica or, where slots are too short for both, the
+    tightest. None when that does not fit either."""
     fillings = [_fill(demands, microbatches, media_microbatches, stratified) for stratified in (True, False)]
     if all(group is None for group in fillings):
         fillings = [_fill_tightly(demands, microbatches, media_microbatches)]
@@ -199,12 +225,16 @@ def _plan_replica(
     return best
 
 
-def _fill(demands: Demands, microbatches: int, media_microbatches: int, stratified: bool) -> Longs | None:
+def _fill(
+    demands: Demands,
+    microbatches: int,
+    media_microbatches: int,
+    stratified: bool,
+) -> Longs | None:
     """Microbatch of each example, or None where one has no room.
 
-    By encoder work descending to the lightest that has room, of the stratified first those with more than the median
-    of language work. Those without media last, by language work.
-    """
+    By encoder work descending to the lightest that has room, of the stratified first those with
+    more than the median of language work. Those without media last, by language work."""
     media = demands.media
     encoder_work = demands.encoder_work
     language_work = demands.language_work
@@ -227,7 +257,10 @@ def _fill(demands: Demands, microbatches: int, media_microbatches: int, stratifi
             candidates = np.flatnonzero(fits).tolist()
             if not candidates:
                 return None
-        chosen = min(candidates, key=(encoder_load if media[example] else language_load).__getitem__)
+        chosen = min(
+            candidates,
+            key=(encoder_load if media[example] else language_load).__getitem__,
+        )
         group[example] = chosen
         room[chosen] -= demands.slots[example] if limited else 0
         language_load[chosen] += language_amount[example]
@@ -236,8 +269,8 @@ def _fill(demands: Demands, microbatches: int, media_microbatches: int, stratifi
 
 
 def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) -> Longs | None:
-    """Microbatch of each example, or None where one has no room: by the share of a row that it takes, descending, the
-    fullest with room."""
+    """Microbatch of each example, or None where one has no room: by the share of a row that it
+    takes, descending, the fullest with room."""
     capacity = demands.capacity
     limits = np.where(capacity < INT64_MAX, capacity, max(1, int(demands.slots.sum())))
     share = (demands.slots << SHARE_BITS) // limits
@@ -257,11 +290,16 @@ def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) 
     return group
 
 
-def _in_order(group: Longs, demands: Demands, microbatches: int, max_deferred: int | None) -> ReplicaPlan:
+def _in_order(
+    group: Longs,
+    demands: Demands,
+    microbatches: int,
+    max_deferred: int | None,
+) -> ReplicaPlan:
     """Defer, and number the microbatches as they run.
 
-    Pairs whose microbatches hold media come first, on every replica, because microbatches of one number run together.
-    """
+    Pairs whose microbatches hold media come first, on every replica, because microbatches of one
+    number run together."""
     deferral = defer(
         group,
         demands.language_work,
@@ -271,12 +309,16 @@ def _in_order(group: Longs, demands: Demands, microbatches: int, max_deferred: i
         max_deferred=max_deferred,
     )
     has_media = np.bincount(group[demands.media], minlength=microbatches) > 0
-    pairs = sorted(deferral.pairs, key=lambda pair: [not has_media[microbatch] for microbatch in pair])
+    pairs = sorted(
+        deferral.pairs,
+        key=lambda pair: [not has_media[microbatch] for microbatch in pair],
+    )
     position = np.empty(microbatches, np.int64)
     position[[microbatch for pair in pairs for microbatch in pair]] = np.arange(microbatches)
     encoder = position[group]
     language = encoder + deferral.deferred
-    # Without media an example waits for nothing: it is not deferred, but stands in the later microbatch altogether.
+    # Without media an example waits for nothing: it is not deferred, but stands in the later
+    # microbatch altogether.
     encoder = np.where(demands.media, encoder, language)
     squares = 0
     for phase in range(demands.work.shape[1]):

@@ -1,12 +1,13 @@
-"""From the lengths of a global batch to the plan of its pipelined step: pure, integers only, the same on every host.
+"""From the lengths of a global batch to the plan of its pipelined step: pure, integers only, the
+same on every host.
 
-    examples --pack_run-----------> RunRows           microbatches and rows of every phase         run_rows.py
-    rows     --ChainCosts.work----> operations        what they cost                              chain_costs.py
-             --schedule, table----> PipelineRun       who does what in which tick                  sharding/pipeline/
+    examples --pack_run--------> RunRows        microbatches, rows of all phases   run_rows.py
+    rows     --ChainCosts.work-> operations     what they cost                     chain_costs.py
+             --schedule, table-> PipelineRun    who does what in which tick        sharding/pipeline/
 
-A run of the executor has bounds: rows of each phase, rows that one microbatch reads, slots, ticks. A batch that needs
-more is split, and its parts run one after another; gradients add up, so nothing is dropped.
-"""
+A run of the executor has bounds: rows of each phase, rows that one microbatch reads, slots, ticks.
+A batch that needs more is split, and its parts run one after another; gradients add up, so nothing
+is dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, sums_by
-from jaxmllm.balance.records import BatchItems, PhasePlan, PipelineRun, PlanSpec, RoutePlan, StepPlan
+from jaxmllm.balance.records import (
+    BatchItems,
+    PhasePlan,
+    PipelineRun,
+    PlanSpec,
+    RoutePlan,
+    StepPlan,
+)
 from jaxmllm.balance.stages.chain_costs import ChainCosts
 from jaxmllm.balance.stages.run_rows import RunRows, pack_run
 from jaxmllm.balance.statistics import phase_statistics
@@ -62,10 +70,11 @@ class PlannedRun:
 def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> StepPlan:
     """Place every item of a global batch in rows of the pipeline's runs, and schedule each run.
 
-    Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`, `cost` (FLOPs,
-    tick by tick those of the slowest rank), `idle_share` (of all ranks' time, as these costs predict it), `search_ms`
-    (finding schedules), `fallbacks` (runs whose schedule is not the configured one, for want of slots),
-    `deferred_examples`, `slots_used` (most slots of a rank that one run fills, all pools).
+    Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`,
+    `cost` (FLOPs, tick by tick those of the slowest rank), `idle_share` (of all ranks' time, as
+    these costs predict it), `search_ms` (finding schedules), `fallbacks` (runs whose schedule is
+    not the configured one, for want of slots), `deferred_examples`, `slots_used` (most slots of a
+    rank that one run fills, all pools).
 
     Raises:
       ConfigError: an example that no run holds; names the key that would make room.
@@ -87,7 +96,12 @@ def plan_runs(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> list
     return list(_runs_of(np.arange(len(items.examples)), items, spec, pipeline))
 
 
-def _runs_of(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> Iterator[PlannedRun]:
+def _runs_of(
+    examples: Longs,
+    items: BatchItems,
+    spec: PlanSpec,
+    pipeline: PipelineSpec,
+) -> Iterator[PlannedRun]:
     """One run if it holds all examples; else those of either half, which have about equal work."""
     try:
         yield _run_of(examples, items, spec, pipeline)
@@ -97,7 +111,7 @@ def _runs_of(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipel
             number = int(items.examples[examples[0]])
             raise ConfigError(
                 f"example {number} does not fit the pipeline by itself: {error}; its slots are those of "
-                "pipeline.microbatches_in_flight"
+                "pipeline.microbatches_in_flight",
             ) from error
     for half in _halves(examples, items):
         yield from _runs_of(half, items, spec, pipeline)
@@ -115,7 +129,12 @@ def _halves(examples: Longs, items: BatchItems) -> tuple[Longs, Longs]:
     return np.sort(by_slots[::2]), np.sort(by_slots[1::2])
 
 
-def _run_of(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> PlannedRun:
+def _run_of(
+    examples: Longs,
+    items: BatchItems,
+    spec: PlanSpec,
+    pipeline: PipelineSpec,
+) -> PlannedRun:
     """Raises `PipelineError` when a run cannot hold the examples."""
     share = round(pipeline.microbatches * len(examples) / pipeline.examples)
     microbatches = max(1, min(share, pipeline.rows[LANGUAGE]))
@@ -131,16 +150,23 @@ def _run_of(examples: Longs, items: BatchItems, spec: PlanSpec, pipeline: Pipeli
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:
-    for name, needed, most in zip(rows.arrivals, rows.rows_read, pipeline.tables.rows_read, strict=True):
+    for name, needed, most in zip(
+        rows.arrivals,
+        rows.rows_read,
+        pipeline.tables.rows_read,
+        strict=True,
+    ):
         if needed > most:
             raise PipelineError(
                 f"a microbatch reads {needed} rows of {name}, room is for {most}: "
-                f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities"
+                f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities",
             )
     for name, phase_rows in rows.phases.items():
         if phase_rows.count > pipeline.rows[name]:
             key = "pipeline.microbatches" if spec.phases[name].has_loss else f"phases.{name}.capacities"
-            raise PipelineError(f"{phase_rows.count} rows of {name}, a run has {pipeline.rows[name]}: raise {key}")
+            raise PipelineError(
+                f"{phase_rows.count} rows of {name}, a run has {pipeline.rows[name]}: raise {key}",
+            )
 
 
 # ---------------------------------------------------------------------------- schedules
@@ -158,8 +184,8 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
 def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     """The configured schedule; evaluation is always scheduled greedily.
 
-    Raises `PipelineError` when its order cannot be kept in this batch or, if it heeds slots, does not fit them.
-    """
+    Raises `PipelineError` when its order cannot be kept in this batch or, if it heeds slots, does
+    not fit them."""
     slots = pipeline.tables.slots
     if not pipeline.backward:
         return _with_residuals(greedy(graph, slots), slots)
@@ -168,8 +194,8 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
 
 
 def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, bool]:
-    """The configured schedule, or the greedy one where its order cannot be kept or does not fit the slots; its table;
-    and whether it is the greedy one in place of another."""
+    """The configured schedule, or the greedy one where its order cannot be kept or does not fit the
+    slots; its table; and whether it is the greedy one in place of another."""
     tables = pipeline.tables
     try:
         schedule = schedule_of(graph, pipeline)
@@ -190,12 +216,20 @@ def _with_residuals(schedule: Schedule, slots: Slots) -> Schedule:
 # ---------------------------------------------------------------------------- records
 
 
-def _joined(runs: Sequence[RunRows], items: BatchItems, spec: PlanSpec) -> tuple[dict[str, PhasePlan], dict[str, Ints]]:
-    """Plans of all phases, the rows of a run after those of the run before; and arrivals of encoder items."""
+def _joined(
+    runs: Sequence[RunRows],
+    items: BatchItems,
+    spec: PlanSpec,
+) -> tuple[dict[str, PhasePlan], dict[str, Ints]]:
+    """Plans of all phases, the rows of a run after those of the run before; and arrivals of encoder
+    items."""
     plans = {}
     arrivals = {}
     for name, phase in spec.phases.items():
-        microbatch, rank, offset, segment, arrival = np.zeros((5, len(items.phases[name].length)), np.int32)
+        microbatch, rank, offset, segment, arrival = np.zeros(
+            (5, len(items.phases[name].length)),
+            np.int32,
+        )
         begin = 0
         for run in runs:
             rows = run.phases[name]
@@ -207,7 +241,15 @@ def _joined(runs: Sequence[RunRows], items: BatchItems, spec: PlanSpec) -> tuple
             begin += rows.count
         # All rows of a phase are of one class.
         zeros = np.zeros(begin, np.int32)
-        plans[name] = PhasePlan(zeros + phase.capacities[0], zeros, zeros, microbatch, rank, offset, segment)
+        plans[name] = PhasePlan(
+            zeros + phase.capacities[0],
+            zeros,
+            zeros,
+            microbatch,
+            rank,
+            offset,
+            segment,
+        )
         if not phase.has_loss:
             arrivals[name] = arrival
     return plans, arrivals
@@ -224,7 +266,7 @@ def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
                 microbatches={name: (begin[name], count) for name, count in counts.items()},
                 table=run.table.rows[: run.table.count],
                 wire_active=run.table.wire_active[: run.table.count],
-            )
+            ),
         )
         begin = {name: begin[name] + count for name, count in counts.items()}
     return tuple(records)
@@ -242,5 +284,8 @@ def _statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
         "pipeline/search_ms": sum(run.search_ms for run in runs),
         "pipeline/fallbacks": sum(run.fallback for run in runs),
         "pipeline/deferred_examples": sum(run.rows.deferred for run in runs),
-        "pipeline/slots_used": max((sum(slots_needed([run.schedule]).values()) for run in runs), default=0),
+        "pipeline/slots_used": max(
+            (sum(slots_needed([run.schedule]).values()) for run in runs),
+            default=0,
+        ),
     }

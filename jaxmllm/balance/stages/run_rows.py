@@ -1,7 +1,8 @@
-"""The rows of one run of the executor: which items lie in which row, and which microbatch reads which encoder rows.
+"""The rows of one run of the executor: which items lie in which row, and which microbatch reads
+which encoder rows.
 
-examples --plan_microbatches--> microbatches --pack_rows--> encoder rows --> inputs of every microbatch, arrivals
-"""
+examples --plan_microbatches--> microbatches --pack_rows--> encoder rows --> inputs of every
+microbatch, arrivals"""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ class PhaseRows:
 
 @dataclass(frozen=True)
 class RunRows:
-    """Examples in rows. `inputs[m]` are the (encoder, row) that language microbatch m reads, the same on all
-    replicas; `rows_read` is how many of each encoder the microbatch reads that reads most."""
+    """Examples in rows. `inputs[m]` are the (encoder, row) that language microbatch m reads, the
+    same on all replicas; `rows_read` is how many of each encoder the microbatch reads that reads
+    most."""
 
     phases: dict[str, PhaseRows]
     arrivals: dict[str, Longs]  # by encoder: of the items in `phases`
@@ -52,12 +54,13 @@ def pack_run(
     deferral: bool,
     rows_read: tuple[int, ...] | None = None,
 ) -> RunRows:
-    """Put some examples of a batch into rows, in about `microbatches` language microbatches per replica.
+    """Put some examples of a batch into rows, in about `microbatches` language microbatches per
+    replica.
 
     Args:
       examples: numbers in the batch, ascending.
-      rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them; none: as many as
-        needed.
+      rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them;
+        none: as many as needed.
     """
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
@@ -84,18 +87,26 @@ def pack_run(
 
     phases = {}
     for name in loads:
-        row, count = _encoder_rows(plan, owner[name], length[name], spec.phases[name].capacities[0], ranks)
+        row, count = _encoder_rows(
+            plan,
+            owner[name],
+            length[name],
+            spec.phases[name].capacities[0],
+            ranks,
+        )
         phases[name] = phase_rows(name, row, count)
     phases[LANGUAGE] = phase_rows(
-        LANGUAGE, language_microbatch[owner[LANGUAGE]], int(language_microbatch.max(initial=-1)) + 1
+        LANGUAGE,
+        language_microbatch[owner[LANGUAGE]],
+        int(language_microbatch.max(initial=-1)) + 1,
     )
     readers = {name: language_microbatch[owner[name]] for name in loads}
     return _linked(phases, readers, spec, rows_read, int(plan.deferred.sum()))
 
 
 def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[Ints, Ints]:
-    """The items of each microbatch of a replica in as few rows of `capacity` slots as first-fit by descending length
-    finds.
+    """The items of each microbatch of a replica in as few rows of `capacity` slots as first-fit by
+    descending length finds.
 
     Args:
       microbatch: [N] of each item, an image for one.
@@ -109,7 +120,9 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
     """
     if len(slots) and slots.max() > capacity:
         worst = int(slots.argmax())
-        raise ValueError(f"item {worst} has {slots[worst]} slots, but rows have {capacity}: raise the capacity")
+        raise ValueError(
+            f"item {worst} has {slots[worst]} slots, but rows have {capacity}: raise the capacity",
+        )
     row = np.empty(len(slots), np.int64)
     free_slots: dict[int, list[int]] = {}  # of every row so far, by microbatch
     for item in np.argsort(-slots, kind="stable").tolist():
@@ -126,7 +139,11 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
 
 
 def _loads(
-    items: BatchItems, spec: PlanSpec, length: Mapping[str, Longs], owner: Mapping[str, Longs], examples: int
+    items: BatchItems,
+    spec: PlanSpec,
+    length: Mapping[str, Longs],
+    owner: Mapping[str, Longs],
+    examples: int,
 ) -> dict[str, PhaseLoad]:
     """What the examples ask of every phase."""
     longest = {name: int(phase_items.length.max(initial=0)) for name, phase_items in items.phases.items()}
@@ -147,7 +164,13 @@ def _loads(
 # ---------------------------------------------------------------------------- encoder rows
 
 
-def _encoder_rows(plan: MicrobatchPlan, owner: Longs, length: Longs, capacity: int, ranks: int) -> tuple[Longs, int]:
+def _encoder_rows(
+    plan: MicrobatchPlan,
+    owner: Longs,
+    length: Longs,
+    capacity: int,
+    ranks: int,
+) -> tuple[Longs, int]:
     """Row [N] of every item of an encoder, and the number of rows."""
     replica = plan.replica.astype(np.int64)[owner]
     microbatch = plan.encoder[owner]
@@ -159,9 +182,16 @@ def _encoder_rows(plan: MicrobatchPlan, owner: Longs, length: Longs, capacity: i
     return np.cumsum(rows_before)[group] + row_in_group, int(rows_before.sum())
 
 
-def _sharing_groups(microbatch: Ints, replica: Longs, length: Longs, capacity: int, count: int) -> Longs:
-    """Number of each microbatch's group [count]: consecutive ones that share encoder rows, as many as need no more rows
-    together than the one of them that needs most. A row costs the same however little it holds."""
+def _sharing_groups(
+    microbatch: Ints,
+    replica: Longs,
+    length: Longs,
+    capacity: int,
+    count: int,
+) -> Longs:
+    """Number of each microbatch's group [count]: consecutive ones that share encoder rows, as many
+    as need no more rows together than the one of them that needs most. A row costs the same however
+    little it holds."""
 
     def rows_needed(begin: int, end: int) -> int:
         inside = (microbatch >= begin) & (microbatch <= end)
@@ -189,7 +219,8 @@ def _linked(
     rows_read: tuple[int, ...] | None,
     deferred: int,
 ) -> RunRows:
-    """Which microbatch reads which rows, and where it finds the tokens of each item: one row after another.
+    """Which microbatch reads which rows, and where it finds the tokens of each item: one row after
+    another.
 
     Args:
       readers: by encoder, the language microbatch that reads each item [n].

@@ -1,6 +1,6 @@
 """Choosing the fixed sizes of a pipelined run, once, from sampled batches.
 
-    samples --> capacities of rows --pack_run--> rows of a run --partition--> ring --schedule--> slots, ticks
+    samples --> capacities --pack_run--> rows of a run --partition--> ring --schedule--> slots, ticks
 
 What later batches need beyond these sizes is computed in further runs within their step (plan.py).
 """
@@ -76,17 +76,21 @@ def choose_pipeline(
       largest: the examples of the whole data that have most slots; each shall fit a run by itself.
 
     Raises:
-      ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a sample fits.
+      ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a
+      sample fits.
       PipelineError: more stages than layers.
     """
     ranks = {inputs.name: inputs.ranks for inputs in phases}
     if set(ranks.values()) != {ranks[LANGUAGE]}:
         raise ConfigError(
             f"pipeline.stages = {config.stages}: all components need the same ranks, but they have {ranks}; leave "
-            f"`batch` out of components.<name>.layout"
+            f"`batch` out of components.<name>.layout",
         )
     microbatches = CHOICE.per_stage * config.stages if config.microbatches == "auto" else config.microbatches
-    spec = PlanSpec({inputs.name: _phase_spec(inputs, samples, microbatches, examples) for inputs in phases}, {})
+    spec = PlanSpec(
+        {inputs.name: _phase_spec(inputs, samples, microbatches, examples) for inputs in phases},
+        {},
+    )
     sampled = [
         pack_run(np.arange(len(batch.examples)), batch, spec, microbatches, config.deferral)
         for batch in samples
@@ -100,14 +104,21 @@ def choose_pipeline(
     # One microbatch may read as many rows as that, so a run has them.
     rows |= {name: max(rows[name], count) for name, count in zip(encoders, rows_read, strict=True)}
 
-    layers = ChainLayers(model, trained, {name: phase.capacities[0] for name, phase in spec.phases.items()})
+    layers = ChainLayers(
+        model,
+        trained,
+        {name: phase.capacities[0] for name, phase in spec.phases.items()},
+    )
     ring = _ring(layers, sampled, config)
     costs = layers.costs(ring)
     ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row
     tables = TableSpec(ring, _slot_budget(ring, costs, rows_read, config, rows), ticks, rows_read)
     generous = PipelineSpec(config, tables, rows, costs, microbatches, examples)
     fitting = [run for run in sampled if all(need <= most for need, most in zip(run.rows_read, rows_read, strict=True))]
-    by_rows = sorted(fitting, key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()))
+    by_rows = sorted(
+        fitting,
+        key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),
+    )
     training = _fitted(generous, by_rows[: CHOICE.schedules])
     evaluation = _fitted(replace(generous, backward=False), by_rows[: CHOICE.schedules])
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
@@ -121,8 +132,14 @@ def _with_ticks(pipeline: PipelineSpec, ticks: int) -> PipelineSpec:
 # ---------------------------------------------------------------------------- rows
 
 
-def _phase_spec(inputs: SizingInputs, samples: Sequence[BatchItems], microbatches: int, examples: int) -> PhaseSpec:
-    """Rows of one capacity, by default such that an average microbatch of a replica fills one of every phase."""
+def _phase_spec(
+    inputs: SizingInputs,
+    samples: Sequence[BatchItems],
+    microbatches: int,
+    examples: int,
+) -> PhaseSpec:
+    """Rows of one capacity, by default such that an average microbatch of a replica fills one of
+    every phase."""
     config = inputs.config
     key = f"phases.{inputs.name}"
     if config.long_capacity is not None:
@@ -136,7 +153,9 @@ def _phase_spec(inputs: SizingInputs, samples: Sequence[BatchItems], microbatche
     else:
         capacities = checked_capacities(config.capacities, inputs)
         if len(capacities) > 1:
-            raise ConfigError(f"{key}.capacities: a pipeline has rows of one capacity, not {list(capacities)}")
+            raise ConfigError(
+                f"{key}.capacities: a pipeline has rows of one capacity, not {list(capacities)}",
+            )
         capacity = capacities[0]
     # A replica gets its share of the examples, so a row never has more of them.
     examples_per_replica = ceil_divide(examples, inputs.ranks)
@@ -154,10 +173,13 @@ def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
 
 
 def _rows_read(
-    sampled: Sequence[RunRows], alone: Sequence[RunRows], encoders: int, config: PipelineConfig
+    sampled: Sequence[RunRows],
+    alone: Sequence[RunRows],
+    encoders: int,
+    config: PipelineConfig,
 ) -> tuple[int, ...]:
-    """Rows of each encoder that one microbatch may read: enough for the samples, and for each of the largest examples
-    by itself."""
+    """Rows of each encoder that one microbatch may read: enough for the samples, and for each of
+    the largest examples by itself."""
     if config.encoder_rows_per_microbatch != "auto":
         return (config.encoder_rows_per_microbatch,) * encoders
     at_least_one = [1] * encoders
@@ -192,7 +214,8 @@ def _slot_budget(
     config: PipelineConfig,
     rows: Mapping[str, int],
 ) -> Slots:
-    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with all that they read."""
+    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
+    all that they read."""
     in_flight = config.microbatches_in_flight
     if in_flight == "auto":
         all_at_once = scheduler_of(config.schedule).all_in_flight
@@ -211,7 +234,13 @@ def _slot_budget(
     return slots
 
 
-def _backward_slots(number: int, chain: Chain, rows_in_flight: int, encoder: bool, config: PipelineConfig) -> Slots:
+def _backward_slots(
+    number: int,
+    chain: Chain,
+    rows_in_flight: int,
+    encoder: bool,
+    config: PipelineConfig,
+) -> Slots:
     slots: Slots = {}
     if chain.depth > 1 and not chain.head_only:
         slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
@@ -237,7 +266,7 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
             f"pipeline.schedule = {generous.config.schedule!r} cannot be kept with pipeline.layout = "
             f"{generous.config.layout!r} and pipeline.microbatches_in_flight = "
             f"{generous.config.microbatches_in_flight}: {problem}; use schedule greedy or interleaved, or more "
-            "microbatches in flight"
+            "microbatches in flight",
         ) from problem
     budget = generous.tables.slots
     if not generous.backward:
@@ -245,7 +274,10 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     needed = slots_needed(schedules)
     slots = {key: _slots_of(key, most, needed.get(key, 0), generous.tables) for key, most in budget.items()}
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
-    return replace(generous, tables=replace(generous.tables, slots=slots, ticks=with_head_room(2 * ticks, 8)))
+    return replace(
+        generous,
+        tables=replace(generous.tables, slots=slots, ticks=with_head_room(2 * ticks, 8)),
+    )
 
 
 def _slots_of(key: PoolKey, most: int, needed: int, tables: TableSpec) -> int:

@@ -33,9 +33,15 @@ class Activation(NamedTuple):
 
 
 class StageFunctions:
-    """A step's mathematics as components of the executor, for code inside manual axes: stages and `replicas`."""
+    """A step's mathematics as components of the executor, for code inside manual axes: stages and
+    `replicas`."""
 
-    def __init__(self, functions: StepFunctions, replicas: tuple[str, ...], stage_layers: Mapping[str, StageLayers]):
+    def __init__(
+        self,
+        functions: StepFunctions,
+        replicas: tuple[str, ...],
+        stage_layers: Mapping[str, StageLayers],
+    ):
         model = functions.model
         self.stage_layers = stage_layers
         # Their axes are manual here, so that layouts must not name them.
@@ -55,18 +61,37 @@ class StageFunctions:
         """Encoders in model order, then language."""
         return (*map(self._encoder, self.encoders), self._language())
 
-    def inputs(self, params: Any, rows: Mapping[str, Any], scale: jax.Array, trainable: Trainable) -> Inputs:
-        """Staged parameters and rows as the executor takes them; `scale` is what losses are multiplied by."""
+    def inputs(
+        self,
+        params: Any,
+        rows: Mapping[str, Any],
+        scale: jax.Array,
+        trainable: Trainable,
+    ) -> Inputs:
+        """Staged parameters and rows as the executor takes them; `scale` is what losses are
+        multiplied by."""
         layers = []
         outer = []
         for phase in self.model.phases:
-            trained, frozen = trainable.split({name: params[name] for name in self.model.phases[phase].components})
-            layers.append(Params(_layers_of(trained, phase), (_layers_of(frozen, phase), self._windowed(phase))))
+            trained, frozen = trainable.split(
+                {name: params[name] for name in self.model.phases[phase].components},
+            )
+            layers.append(
+                Params(
+                    _layers_of(trained, phase),
+                    (_layers_of(frozen, phase), self._windowed(phase)),
+                ),
+            )
             outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
-        return Inputs(tuple(layers), tuple(outer), tuple(rows[phase] for phase in self.model.phases))
+        return Inputs(
+            tuple(layers),
+            tuple(outer),
+            tuple(rows[phase] for phase in self.model.phases),
+        )
 
     def _windowed(self, phase: str) -> Bool[Array, "S K L"] | None:
-        """Which layers of a phase attend in windows, where any do: a part of their frozen parameters."""
+        """Which layers of a phase attend in windows, where any do: a part of their frozen
+        parameters."""
         windows = self.model.config.windows
         if phase not in windows:
             return None
@@ -93,10 +118,21 @@ class StageFunctions:
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
-            tokens = self.model.project(params, phase, self.model.normed(params, phase, x), rows.places)
+            tokens = self.model.project(
+                params,
+                phase,
+                self.model.normed(params, phase, x),
+                rows.places,
+            )
             return TokenPool(tokens.astype(dtype), rows.valid.astype(jnp.float32))
 
-        return Component(first, layer, last, layout.spec(("batch", "sequence")), layout.spec(("batch",)))
+        return Component(
+            first,
+            layer,
+            last,
+            layout.spec(("batch", "sequence")),
+            layout.spec(("batch",)),
+        )
 
     def _language(self) -> Component:
         layout = self.model.layout(LANGUAGE)
@@ -105,17 +141,31 @@ class StageFunctions:
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
             if media:
                 pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
-                pool = TokenPool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)))
+                pool = TokenPool(
+                    *(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)),
+                )
                 arrived = TokenPool(*(take_rows(layout, leaf, rows.media) for leaf in pool))
             else:
                 ranks, slots = rows.tokens.shape
                 width = self.model.config.language.width
-                arrived = TokenPool(jnp.zeros((ranks, slots, width), dtype), jnp.zeros((ranks, slots)))
-            return Activation(self.model.embed(_outer_params(outer), rows, arrived.tokens), arrived.valid)
+                arrived = TokenPool(
+                    jnp.zeros((ranks, slots, width), dtype),
+                    jnp.zeros((ranks, slots)),
+                )
+            return Activation(
+                self.model.embed(_outer_params(outer), rows, arrived.tokens),
+                arrived.valid,
+            )
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
             frozen, windowed = params.frozen
-            hidden = self.model.layer(LANGUAGE, join(params.trained, frozen), x.hidden, rows, windowed)
+            hidden = self.model.layer(
+                LANGUAGE,
+                join(params.trained, frozen),
+                x.hidden,
+                rows,
+                windowed,
+            )
             return x._replace(hidden=hidden)
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
@@ -123,7 +173,10 @@ class StageFunctions:
             scale = outer.frozen[1]
             hidden = self.model.normed(params, LANGUAGE, x.hidden)
             total, sums = self.functions.losses(hidden, self.model.head(params), rows, x.valid)
-            return (total * scale).astype(jnp.float32), jax.tree.map(lambda by_rank: by_rank.sum(0), sums)
+            return (total * scale).astype(jnp.float32), jax.tree.map(
+                lambda by_rank: by_rank.sum(0),
+                sums,
+            )
 
         return Component(first, layer, last, layout.spec(("batch", "sequence")))
 

@@ -20,7 +20,8 @@ LAYERS = "layers"  # name of the stacked layers among a tower's parameters
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of one component: `index` [S, K, L] is the number of a layer, -1 where there is none."""
+    """The layers of one component: `index` [S, K, L] is the number of a layer, -1 where there is
+    none."""
 
     index: Ints
 

@@ -1,11 +1,12 @@
-"""The programs of a run whose layers are cut into pipeline stages; the loop uses them like any others.
+"""The programs of a run whose layers are cut into pipeline stages; the loop uses them like any
+others.
 
     HostStep --put--> rows [M, R, ...] and schedule table of every run
     state    --gradients: the executor, once per run--> gradients, sums --update--> state
 
-Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage; other parameters are the same on all stages. A
-schedule is data (docs/pipelines.md), so the executor is compiled once for training and once for evaluation.
-"""
+Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage; other parameters are the
+same on all stages. A schedule is data (docs/pipelines.md), so the executor is compiled once for
+training and once for evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
-from jaxmllm.models.rows import EncoderRows, LanguageRows, abstract_encoder_rows, abstract_language_rows
+from jaxmllm.models.rows import (
+    EncoderRows,
+    LanguageRows,
+    abstract_encoder_rows,
+    abstract_language_rows,
+)
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.trainable import Trainable
@@ -76,12 +82,17 @@ class StagedPrograms(Programs):
     def init(self, seed: int) -> TrainState:
         """A fresh state on the mesh."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.saved_state.params)
-        params = self._call("stage_params")(self.functions.model.init(seed, self.param_dtype, shardings))
+        params = self._call("stage_params")(
+            self.functions.model.init(seed, self.param_dtype, shardings),
+        )
         return self._call("init")(params)
 
     def put(self, batch: HostStep) -> StagedStep:
         """Start the transfer of this host's rows and of the tables."""
-        return StagedStep(batch, [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs])
+        return StagedStep(
+            batch,
+            [(self._put_rows(batch, run), self._put_table(run)) for run in batch.runs],
+        )
 
     def save_schedule(self, batch: HostStep, path: Path) -> None:
         """Write the tables of a step's runs."""
@@ -90,16 +101,26 @@ class StagedPrograms(Programs):
         save_tables(path, self.sizes.training.tables, rows, [run.wire_active for run in batch.runs])
 
     def gradients(self, params: Any, batch: StagedStep) -> tuple[Any, Sums, jax.Array]:
-        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
-        source; and the number of media items that could not be decoded."""
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the
+        sums by rank and source; and the number of media items that could not be decoded."""
         results = None
         for rows, table in batch.runs:
-            run_results = self._call("gradients")(params, rows, table, 1 / self._planned_targets(batch))
+            run_results = self._call("gradients")(
+                params,
+                rows,
+                table,
+                1 / self._planned_targets(batch),
+            )
             results = run_results if results is None else self._call("add")(results, run_results)
         assert results is not None, "a batch has at least one run"
         return results
 
-    def evaluate(self, params: Any, batch: StagedStep, evaluated: Evaluated | None = None) -> Evaluated:
+    def evaluate(
+        self,
+        params: Any,
+        batch: StagedStep,
+        evaluated: Evaluated | None = None,
+    ) -> Evaluated:
         """Add what a batch comes to, to what others came to (none: zero)."""
         evaluated = evaluated or self._nothing_evaluated()
         for rows, table in batch.runs:
@@ -111,7 +132,9 @@ class StagedPrograms(Programs):
     @property
     def saved_state(self) -> TrainState:
         """As without stages, each array split over them where it can be."""
-        return self._abstract_state(self._over_stages(self.functions.model.abstract(self.param_dtype)))
+        return self._abstract_state(
+            self._over_stages(self.functions.model.abstract(self.param_dtype)),
+        )
 
     def to_saved(self, state: TrainState) -> TrainState:
         """The state with the layers of a component one after another."""
@@ -126,7 +149,9 @@ class StagedPrograms(Programs):
 
         def visit(path: tuple[Any, ...], leaf: Any) -> Any:
             keys = [key.key for key in path if isinstance(key, DictKey)]
-            for component, key in itertools.pairwise(keys):  # an optimizer's own levels lie between the two
+            for component, key in itertools.pairwise(
+                keys,
+            ):  # an optimizer's own levels lie between the two
                 if key == LAYERS and component in self.stage_layers:
                     return change(self.stage_layers[component], leaf)
             return leaf
@@ -142,7 +167,8 @@ class StagedPrograms(Programs):
         return self._on_layers(tree, lambda layers, leaf: layers.joined(leaf))
 
     def _over_stages(self, params: Any) -> Any:
-        """Shapes of layers one after another, split over the stages along the first axis that allows it."""
+        """Shapes of layers one after another, split over the stages along the first axis that
+        allows it."""
 
         def split(layers: StageLayers, leaf: Any) -> Any:
             spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
@@ -150,7 +176,11 @@ class StagedPrograms(Programs):
             divisible = [axis for axis, size in enumerate(leaf.shape) if spec[axis] is None and size % stages == 0]
             if divisible:
                 spec[divisible[0]] = STAGE
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, P(*spec)))
+            return jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(self.mesh, P(*spec)),
+            )
 
         return self._on_layers(params, split)
 
@@ -163,41 +193,85 @@ class StagedPrograms(Programs):
         evaluated: Any = Evaluated(results[1], results[2])
         table = self._abstract_table(self.sizes.training)
         return self._common_jobs(self.trained) | {
-            ProgramName("gradients"): Job(self._gradients, (self.params, rows, table, self._scalar()), results),
-            ProgramName("add"): Job(partial(jax.tree.map, jnp.add), (results, results), results, (0,)),
-            ProgramName("evaluate"): Job(self._evaluate, (self.params, rows, table, evaluated), evaluated, (3,)),
+            ProgramName("gradients"): Job(
+                self._gradients,
+                (self.params, rows, table, self._scalar()),
+                results,
+            ),
+            ProgramName("add"): Job(
+                partial(jax.tree.map, jnp.add),
+                (results, results),
+                results,
+                (0,),
+            ),
+            ProgramName("evaluate"): Job(
+                self._evaluate,
+                (self.params, rows, table, evaluated),
+                evaluated,
+                (3,),
+            ),
             ProgramName("init"): Job(self.functions.init, (self.params,), self.state, (0,)),
             ProgramName("stage_params"): Job(self.staged, (saved.params,), self.params),
             ProgramName("to_saved"): Job(self.joined, (self.state,), saved),
             ProgramName("from_saved"): Job(self.staged, (saved,), self.state),
         }
 
-    def _gradients(self, params: Any, rows: Any, table: TableArrays, scale: jax.Array) -> tuple[Any, Sums, jax.Array]:
+    def _gradients(
+        self,
+        params: Any,
+        rows: Any,
+        table: TableArrays,
+        scale: jax.Array,
+    ) -> tuple[Any, Sums, jax.Array]:
         stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
         executor = self._executor(self.sizes.training, stage_functions)
-        out = executor(table, stage_functions.inputs(params, rows, scale, self.functions.model.trainable))
+        out = executor(
+            table,
+            stage_functions.inputs(params, rows, scale, self.functions.model.trainable),
+        )
         grads = stage_functions.gradients(out.layers, out.outer)
         trained, _ = self.functions.model.trainable.split(params)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
         return grads, self._by_rank(out.sums), _failed(rows, stage_functions)
 
-    def _evaluate(self, params: Any, rows: Any, table: TableArrays, evaluated: Evaluated) -> Evaluated:
+    def _evaluate(
+        self,
+        params: Any,
+        rows: Any,
+        table: TableArrays,
+        evaluated: Evaluated,
+    ) -> Evaluated:
         stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
         executor = self._executor(self.sizes.evaluation, stage_functions)
         scale = jnp.ones((), evaluated.sums.loss.dtype)
         out = executor(table, stage_functions.inputs(params, rows, scale, NOTHING_TRAINED))
-        return jax.tree.map(jnp.add, evaluated, Evaluated(self._by_rank(out.sums), _failed(rows, stage_functions)))
+        return jax.tree.map(
+            jnp.add,
+            evaluated,
+            Evaluated(self._by_rank(out.sums), _failed(rows, stage_functions)),
+        )
 
     def _executor(
-        self, pipeline: PipelineSpec, stage_functions: StageFunctions
+        self,
+        pipeline: PipelineSpec,
+        stage_functions: StageFunctions,
     ) -> Callable[[TableArrays, Inputs], Any]:
         assert isinstance(self.mesh, Mesh)
-        return make_executor(pipeline.tables, stage_functions.components(), self.mesh, STAGE, self.replicas)
+        return make_executor(
+            pipeline.tables,
+            stage_functions.components(),
+            self.mesh,
+            STAGE,
+            self.replicas,
+        )
 
     def _by_rank(self, sums: Sums) -> Sums:
         """Sums [N] of all ranks as those of the first of R."""
         ranks = self.layouts[LANGUAGE].ranks
-        return jax.tree.map(lambda total: jnp.zeros((ranks, *total.shape), total.dtype).at[0].set(total), sums)
+        return jax.tree.map(
+            lambda total: jnp.zeros((ranks, *total.shape), total.dtype).at[0].set(total),
+            sums,
+        )
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -231,7 +305,13 @@ class StagedPrograms(Programs):
             windows = phase in self.attention.windows
             microbatch: Any
             if spec.has_loss:
-                microbatch = abstract_language_rows(layout, capacity, spec.max_segments, block, windows)
+                microbatch = abstract_language_rows(
+                    layout,
+                    capacity,
+                    spec.max_segments,
+                    block,
+                    windows,
+                )
             else:
                 microbatch = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
             rows[phase] = jax.tree.map(partial(self._stacked, phase), microbatch)
@@ -265,18 +345,29 @@ class StagedPrograms(Programs):
         everywhere = NamedSharding(self.mesh, P())
 
         def put(values: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(values.shape, everywhere, lambda index: values[index])
+            return jax.make_array_from_callback(
+                values.shape,
+                everywhere,
+                lambda index: values[index],
+            )
 
         count = len(run.table)
         # The program's shape is that of the longest table; it runs `count` ticks of it.
         padding = ((0, tables.ticks - count), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
-        return TableArrays(put(rows), put(np.pad(run.wire_active, padding)), put(np.array(count, np.int32)))
+        return TableArrays(
+            put(rows),
+            put(np.pad(run.wire_active, padding)),
+            put(np.array(count, np.int32)),
+        )
 
 
 def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Array:
     """Media items of all encoder rows that could not be decoded."""
-    return sum((rows[phase].failed.sum(dtype=jnp.int32) for phase in stage_functions.encoders), jnp.int32(0))
+    return sum(
+        (rows[phase].failed.sum(dtype=jnp.int32) for phase in stage_functions.encoders),
+        jnp.int32(0),
+    )
 
 
 def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:

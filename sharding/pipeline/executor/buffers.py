@@ -1,11 +1,12 @@
-"""What a stage rank holds while it runs a table: slots, scratch, sums; and how values pass between slots and scratch.
+"""What a stage rank holds while it runs a table: slots, scratch, sums; and how values pass between
+slots and scratch.
 
     slots --load--> scratch --operation (program.py)--> scratch --store--> slots
 
-XLA copies what a switch passes through any branch but the first, and slots that a condition reads and a later one
-writes: all of them, in every tick. So slots stay outside of conditions, and the scratch holds what operations yield
-and work on.
-"""
+XLA copies what a switch passes through any branch but the first, and slots that a condition reads
+and a later one
+writes: all of them, in every tick. So slots stay outside of conditions, and the scratch holds what
+operations yield and work on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from jaxtyping import Array
 
 from sharding.pipeline.executor.component import Component, Inputs
 from sharding.pipeline.executor.gradient import LayerGradient, SplitGradient
-from sharding.pipeline.executor.trees import Tree, constrained, once, read, stacked_shapes, write, zero_sum, zeros
+from sharding.pipeline.executor.trees import (
+    Tree,
+    constrained,
+    once,
+    read,
+    stacked_shapes,
+    write,
+    zero_sum,
+    zeros,
+)
 from sharding.pipeline.graph import Kind, Pool, PoolKey
 from sharding.pipeline.table_spec import TableSpec, action_of
 
@@ -26,8 +36,8 @@ Pools = dict[PoolKey, Tree]
 
 
 class Work(NamedTuple):
-    """What operations change. `scratch` holds, by pool and component, what they yield for slots and what they work
-    on."""
+    """What operations change. `scratch` holds, by pool and component, what they yield for slots and
+    what they work on."""
 
     scratch: dict[PoolKey, Tree]
     media: tuple[Tree, ...]
@@ -38,7 +48,8 @@ class Work(NamedTuple):
 
 
 class State(NamedTuple):
-    """What ticks change. Pools have one slot more than the table knows: results that leave the rank wait there."""
+    """What ticks change. Pools have one slot more than the table knows: results that leave the rank
+    wait there."""
 
     pools: Pools
     work: Work
@@ -65,10 +76,11 @@ def does(row: Row, c: int, *kinds: Kind) -> Array:
 
 
 class Shapes:
-    """The shapes of all that components compute, found by tracing them. Make it while the program is traced.
+    """The shapes of all that components compute, found by tracing them. Make it while the program
+    is traced.
 
-    By component: `x` between layers, `gradients` of a layer. `tokens` by encoder. `layers` have one leading axis for
-    chunks and layers, so that a chunk's parameters are never copied as a whole.
+    By component: `x` between layers, `gradients` of a layer. `tokens` by encoder. `layers` have one
+    leading axis for chunks and layers, so that a chunk's parameters are never copied as a whole.
     """
 
     def __init__(self, spec: TableSpec, components: tuple[Component, ...], inputs: Inputs):
@@ -90,7 +102,12 @@ class Shapes:
             else:
                 self.tokens.append(output)
         self.gradients = [
-            LayerGradient(component.layer, jax.eval_shape(lambda stack: read(stack, 0), layers), x, row)
+            LayerGradient(
+                component.layer,
+                jax.eval_shape(lambda stack: read(stack, 0), layers),
+                x,
+                row,
+            )
             for component, layers, x, row in zip(components, self.layers, self.x, data, strict=True)
         ]
         self._splits: dict[int, SplitGradient] = {}
@@ -114,7 +131,8 @@ class Shapes:
         return self._splits[c]
 
     def media(self, c: int) -> Tree:
-        """Tokens that a component's first chunk reads: of all encoders for language, none for an encoder."""
+        """Tokens that a component's first chunk reads: of all encoders for language, none for an
+        encoder."""
         if c < self.language:
             return ()
         return tuple(
@@ -189,12 +207,16 @@ class Buffers:
         elif pool in (Pool.INPUT, Pool.GRADIENT):
             spec = self.shapes.components[c].activation
         shape = self.shapes.slot(pool, c)
-        return jax.tree.map(lambda leaf: constrained(jnp.zeros((count, *leaf.shape), leaf.dtype), spec), shape)
+        return jax.tree.map(
+            lambda leaf: constrained(jnp.zeros((count, *leaf.shape), leaf.dtype), spec),
+            shape,
+        )
 
     # ------------------------------------------------------------------------ in every tick
 
     def load(self, state: State, row: Row) -> tuple[Pools, Work]:
-        """Copy stacks of residuals, and consumed tokens, into the scratch, by loops of one turn or none."""
+        """Copy stacks of residuals, and consumed tokens, into the scratch, by loops of one turn or
+        none."""
         pools = dict(state.pools)
         scratch = dict(state.work.scratch)
         for c in range(self.language + 1):
@@ -206,13 +228,20 @@ class Buffers:
             ):
                 if self.shapes.has(*key):
                     wanted = reads & (row[column] >= 0)
-                    scratch[key], pools[key] = once(wanted, _load, (scratch[key], pools[key]), row[column])
+                    scratch[key], pools[key] = once(
+                        wanted,
+                        _load,
+                        (scratch[key], pools[key]),
+                        row[column],
+                    )
         media = list(state.work.media)
         is_first = row["first"] > 0
         for e in range(self.language):
             key = (Pool.TOKENS, e)
             if self.spec.rows_read[e] and self.shapes.has(*key):
-                slots = jnp.stack([row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])])
+                slots = jnp.stack(
+                    [row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])],
+                )
                 wanted = does(row, self.language, *Kind) & is_first
                 media[e], pools[key] = once(wanted, _collect, (media[e], pools[key]), slots)
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
@@ -232,7 +261,11 @@ class Buffers:
                 (Pool.GRADIENT, row["output"], backward & ~is_first),
             ):
                 if (pool, c) in pools:
-                    pools[pool, c] = write(pools[pool, c], self._slot(pool, c, slot, writes), scratch[pool, c])
+                    pools[pool, c] = write(
+                        pools[pool, c],
+                        self._slot(pool, c, slot, writes),
+                        scratch[pool, c],
+                    )
             split = does(row, c, Kind.INPUT_GRADIENT)
             for key, column, writes in (
                 ((Pool.RESIDUAL, c), "write_residual", forward),
@@ -255,7 +288,11 @@ class Buffers:
                 old = read(pools[key], slot)
                 new = read(scratch[key], index)
                 is_first = row[f"grad_is_first.{e}.{index}"] > 0
-                total = jax.tree.map(lambda old, new, is_first=is_first: jnp.where(is_first, new, old + new), old, new)
+                total = jax.tree.map(
+                    lambda old, new, is_first=is_first: jnp.where(is_first, new, old + new),
+                    old,
+                    new,
+                )
                 pools[key] = write(pools[key], slot, total)
         return pools
 
@@ -279,8 +316,11 @@ def _collect(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
     media, pool = carry
     for index in range(slots.shape[0]):
         tokens = read(pool, jnp.maximum(slots[index], 0))
-        tokens = jax.tree.map(lambda leaf, index=index: jnp.where(slots[index] >= 0, leaf, 0), tokens)
+        tokens = jax.tree.map(
+            lambda leaf, index=index: jnp.where(slots[index] >= 0, leaf, 0),
+            tokens,
+        )
         media = write(media, index, tokens)
-    # Without a write here XLA sees no order between these reads and later writes, and copies the pool in every tick
-    # instead of only here.
+    # Without a write here XLA sees no order between these reads and later writes, and copies the
+    # pool in every tick instead of only here.
     return media, write(pool, jax.tree.leaves(pool)[0].shape[0] - 1, tokens)

@@ -6,11 +6,13 @@
       3  scratch -> slots                 store        buffers.py
       4  ring ppermutes                   slot -> slot of the next or previous rank
 
-Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing. shard_map is manual
-over `stage` alone, or over replicas too: other axes stay automatic inside the operations. Traps that shape the code:
+Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing.
+shard_map is manual
+over `stage` alone, or over replicas too: other axes stay automatic inside the operations. Traps
+that shape the code:
 
-* Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for the operation to
-  end, and gradients of parameters that all ranks share are summed after the loop.
+* Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for
+  the operation to end, and gradients of parameters that all ranks share are summed after the loop.
 * vmap over stages would turn conditions into selects, which run every branch.
 * What conditions and switches copy: see buffers.py and program.py.
 """
@@ -41,17 +43,20 @@ def make_executor(
     axis: str = "stage",
     replicas: tuple[str, ...] = (),
 ) -> Callable[[TableArrays, Inputs], Outputs]:
-    """The function that runs tables of `spec`; jit it once. `mesh` has the axis `axis` of as many places as stages.
+    """The function that runs tables of `spec`; jit it once. `mesh` has the axis `axis` of as many
+    places as stages.
 
-    replicas: axes that split axis 1 of all rows, after that of the microbatches. Components then see one replica's
-    part of a row, and gradients are summed over replicas once, after the loop; over an automatic axis that is done in
-    every operation.
+    replicas: axes that split axis 1 of all rows, after that of the microbatches. Components then
+    see one replica's part of a row, and gradients are summed over replicas once, after the loop;
+    over an automatic axis that is done in every operation.
 
-    Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it has PENDING slots;
-    without them the program holds no code for either. Raises `PipelineError` when mesh, spec and components differ.
-    """
+    Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it
+    has PENDING slots; without them the program holds no code for either. Raises `PipelineError`
+    when mesh, spec and components differ."""
     if mesh.shape.get(axis) != spec.ring.stages:
-        raise PipelineError(f"a pipeline of {spec.ring.stages} stages on a mesh of {dict(mesh.shape)}")
+        raise PipelineError(
+            f"a pipeline of {spec.ring.stages} stages on a mesh of {dict(mesh.shape)}",
+        )
     if len(components) != len(spec.ring.chains):
         raise PipelineError(f"{len(components)} components for a ring of {len(spec.ring.chains)}")
 
@@ -62,7 +67,10 @@ def make_executor(
     return jax.shard_map(
         lambda table, inputs: _run(spec, components, axis, replicas, table, inputs),
         mesh=mesh,
-        in_specs=(TableArrays(table_rows, replicated, replicated), Inputs(staged, replicated, data_rows)),
+        in_specs=(
+            TableArrays(table_rows, replicated, replicated),
+            Inputs(staged, replicated, data_rows),
+        ),
         out_specs=Outputs(loss=replicated, sums=replicated, layers=staged, outer=replicated),
         axis_names={axis, *replicas},
         check_vma=False,
@@ -99,14 +107,17 @@ def _run(
 
 
 def _move_edges(spec: TableSpec, axis: str, pools: Pools, row: Row, wire_active: Array) -> Pools:
-    """Edges move one place. All ranks agree on `wire_active`, so a ppermute may be left out where nothing travels."""
+    """Edges move one place. All ranks agree on `wire_active`, so a ppermute may be left out where
+    nothing travels."""
     stages = spec.ring.stages
     for number, wire in enumerate(spec.wires):
         key = wire.pool_key
         if key not in pools:
             continue
         neighbours = [(rank, (rank + (1 if wire.up else -1)) % stages) for rank in range(stages)]
-        unknown_slot = spec.room(*key)  # the one that the table does not know holds the operation's result
+        unknown_slot = spec.room(
+            *key,
+        )  # the one that the table does not know holds the operation's result
         send = row[f"send.{wire.name}"]
         receive = row[f"receive.{wire.name}"]
 
@@ -115,5 +126,7 @@ def _move_edges(spec: TableSpec, axis: str, pools: Pools, row: Row, wire_active:
 
         value = read(pools[key], jnp.where(send >= 0, send, unknown_slot))
         value = lax.cond(wire_active[number] > 0, move, unchanged, value)
-        pools = pools | {key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value)}
+        pools = pools | {
+            key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value),
+        }
     return pools

@@ -1,7 +1,8 @@
-"""Backward passes taken apart: what a forward must leave, and input and weight gradients as two operations.
+"""Backward passes in two halves: what a forward must leave, and input and weight gradients as two
+operations.
 
 forward            x -> y, residuals        only what depends on x: the rest is computed again from the parameters
-backward           residuals, dy -> dx, dw
+backward           residuals, dy -> dw, dx
 input_gradient     residuals, dy -> dx, pending        equations of the backward that dx needs
 weight_gradient    pending -> dw                       the others
 """
@@ -27,28 +28,41 @@ class Params(NamedTuple):
 
 
 class LayerGradient:
-    """The backward pass of layer(params, x, row) -> y. Construct it while tracing, from shapes or arrays.
+    """The backward pass of layer(params, x, row) -> y. Construct it while tracing, from shapes or
+    arrays.
 
-    What cannot be taken apart, such as a shard_map around whole matrix products, counts to the input gradient.
-    """
+    What cannot be taken apart, such as a shard_map around whole matrix products, counts to the
+    input gradient."""
 
-    def __init__(self, layer: Callable[[Params, Tree, Tree], Tree], params: Params, x: Tree, row: Tree):
+    def __init__(
+        self,
+        layer: Callable[[Params, Tree, Tree], Tree],
+        params: Params,
+        x: Tree,
+        row: Tree,
+    ):
         self._layer = layer
         self._x = jax.tree.map(_shape, x)
         jaxpr = _inline(self._linearize, params, x, row).jaxpr
-        sizes = [len(jax.tree.leaves(part)) for part in (params, x, row)]
-        tainted = _reached(jaxpr, jaxpr.invars[sizes[0] : sizes[0] + sizes[1]])
-        outputs = jaxpr.outvars[len(jax.tree.leaves(x)) :]
-        self._depends = [isinstance(var, core.Var) and var in tainted for var in outputs]
+        param_count = len(jax.tree.leaves(params))
+        x_count = len(jax.tree.leaves(x))
+        depends_on_x = _reached(jaxpr, jaxpr.invars[param_count : param_count + x_count])
+        outputs = jaxpr.outvars[x_count:]
+        self._depends = [isinstance(var, core.Var) and var in depends_on_x for var in outputs]
         self.residuals = tuple(
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
             for var, depends in zip(outputs, self._depends, strict=True)
             if depends
         )
-        self._params, self._row = jax.tree.map(_shape, params), jax.tree.map(_shape, row)
+        self._params = jax.tree.map(_shape, params)
+        self._row = jax.tree.map(_shape, row)
 
     def _linearize(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, list[jax.Array]]:
-        y, vjp = jax.vjp(lambda trained, x: self._layer(Params(trained, params.frozen), x, row), params.trained, x)
+        y, vjp = jax.vjp(
+            lambda trained, x: self._layer(Params(trained, params.frozen), x, row),
+            params.trained,
+            x,
+        )
         return y, jax.tree.leaves(vjp)
 
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
@@ -56,14 +70,24 @@ class LayerGradient:
         y, leaves = self._linearize(params, x, row)
         return y, tuple(leaf for leaf, depends in zip(leaves, self._depends, strict=True) if depends)
 
-    def backward(self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree) -> tuple[Tree, Tree]:
+    def backward(
+        self,
+        params: Params,
+        row: Tree,
+        residuals: Sequence[jax.Array],
+        dy: Tree,
+    ) -> tuple[Tree, Tree]:
         """Gradients of the trained parameters and of x."""
         # Only what does not depend on x is read of this, so that XLA drops all that does.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
-        _, vjp = jax.vjp(lambda trained, x: self._layer(Params(trained, params.frozen), x, row), params.trained, zeros)
+        _, vjp = jax.vjp(
+            lambda trained, x: self._layer(Params(trained, params.frozen), x, row),
+            params.trained,
+            zeros,
+        )
         leaves, tree = jax.tree.flatten(vjp)
-        stored = iter(residuals)
-        leaves = [next(stored) if depends else leaf for leaf, depends in zip(leaves, self._depends, strict=True)]
+        remaining = iter(residuals)
+        leaves = [next(remaining) if depends else leaf for leaf, depends in zip(leaves, self._depends, strict=True)]
         return jax.tree.unflatten(tree, leaves)(dy)
 
     def split(self) -> SplitGradient:
@@ -72,46 +96,61 @@ class LayerGradient:
 
 
 class SplitGradient:
-    """The equations of a layer's backward pass, parted into those that dx needs and those that it does not."""
+    """The equations of a layer's backward pass, split into those that dx needs and those that it
+    does not."""
 
     def __init__(self, gradient: LayerGradient, params: Params, row: Tree, dy: Tree):
         closed = _inline(gradient.backward, params, row, gradient.residuals, dy)
         jaxpr = closed.jaxpr
-        again = len(jax.tree.leaves((params, row)))
+        known = len(jax.tree.leaves((params, row)))  # inputs that both halves are given
         trained = len(jax.tree.leaves(params.trained))
-        weights, inputs = jaxpr.outvars[:trained], jaxpr.outvars[trained:]
-        self._trained, self._x = jax.tree.structure(params.trained), jax.tree.structure(dy)
-        first = _needed(jaxpr.eqns, inputs)
-        early = {*jaxpr.invars[again:], *(var for eqn in first for var in eqn.outvars)}
+        weights = jaxpr.outvars[:trained]
+        inputs = jaxpr.outvars[trained:]
+        self._trained = jax.tree.structure(params.trained)
+        self._x = jax.tree.structure(dy)
+        input_eqns = _needed(jaxpr.eqns, inputs)
+        early = {*jaxpr.invars[known:], *(var for eqn in input_eqns for var in eqn.outvars)}
         # What depends on parameters and row alone is computed twice rather than stored.
-        early &= _reached(jaxpr, jaxpr.invars[again:])
-        second = _needed(jaxpr.eqns, weights, stop=early)
-        wanted = (_variables(var for eqn in second for var in eqn.invars) | _variables(weights)) & early
+        early &= _reached(jaxpr, jaxpr.invars[known:])
+        weight_eqns = _needed(jaxpr.eqns, weights, stop=early)
+        reads = _variables(var for eqn in weight_eqns for var in eqn.invars) | _variables(weights)
         ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
-        pending = [var for var in ordered if var in wanted]
+        pending = [var for var in ordered if var in reads & early]
         self.pending = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pending)
-        self._first = _function(closed, first, jaxpr.invars, [*inputs, *pending])
-        self._second = _function(closed, second, [*jaxpr.invars[:again], *pending], weights)
+        self._input_half = _function(closed, input_eqns, jaxpr.invars, [*inputs, *pending])
+        self._weight_half = _function(
+            closed,
+            weight_eqns,
+            [*jaxpr.invars[:known], *pending],
+            weights,
+        )
 
     def input_gradient(
-        self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree
+        self,
+        params: Params,
+        row: Tree,
+        residuals: Sequence[jax.Array],
+        dy: Tree,
     ) -> tuple[Tree, tuple[jax.Array, ...]]:
         """dx, and what the weight gradient needs."""
-        found = self._first(*jax.tree.leaves((params, row, tuple(residuals), dy)))
-        count = len(found) - len(self.pending)
-        return jax.tree.unflatten(self._x, found[:count]), tuple(found[count:])
+        outputs = self._input_half(*jax.tree.leaves((params, row, tuple(residuals), dy)))
+        dx_count = len(outputs) - len(self.pending)
+        return jax.tree.unflatten(self._x, outputs[:dx_count]), tuple(outputs[dx_count:])
 
     def weight_gradient(self, params: Params, row: Tree, pending: Sequence[jax.Array]) -> Tree:
         """Gradients of the trained parameters."""
-        return jax.tree.unflatten(self._trained, self._second(*jax.tree.leaves((params, row)), *pending))
+        return jax.tree.unflatten(
+            self._trained,
+            self._weight_half(*jax.tree.leaves((params, row)), *pending),
+        )
 
 
 def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list[bool]:
     """Which leaves of `tree` the results of function(tree, *others) depend on at all."""
     jaxpr = _inline(function, tree, *others).jaxpr
     eqns = _needed(jaxpr.eqns, jaxpr.outvars)
-    wanted = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
-    return [var in wanted for var in jaxpr.invars[: len(jax.tree.leaves(tree))]]
+    reads = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
+    return [var in reads for var in jaxpr.invars[: len(jax.tree.leaves(tree))]]
 
 
 # ---------------------------------------------------------------------------- equations
@@ -126,30 +165,43 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 
 
 def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """Variables that depend on some."""
-    found = set(sources)
+    """Variables that depend on some others, with these."""
+    reached = set(sources)
     for eqn in jaxpr.eqns:
-        if _variables(eqn.invars) & found:
-            found.update(eqn.outvars)
-    return found
+        if _variables(eqn.invars) & reached:
+            reached.update(eqn.outvars)
+    return reached
 
 
 def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozenset()) -> list[Any]:
-    """Equations behind some variables, in order, not those behind `stop`."""
-    wanted, found = _variables(targets) - stop, []
+    """Equations that lead to some variables, in order, without those that lead to `stop`."""
+    needed = _variables(targets) - stop
+    backwards = []
     for eqn in reversed(eqns):
-        if wanted & set(eqn.outvars):
-            found.append(eqn)
-            wanted |= _variables(eqn.invars) - stop
-    return found[::-1]
+        if needed & set(eqn.outvars):
+            backwards.append(eqn)
+            needed |= _variables(eqn.invars) - stop
+    return backwards[::-1]
 
 
-def _function(closed: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+def _function(
+    closed: Any,
+    eqns: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+) -> Callable[..., Any]:
     """Some equations of a jaxpr as a function of arrays."""
     jaxpr = closed.jaxpr
     names = core.DebugInfo("pipeline", "gradient", ("",) * len(inputs), ("",) * len(outputs))
-    part = core.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), list(eqns), jaxpr.effects, names)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+    selected = core.Jaxpr(
+        jaxpr.constvars,
+        list(inputs),
+        list(outputs),
+        list(eqns),
+        jaxpr.effects,
+        names,
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(selected, closed.consts))
 
 
 def _inline(function: Callable[..., Any], *args: Tree) -> Any:
@@ -161,13 +213,17 @@ def _inline(function: Callable[..., Any], *args: Tree) -> Any:
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
             arguments = [_value(atom, values) for atom in eqn.invars]
             if inner is None:
-                inputs = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)))
+                inputs = list(
+                    dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)),
+                )
                 outputs = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
                 alone = core.ClosedJaxpr(jaxpr.replace(constvars=[]), [])
                 results = _function(alone, [eqn], inputs, outputs)(*(values[var] for var in inputs))
                 values.update(zip(outputs, results, strict=True))
             elif isinstance(inner, core.ClosedJaxpr):
-                values.update(zip(eqn.outvars, run(inner.jaxpr, inner.consts, arguments), strict=True))
+                values.update(
+                    zip(eqn.outvars, run(inner.jaxpr, inner.consts, arguments), strict=True),
+                )
             else:
                 values.update(zip(eqn.outvars, run(inner, (), arguments), strict=True))
         return [_value(atom, values) for atom in jaxpr.outvars]

@@ -1,8 +1,7 @@
 """The operations of one stage rank: forward, backward, and its two halves.
 
-A switch over operations is written as conditions whose other side does nothing, because XLA copies what a switch
-passes through any branch but the first (openxla/xla#46314).
-"""
+A switch over operations is written as conditions whose other side does nothing, because XLA copies
+what a switch passes through any branch but the first (openxla/xla#46314)."""
 
 from __future__ import annotations
 
@@ -40,10 +39,20 @@ class Program:
             branches = [(kind, branch) for kind in Kind if (branch := self._branch(c, kind, row))]
             values = self._values(pools, work, c, row)
 
-            def component(work: Work, c: int = c, branches: Any = branches, values: Values = values) -> Work:
+            def component(
+                work: Work,
+                c: int = c,
+                branches: Any = branches,
+                values: Values = values,
+            ) -> Work:
                 for kind, branch in branches:
                     chosen = does(row, c, kind)
-                    work = lax.cond(chosen, lambda work, branch=branch: branch(work, values), unchanged, work)
+                    work = lax.cond(
+                        chosen,
+                        lambda work, branch=branch: branch(work, values),
+                        unchanged,
+                        work,
+                    )
                 return work
 
             work = lax.cond(does(row, c, *Kind), component, unchanged, work)
@@ -85,7 +94,14 @@ class Program:
         if self.shapes.has(*residual_key) and not self.chains[c].head_only:
             # Two loops, one of them of no turns: a condition would copy the residuals.
             keeps = row["write_residual"] >= 0
-            stack, y = self._forward_with_residuals(c, row, data, y, scratch[residual_key][0], keeps)
+            stack, y = self._forward_with_residuals(
+                c,
+                row,
+                data,
+                y,
+                scratch[residual_key][0],
+                keeps,
+            )
             y = self._through_layers(c, row, data, y, ~keeps)
             scratch[residual_key] = (stack, y)
         else:
@@ -100,7 +116,12 @@ class Program:
 
             loss, sums = self._if_last(c, row, count, (work.loss, work.sums))
             return work._replace(scratch=scratch, loss=loss, sums=sums)
-        scratch[Pool.TOKENS, c] = self._if_last(c, row, lambda _: last(self.outer[c], y, data), scratch[Pool.TOKENS, c])
+        scratch[Pool.TOKENS, c] = self._if_last(
+            c,
+            row,
+            lambda _: last(self.outer[c], y, data),
+            scratch[Pool.TOKENS, c],
+        )
         return work._replace(scratch=scratch)
 
     def _backward(self, c: int, work: Work, row: Row, values: Values, split: bool) -> Work:
@@ -121,7 +142,10 @@ class Program:
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy
         dy, work = self._if_last(
-            c, row, lambda carry: self._back_through_last(c, row, data, y, values, carry), (dy, work)
+            c,
+            row,
+            lambda carry: self._back_through_last(c, row, data, y, values, carry),
+            (dy, work),
         )
         dx, work = self._back_through_layers(c, work, row, data, stack, dy, split)
         if (Pool.GRADIENT, c) in work.scratch:
@@ -142,13 +166,21 @@ class Program:
         def step(index: Array, gradients: Tree) -> Tree:
             layer = self._layer(c, row, index)
             params = read(self.layers[c], layer)
-            return add_at(gradients, layer, self.shapes.split(c).weight_gradient(params, data, read(stack, index)))
+            return add_at(
+                gradients,
+                layer,
+                self.shapes.split(c).weight_gradient(params, data, read(stack, index)),
+            )
 
         layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
-        # XLA would copy a stack that is only read here in the branches that write it, so write something, afterwards.
+        # XLA would copy a stack that is only read here in the branches that write it, so write
+        # something, afterwards.
         mark = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(layers))
         stack = jax.tree.map(lambda leaf: _marked(leaf, mark), stack)
-        return work._replace(scratch=work.scratch | {pending_key: stack}, layers=replaced(work.layers, c, layers))
+        return work._replace(
+            scratch=work.scratch | {pending_key: stack},
+            layers=replaced(work.layers, c, layers),
+        )
 
     # ------------------------------------------------------------------------ forward through a chunk
 
@@ -185,16 +217,33 @@ class Program:
         """Number of a layer of the row's chunk among all layers of the rank."""
         return row["chunk"] * self.shapes.per_chunk[c] + index
 
-    def _through_layers(self, c: int, row: Row, data: Tree, x: Tree, wanted: Array | bool = True) -> Tree:
+    def _through_layers(
+        self,
+        c: int,
+        row: Row,
+        data: Tree,
+        x: Tree,
+        wanted: Array | bool = True,
+    ) -> Tree:
         """Through the layers of a chunk, if wanted."""
 
         def step(index: Array, x: Tree) -> Tree:
-            return self.components[c].layer(read(self.layers[c], self._layer(c, row, index)), x, data)
+            return self.components[c].layer(
+                read(self.layers[c], self._layer(c, row, index)),
+                x,
+                data,
+            )
 
         return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, x)
 
     def _forward_with_residuals(
-        self, c: int, row: Row, data: Tree, x: Tree, stack: Tree, wanted: Array | bool
+        self,
+        c: int,
+        row: Row,
+        data: Tree,
+        x: Tree,
+        stack: Tree,
+        wanted: Array | bool,
     ) -> tuple[Tree, Tree]:
         """Through the layers of a chunk, if wanted: the residuals of all layers, and y."""
 
@@ -209,7 +258,14 @@ class Program:
     # ------------------------------------------------------------------------ backward through a chunk
 
     def _back_through_layers(
-        self, c: int, work: Work, row: Row, data: Tree, stack: Tree, dy: Tree, split: bool
+        self,
+        c: int,
+        work: Work,
+        row: Row,
+        data: Tree,
+        stack: Tree,
+        dy: Tree,
+        split: bool,
     ) -> tuple[Tree, Work]:
         """dx, and gradients of the layers: added up or, split, left pending."""
         split_gradient = self.shapes.split(c) if split else None
@@ -234,9 +290,16 @@ class Program:
         return dx, work._replace(layers=replaced(work.layers, c, gradients))
 
     def _back_through_last(
-        self, c: int, row: Row, data: Tree, y: Tree, values: Values, carry: tuple[Tree, Work]
+        self,
+        c: int,
+        row: Row,
+        data: Tree,
+        y: Tree,
+        values: Values,
+        carry: tuple[Tree, Work],
     ) -> tuple[Tree, Work]:
-        """dy, and the gradients of what follows the layers added up; loss and sums where no forward counted them."""
+        """dy, and the gradients of what follows the layers added up; loss and sums where no forward
+        counted them."""
         work = carry[1]
 
         def last(outer: Params, y: Tree) -> Any:
@@ -263,25 +326,44 @@ class Program:
             media = tuple(chosen.get(e, tokens) for e, tokens in enumerate(values.media))
             return self.components[c].first(outer, data, media)
 
-        vjp, add, _ = self._outer_vjp(c, first, [values.media[e] for e in trained_encoders], has_aux=False)
+        vjp, add, _ = self._outer_vjp(
+            c,
+            first,
+            [values.media[e] for e in trained_encoders],
+            has_aux=False,
+        )
         shares, weights = vjp(dx)
         scratch = work.scratch | {
             (Pool.TOKEN_GRADIENT, e): share for e, share in zip(trained_encoders, shares, strict=True)
         }
-        return work._replace(scratch=scratch, outer=replaced(work.outer, c, add(work.outer[c], weights)))
+        return work._replace(
+            scratch=scratch,
+            outer=replaced(work.outer, c, add(work.outer[c], weights)),
+        )
 
     def _outer_vjp(
-        self, c: int, function: Callable[[Params, Tree], Any], argument: Tree, has_aux: bool
-    ) -> tuple[Callable[[Tree], tuple[Tree, list[Array]]], Callable[[Tree, list[Array]], Tree], Any]:
+        self,
+        c: int,
+        function: Callable[[Params, Tree], Any],
+        argument: Tree,
+        has_aux: bool,
+    ) -> tuple[
+        Callable[[Tree], tuple[Tree, list[Array]]],
+        Callable[[Tree, list[Array]], Tree],
+        Any,
+    ]:
         """Differentiate function(outer, argument) by its argument and the parameters that it uses.
 
-        Others would get zeros, and adding zeros to the gradient of a vocabulary costs as much as adding anything.
-        Returns the vjp -> (gradient of the argument, of the parameters used), how those are added to gradients of all
-        trained ones, and the results.
-        """
+        Others would get zeros, and adding zeros to the gradient of a vocabulary costs as much as
+        adding anything. Returns the vjp -> (gradient of the argument, of the parameters used), how
+        those are added to gradients of all trained ones, and the results."""
         trained, frozen = self.outer[c]
         leaves, tree = jax.tree.flatten(trained)
-        uses = used_leaves(lambda trained, argument: function(Params(trained, frozen), argument), trained, argument)
+        uses = used_leaves(
+            lambda trained, argument: function(Params(trained, frozen), argument),
+            trained,
+            argument,
+        )
 
         def with_chosen(chosen: list[Array], argument: Tree) -> Any:
             remaining = iter(chosen)
@@ -310,11 +392,23 @@ class Program:
         return argument_first, add, results
 
 
-def _counted(row: Row, totals: tuple[Array, Tree], results: tuple[Array, Tree]) -> tuple[Array, Tree]:
+def _counted(
+    row: Row,
+    totals: tuple[Array, Tree],
+    results: tuple[Array, Tree],
+) -> tuple[Array, Tree]:
     """Loss and sums, with the results of this operation if it is the one that counts."""
-    return jax.tree.map(lambda total, result: total + jnp.where(row["count_loss"] > 0, result, 0), totals, results)
+    return jax.tree.map(
+        lambda total, result: total + jnp.where(row["count_loss"] > 0, result, 0),
+        totals,
+        results,
+    )
 
 
 def _marked(leaf: Array, mark: Array) -> Array:
     """The array with another first element."""
-    return lax.dynamic_update_slice(leaf, mark.astype(leaf.dtype).reshape((1,) * leaf.ndim), (0,) * leaf.ndim)
+    return lax.dynamic_update_slice(
+        leaf,
+        mark.astype(leaf.dtype).reshape((1,) * leaf.ndim),
+        (0,) * leaf.ndim,
+    )

@@ -21,12 +21,20 @@ def read(tree: Tree, index: Array | int) -> Tree:
 
 def write(tree: Tree, index: Array | int, value: Tree) -> Tree:
     """The tree with another element at an index."""
-    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0), tree, value)
+    return jax.tree.map(
+        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0),
+        tree,
+        value,
+    )
 
 
 def add_at(tree: Tree, index: Array, value: Tree) -> Tree:
     """Add to the element at an index, in the precision of the sum."""
-    return write(tree, index, jax.tree.map(lambda old, new: old + new.astype(old.dtype), read(tree, index), value))
+    return write(
+        tree,
+        index,
+        jax.tree.map(lambda old, new: old + new.astype(old.dtype), read(tree, index), value),
+    )
 
 
 def stacked_shapes(shapes: Tree, count: int) -> Tree:
@@ -55,7 +63,8 @@ def unchanged(operand: Tree) -> Tree:
 
 
 def once(wanted: Array, body: Callable[[Tree, Array], Tree], carry: Tree, slot: Array) -> Tree:
-    """body(carry, slot) if wanted, as a loop of one turn or none: a condition would copy what it passes through."""
+    """body(carry, slot) if wanted, as a loop of one turn or none: a condition would copy what it
+    passes through."""
     return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry, slot), carry)
 
 

@@ -12,9 +12,10 @@ Job = tuple[int, int, int]  # release, duration, what follows
 def lower_bound(graph: Graph) -> int:
     """No schedule's lockstep cost is less, whatever the slots.
 
-    For every rank, the makespan of its operations by themselves, each between what must be done before and after it
-    elsewhere, if they could be interrupted: then the one that the longest path follows is always right to do.
-    """
+    For every rank, the makespan of its operations by themselves, each between what must be done
+    before and after it
+    elsewhere, if they could be interrupted: then the one that the longest path follows is always
+    right to do."""
     before, to_end = longest_paths(graph)
     rank_jobs: list[list[Job]] = [[] for _ in range(graph.ring.stages)]
     for n, rank in enumerate(graph.stage):
@@ -23,7 +24,8 @@ def lower_bound(graph: Graph) -> int:
 
 
 def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
-    """[N] longest path to the start of each operation, and from its start to the end of the step."""
+    """[N] longest path to the start of each operation, and from its start to the end of the
+    step."""
     before = [0] * graph.size
     to_end = list(graph.duration)
     waits = list(graph.waits)

@@ -1,7 +1,8 @@
-"""Every schedule by the name that `pipeline.schedule` gives it: a new one is a function and a line in this table.
+"""Every schedule by the name that `pipeline.schedule` gives it: a new one is a function and a line
+in this table.
 
-The planner, the search, benchmarks, the drawing command and the check of the config read `SCHEDULES` and nothing else.
-"""
+The planner, the search, benchmarks, the drawing command and the check of the config read
+`SCHEDULES` and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from sharding.pipeline.schedules.search import search
 
 
 class Make(Protocol):
-    """A function that makes a schedule, with a budget of slots (None: any number) and of rollouts for a search."""
+    """A function that makes a schedule, with a budget of slots (None: any number) and of rollouts
+    for a search."""
 
     def __call__(self, graph: Graph, slots: Slots | None, rollouts: int) -> Schedule: ...
 
@@ -28,10 +30,11 @@ class Make(Protocol):
 class Scheduler:
     """How one kind of schedule is made.
 
-    keeps_slots: whether `make` heeds the budget, and raises `PipelineError` where nothing fits. What does not heed it
-    gives way to the greedy schedule in batches that do not fit, and takes part in a search.
-    all_in_flight: whether all microbatches of a step are under way at once, so that there should be slots for them.
-    """
+    keeps_slots: whether `make` heeds the budget, and raises `PipelineError` where nothing fits.
+    What does not heed it gives way to the greedy schedule in batches that do not fit, and takes
+    part in a search.
+    all_in_flight: whether all microbatches of a step are under way at once, so that there should be
+    slots for them."""
 
     make: Make
     keeps_slots: bool
@@ -40,7 +43,11 @@ class Scheduler:
 
 def fixed_order(order: Callable[[Graph], Schedule], *, all_in_flight: bool = False) -> Scheduler:
     """A schedule that knows nothing of slots."""
-    return Scheduler(lambda graph, slots, rollouts: order(graph), keeps_slots=False, all_in_flight=all_in_flight)
+    return Scheduler(
+        lambda graph, slots, rollouts: order(graph),
+        keeps_slots=False,
+        all_in_flight=all_in_flight,
+    )
 
 
 def fixed_orders() -> list[Callable[[Graph], Schedule]]:
@@ -53,7 +60,7 @@ def scheduler_of(name: str) -> Scheduler:
     """The scheduler of a name. Raises `PipelineError` that lists the names there are."""
     if name not in SCHEDULES:
         raise PipelineError(
-            f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}"
+            f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}",
         )
     return SCHEDULES[name]
 

@@ -1,8 +1,7 @@
 """The greedy scheduler: decides tick by tick, within a slot budget.
 
-In every tick it takes the duration for which the ranks are busiest on average; then each rank does its best operation
-that is no longer. What makes one better is a `Policy`.
-"""
+In every tick it takes the duration for which the ranks are busiest on average; then each rank does
+its best operation that is no longer. What makes one better is a `Policy`."""
 
 from __future__ import annotations
 
@@ -18,26 +17,31 @@ from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import WAITS, Schedule, lockstep
 from sharding.pipeline.schedules.ticks import TickClock
 
-# Exponents tried, in quarters. 4 is mostly the better with split backwards, 5 (shorter ticks) with frozen towers.
+# Exponents tried, in quarters. 4 is mostly the better with split backwards, 5 (shorter ticks) with
+# frozen towers.
 POWERS: Final = (4, 5)
 
 FORWARD_SIDE = 0
 BACKWARD_SIDE = 1
 WEIGHT_SIDE = 2
-SIDES: Final = {Kind.FORWARD: FORWARD_SIDE, Kind.WEIGHT_GRADIENT: WEIGHT_SIDE}  # everything else: BACKWARD_SIDE
+SIDES: Final = {
+    Kind.FORWARD: FORWARD_SIDE,
+    Kind.WEIGHT_GRADIENT: WEIGHT_SIDE,
+}  # everything else: BACKWARD_SIDE
 
 Choice = tuple[int, int, int]  # duration, side, operation
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the greedy scheduler weighs up when it fills a tick; weights are in units of the priorities.
+    """What the greedy scheduler weighs up when it fills a tick; weights are in units of the
+    priorities.
 
-    Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4). Then each rank does
-    the operation, no longer than the tick, with most of
-    `near` * quarters of the tick it fills + `late` unless a weight gradient + `turn` unless of the same kind as the
-    one before (forward, backward, weight gradient) - priority. `window` language microbatches are let in at a time.
-    """
+    Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4).
+    Then each rank does the operation, no longer than the tick, with most of `near` * quarters of
+    the tick it fills + `late` unless a weight gradient + `turn` unless of the same kind as the one
+    before (forward, backward, weight gradient) - priority. `window` language microbatches are let
+    in at a time."""
 
     near: int
     late: int
@@ -49,13 +53,19 @@ class Policy:
     def default(graph: Graph) -> Policy:
         """In falling order of weight: fill the tick, no weight gradient, another kind, priority."""
         size = max(1, graph.size)
-        return Policy(near=4 * size, late=2 * size, turn=size, window=max(graph.group, default=0) + 1)
+        return Policy(
+            near=4 * size,
+            late=2 * size,
+            turn=size,
+            window=max(graph.group, default=0) + 1,
+        )
 
 
 def default_priority(graph: Graph) -> list[int]:
     """Smaller first: by language microbatch, and in it what is nearer to its end."""
     order = sorted(
-        range(graph.size), key=lambda n: (graph.group[n], -graph.chain[n], -graph.depth[n], graph.microbatch[n])
+        range(graph.size),
+        key=lambda n: (graph.group[n], -graph.chain[n], -graph.depth[n], graph.microbatch[n]),
     )
     priority = [0] * graph.size
     for rank_in_order, n in enumerate(order):
@@ -63,14 +73,18 @@ def default_priority(graph: Graph) -> list[int]:
     return priority
 
 
-def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | Longs | None = None) -> Schedule:
+def greedy(
+    graph: Graph,
+    slots: Slots | None = None,
+    priority: Sequence[int] | Longs | None = None,
+) -> Schedule:
     """Queues of forward and backward operations on every rank, within a slot budget.
 
-    Of the operations that are no longer than the tick, a rank prefers the one nearest to it, then backward and
-    forward by turns, then by `priority[n]` (0 .. N-1), smaller first. Runs once for each of `POWERS`, and keeps the
-    shorter schedule. Where the budget leads into a dead end, fewer language microbatches are let in at a time.
-    Raises `PipelineError` when no schedule is found that fits the slots.
-    """
+    Of the operations that are no longer than the tick, a rank prefers the one nearest to it, then
+    backward and forward by turns, then by `priority[n]` (0 .. N-1), smaller first. Runs once for
+    each of `POWERS`, and keeps the shorter schedule. Where the budget leads into a dead end, fewer
+    language microbatches are let in at a time. Raises `PipelineError` when no schedule is found
+    that fits the slots."""
     priorities = default_priority(graph) if priority is None else [int(value) for value in priority]
     policy = Policy.default(graph)
     lookup = _Lookup.of(graph)
@@ -78,7 +92,9 @@ def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | L
         schedules = []
         for power in POWERS:
             try:
-                schedules.append(_Greedy(lookup, slots, priorities, replace(policy, power=power)).run())
+                schedules.append(
+                    _Greedy(lookup, slots, priorities, replace(policy, power=power)).run(),
+                )
             except _StuckError as error:
                 stuck = error
         if schedules:
@@ -92,9 +108,14 @@ def greedy(graph: Graph, slots: Slots | None = None, priority: Sequence[int] | L
 
 
 def rollout(
-    graph: Graph, slots: Slots | None, priority: Sequence[int], policy: Policy, bound: int | None = None
+    graph: Graph,
+    slots: Slots | None,
+    priority: Sequence[int],
+    policy: Policy,
+    bound: int | None = None,
 ) -> Schedule | None:
-    """One run of the greedy scheduler, smaller `priority[n]` first; none where it comes to a dead end.
+    """One run of the greedy scheduler, smaller `priority[n]` first; none where it comes to a dead
+    end.
 
     bound: the run is given up, too, once its lockstep cost can only be greater.
     """
@@ -110,7 +131,8 @@ class _StuckError(Exception):
 
 @dataclass(frozen=True)
 class _Lookup:
-    """What the greedy scheduler looks up again and again. A class is the operations of one chunk and kind."""
+    """What the greedy scheduler looks up again and again. A class is the operations of one chunk
+    and kind."""
 
     graph: Graph
     class_of: tuple[int, ...]  # [N]
@@ -119,7 +141,10 @@ class _Lookup:
     writes: tuple[tuple[int, ...], ...]  # buffers that an operation writes
     reads: tuple[tuple[int, ...], ...]
     rank_pool: tuple[RankPool, ...]  # by buffer
-    opens: tuple[int, ...]  # by buffer: which of its writers, counted from 1, makes it occupy a slot
+    opens: tuple[
+        int,
+        ...,
+    ]  # by buffer: which of its writers, counted from 1, makes it occupy a slot
 
     @staticmethod
     def of(graph: Graph) -> _Lookup:
@@ -288,14 +313,20 @@ class _Greedy:
         turn = self.policy.turn
         worths = [
             [
-                (late * (side != WEIGHT_SIDE) + turn * (side != previous) - self.priority[n], duration, n)
+                (
+                    late * (side != WEIGHT_SIDE) + turn * (side != previous) - self.priority[n],
+                    duration,
+                    n,
+                )
                 for duration, side, n in rank_choices
             ]
             for rank_choices, previous in zip(choices, last_side, strict=True)
         ]
         best_share = -1.0
         best_row = [WAITS] * len(choices)
-        for length in sorted({duration for rank_choices in choices for duration, _, _ in rank_choices}):
+        for length in sorted(
+            {duration for rank_choices in choices for duration, _, _ in rank_choices},
+        ):
             work = 0
             row = []
             for rank_worths in worths:

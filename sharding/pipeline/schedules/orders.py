@@ -1,8 +1,7 @@
 """Fixed orders: GPipe, 1F1B and interleaved 1F1B. They know nothing of cost or slots.
 
-A unit is all that a rank does for one chunk and one language microbatch, with the sub-microbatches that belong to it;
-an order arranges forward and backward units of each rank.
-"""
+A unit is all that a rank does for one chunk and one language microbatch, with the sub-microbatches
+that belong to it; an order arranges forward and backward units of each rank."""
 
 from __future__ import annotations
 
@@ -18,14 +17,17 @@ Units = list[list[int]]
 
 def gpipe(graph: Graph) -> Schedule:
     """All forwards, then all backwards, chunk by chunk."""
-    return follow(graph, [_flat(forward + backward) for forward, backward in _units(graph, graph.size)])
+    return follow(
+        graph,
+        [_flat(forward + backward) for forward, backward in _units(graph, graph.size)],
+    )
 
 
 def one_f_one_b(graph: Graph) -> Schedule:
     """1F1B: each rank warms up with as many microbatches as ranks follow it, then alternates.
 
-    A unit is all that a rank does for a language microbatch, in all its chunks. Raises `PipelineError` where a
-    component goes round the ring: that needs `interleaved`.
+    A unit is all that a rank does for a language microbatch, in all its chunks. Raises
+    `PipelineError` where a component goes round the ring: that needs `interleaved`.
     """
     last_rank = graph.ring.stages - 1
     orders = [
@@ -36,11 +38,11 @@ def one_f_one_b(graph: Graph) -> Schedule:
 
 
 def interleaved(graph: Graph) -> Schedule:
-    """Interleaved 1F1B for ranks with several chunks: groups of S microbatches go through chunk after chunk.
+    """Interleaved 1F1B for ranks with several chunks: groups of S microbatches go through chunk
+    after chunk.
 
-    Ranks with fewer chunks than others would need a forward that those do after a backward that waits for it: then all
-    ranks warm up longer, by a group at a time.
-    """
+    Ranks with fewer chunks than others would need a forward that those do after a backward that
+    waits for it: then all ranks warm up longer, by a group at a time."""
     stages = graph.ring.stages
     units = _units(graph, stages)
     longest = max(len(forward) for forward, _ in units)
@@ -62,9 +64,9 @@ def interleaved(graph: Graph) -> Schedule:
 def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
     """Forward and backward units of every rank, in the order of a pass.
 
-    `together` microbatches go through a chunk before the next chunk has its turn; with 1, a unit holds all chunks of a
-    microbatch. A weight gradient follows its input gradient at once, as in an unsplit backward.
-    """
+    `together` microbatches go through a chunk before the next chunk has its turn; with 1, a unit
+    holds all chunks of a microbatch. A weight gradient follows its input gradient at once, as in an
+    unsplit backward."""
     groups = graph.groups
     if 1 < together <= graph.ring.stages:
         # An incomplete group would reach the later ranks too early: fill it up with empty units.

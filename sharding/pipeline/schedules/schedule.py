@@ -1,7 +1,7 @@
 """A schedule: which rank does which operation in which tick, and what that costs.
 
-Ticks are lockstep: in each, every rank does at most one operation, then edges move one place along the ring.
-"""
+Ticks are lockstep: in each, every rank does at most one operation, then edges move one place along
+the ring."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WAITS = -1  # in `ticks`: the rank does nothing
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ticks[t, s]` is the operation of rank s in tick t, -1 for none; `keepers` are the forwards that keep residuals
-    for their backward."""
+    """`ticks[t, s]` is the operation of rank s in tick t, -1 for none; `keepers` are the forwards
+    that keep residuals for their backward."""
 
     graph: Graph
     ticks: Ints  # [T, S]
@@ -37,7 +37,8 @@ class Schedule:
 
 
 def durations(schedule: Schedule) -> list[int]:
-    """[N] durations, less what a backward need not recompute because its forward kept the residuals."""
+    """[N] durations, less what a backward need not recompute because its forward kept the
+    residuals."""
     graph = schedule.graph
     lengths = list(graph.duration)
     for n in schedule.keepers:
@@ -55,7 +56,8 @@ def lockstep(schedule: Schedule) -> int:
 
 
 def asynchronous(schedule: Schedule) -> int:
-    """Makespan of the same orders on ranks that wait only for what they need, over edges that take no time."""
+    """Makespan of the same orders on ranks that wait only for what they need, over edges that take
+    no time."""
     graph = schedule.graph
     lengths = durations(schedule)
     ready = [0] * graph.size

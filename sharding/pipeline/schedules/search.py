@@ -1,15 +1,17 @@
-"""Schedules found by search: the greedy scheduler run again and again, each time with other weights.
+"""Schedules found by search: the greedy scheduler run again and again, each time with other
+weights.
 
-The objective is what the executor pays, the lockstep cost. A rollout is one run of the greedy scheduler, given up as
-soon as it cannot beat the best. Tunable ("genes", small integers) are the weights of its policy, how much the longest
-path after an operation counts, and an offset to the priorities of every class (one chunk and kind). A quarter of the
-rollouts draws genes at random; the others change a quarter of the best ones.
+The objective is what the executor pays, the lockstep cost. A rollout is one run of the greedy
+scheduler, given up as soon as it cannot beat the best. Tunable ("genes", small integers) are the
+weights of its policy, how much the longest path after an operation counts, and an offset to the
+priorities of every class (one chunk and kind). A quarter of the rollouts draws genes at random; the
+others change a quarter of the best ones.
 
-Compared on six batches of benchmarks/pipeline.py, 100 rollouts each, mean efficiency and seconds: offsets alone 0.938
-in 0.46, all genes at random 0.950 in 0.32, a pool of the best with crossing 0.951 in 0.55, steps to neighbouring values
-0.951 in 0.46, Monte-Carlo tree search (one gene per level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. One
-run of the greedy scheduler alone: 0.925.
-"""
+Compared on six batches of benchmarks/pipeline.py, 100 rollouts each, mean efficiency and seconds:
+offsets alone 0.938 in 0.46, all genes at random 0.950 in 0.32, a pool of the best with crossing
+0.951 in 0.55, steps to neighbouring values 0.951 in 0.46, Monte-Carlo tree search (one gene per
+level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. One run of the greedy scheduler alone:
+0.925."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ ROLLOUTS: Final = 64
 
 @dataclass(frozen=True)
 class Genes:
-    """How genes are drawn. Ranges are least and greatest value, of the genes in front of the offsets."""
+    """How genes are drawn. Ranges are least and greatest value, of the genes in front of the
+    offsets."""
 
     drawn: float = 0.25  # of the rollouts: all genes at random
     changed: float = 0.25  # of the genes of the best: drawn anew, in all other rollouts
@@ -47,7 +50,10 @@ class Genes:
     @property
     def ranges(self) -> Longs:
         """[genes, 2], in the order in which `_Space.decode` reads them."""
-        return np.array([self.near, self.turn, self.late, self.power, self.path, self.window], np.int64)
+        return np.array(
+            [self.near, self.turn, self.late, self.power, self.path, self.window],
+            np.int64,
+        )
 
 
 GENES: Final = Genes()
@@ -57,10 +63,10 @@ GENES: Final = Genes()
 class Searched:
     """What a search found.
 
-    `lockstep` is the schedule's cost, `baseline` the least of the greedy and the fixed schedules that fit the slots;
-    `rollouts` how many there were: fewer than allowed where the lower bound was met. `history[i]` is the least cost
-    after i rollouts.
-    """
+    `lockstep` is the schedule's cost, `baseline` the least of the greedy and the fixed schedules
+    that fit the slots;
+    `rollouts` how many there were: fewer than allowed where the lower bound was met. `history[i]`
+    is the least cost after i rollouts."""
 
     schedule: Schedule
     lockstep: int
@@ -77,7 +83,8 @@ def search(
     rollouts: int = ROLLOUTS,
     seed: int = 0,
 ) -> Searched:
-    """The schedule of least lockstep cost among greedy, fixed orders and some rollouts, within a slot budget.
+    """The schedule of least lockstep cost among greedy, fixed orders and some rollouts, within a
+    slot budget.
 
     The same on every host for the same graph, slots, rollouts and seed.
     Raises `PipelineError` when no schedule is found that fits the slots.
@@ -104,7 +111,9 @@ def search(
 
 
 def _baselines(
-    graph: Graph, fixed_orders: Iterable[Callable[[Graph], Schedule]], slots: Slots | None
+    graph: Graph,
+    fixed_orders: Iterable[Callable[[Graph], Schedule]],
+    slots: Slots | None,
 ) -> list[Schedule]:
     """The greedy schedule and the fixed ones, where their order can be kept and fits the slots."""
     schedules = []
@@ -130,8 +139,8 @@ def _baselines(
 
 @dataclass(frozen=True)
 class _Space:
-    """What genes mean for a graph. Columns [N]: default priority, longest path from an operation to the end of the
-    step as a share of N, and class."""
+    """What genes mean for a graph. Columns [N]: default priority, longest path from an operation to
+    the end of the step as a share of N, and class."""
 
     graph: Graph
     priority: Longs

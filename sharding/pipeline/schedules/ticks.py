@@ -1,4 +1,5 @@
-"""Time in ticks: when operations become possible, and the schedule that given orders of operations make."""
+"""Time in ticks: when operations become possible, and the schedule that given orders of operations
+make."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Orders = Sequence[Sequence[int]]  # operations of each rank in the order in whic
 class TickClock:
     """When operations become possible: tell it what was done in which tick, ticks ascending.
 
-    `sent[encoder, sub-microbatch]` is the tick in which the summed token gradient leaves the first language rank.
-    """
+    `sent[encoder, sub-microbatch]` is the tick in which the summed token gradient leaves the first
+    language rank."""
 
     def __init__(self, graph: Graph):
         encoders = range(len(graph.ring.encoders))
@@ -25,11 +26,15 @@ class TickClock:
         self.hops = [graph.ring.delivery_hops(encoder) for encoder in encoders]
         self._waits = list(graph.waits)
         self._earliest = [0] * graph.size
-        self._shares: dict[tuple[int, int], int] = defaultdict(int)  # token gradients that a sum still lacks
+        self._shares: dict[tuple[int, int], int] = defaultdict(
+            int,
+        )  # token gradients that a sum still lacks
         for shares in graph.returns:
             for encoder, sub, _ in shares:
                 self._shares[encoder, sub] += 1
-        self._wire_free = [0] * len(encoders)  # tick from which the wire of an encoder's token gradients is free
+        self._wire_free = [0] * len(
+            encoders,
+        )  # tick from which the wire of an encoder's token gradients is free
 
     def start(self) -> list[int]:
         """Operations that wait for nothing."""
@@ -63,10 +68,11 @@ class TickClock:
 
 
 def follow(graph: Graph, orders: Orders) -> Schedule:
-    """Every rank does its operations in the order given, each in the first tick in which it is possible.
+    """Every rank does its operations in the order given, each in the first tick in which it is
+    possible.
 
-    Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it on a wrong rank.
-    """
+    Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it
+    on a wrong rank."""
     _check_orders(graph, orders)
     clock = TickClock(graph)
     ready = [-1] * graph.size  # tick from which an operation is possible; -1: not known yet
@@ -93,7 +99,9 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
         # Nothing is done, and nothing is on its way that could still make an operation possible.
         if max(row) == WAITS and tick > latest:
             stuck = next(order[at] for order, at in zip(orders, position, strict=True) if at < len(order))
-            raise PipelineError(f"the orders of the ranks wait for each other: {graph.name(stuck)} can never start")
+            raise PipelineError(
+                f"the orders of the ranks wait for each other: {graph.name(stuck)} can never start",
+            )
         rows.append(row)
     return Schedule.of_rows(graph, rows)
 
