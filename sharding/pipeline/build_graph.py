@@ -25,7 +25,8 @@ def build_graph(
     input gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
     fused: the last language chunk has no forward operation where it has a backward: that one
     computes the forward anyway and yields the loss. Raises `PipelineError` when workload and ring
-    do not fit, or when a gradient would have nowhere to come from."""
+    do not fit, or when a gradient would have nowhere to come from.
+    """
     _check(ring, workload)
     return _Builder(ring, workload, split, fused).build()
 
@@ -113,7 +114,8 @@ class _Builder:
 
     By component, chunk and microbatch (`NONE`: no such operation): `forward`, `back` (what computes
     the input gradient), `weight` (a weight gradient of its own), and `entry` (what reads the
-    chunk's input first: the forward, or the backward where the two are fused)."""
+    chunk's input first: the forward, or the backward where the two are fused).
+    """
 
     def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool):
         self.ring = ring

@@ -12,7 +12,8 @@ A chain is an encoder or the language model: first its stem or embedding, then i
 projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
 block, projectors with the last one. Encoder chains come first and feed the language chain, the
 last. Stages that heed what is frozen, and encoders on ranks of their own, are after Cornstarch
-(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145)."""
+(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145).
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 
 Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component, N
 operations. Encoders have microbatches of their own, the sub-microbatches; each feeds one or more
-microbatches of the language model."""
+microbatches of the language model.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class ChainWork:
 
     `forward` is positive. Nothing is done backward where `input_gradient` and `weight_gradient` are
     both zero. A chunk sends a gradient to the chunk before if that one does anything backward. The
-    backward operation pays `recompute` unless the forward kept its residuals."""
+    backward operation pays `recompute` unless the forward kept its residuals.
+    """
 
     forward: Longs
     recompute: Longs
@@ -87,7 +89,8 @@ class Workload:
 
     `inputs[m]` lists what language microbatch m consumes, as (encoder, sub-microbatch) pairs. With
     deferral a sub-microbatch feeds two language microbatches, and its backward waits for the
-    gradients of both."""
+    gradients of both.
+    """
 
     chains: tuple[ChainWork, ...]
     inputs: tuple[tuple[tuple[int, int], ...], ...]
@@ -101,7 +104,8 @@ class Buffer:
     Writers and readers are operations; `depth` is that of the chunk whose input, output gradient or
     residuals these are. `hops` is how far the buffer lies from where its writer computed it, for
     tokens and their gradients. A token gradient that leaves its rank has no readers: its slot is
-    free once it is sent."""
+    free once it is sent.
+    """
 
     pool: Pool
     chain: int
@@ -132,7 +136,8 @@ class Graph:
     after n at the earliest, because an edge takes one tick per hop. `returns[n]` (backward of the
     first language chunk) lists the (encoder, sub-microbatch, operation) that wait for a share of
     n's token gradients. The last share of a sub-microbatch sends the sum, one per encoder and tick,
-    over `ring.delivery_hops` places."""
+    over `ring.delivery_hops` places.
+    """
 
     ring: Ring
     workload: Workload

@@ -49,7 +49,8 @@ class Ring:
     S ranks.
 
     The last chunk of an encoder delivers its tokens to the first language chunk, over as many ring
-    hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring."""
+    hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring.
+    """
 
     stages: int
     chains: tuple[Chain, ...]

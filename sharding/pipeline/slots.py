@@ -2,7 +2,8 @@
 a slot.
 
 A slot is taken from the moment that something is written to it until the last read; whatever needs
-a slot gets the lowest that is free."""
+a slot gets the lowest that is free.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     wait first.
 
     Only ticks whose slowest operation is a backward become shorter, so the forwards of those come
-    first."""
+    first.
+    """
     graph = schedule.graph
     times = TickTimes(schedule)
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by chain and rank

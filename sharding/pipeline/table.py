@@ -1,7 +1,8 @@
 """Schedule tables: a schedule as int32 rows that the executor obeys, and tables as files.
 
 In a tick every rank (1) does the operation of its row, which reads slots and then may write some,
-(2) sends on each wire the operation's result or a slot, (3) receives from the wires into slots."""
+(2) sends on each wire the operation's result or a slot, (3) receives from the wires into slots.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Table:
     """Rows of all ranks, padded to the spec's ticks with idle ones, of which `count` are run.
 
     `wire_active[t, w]` says that something travels on wire w in tick t: the same on all ranks,
-    unlike anything in `rows`."""
+    unlike anything in `rows`.
+    """
 
     spec: TableSpec
     rows: Ints  # [T, S, columns]
@@ -33,7 +35,8 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     """A schedule as rows.
 
     Raises `PipelineError` when it needs more slots, ticks or sub-microbatches of a language
-    microbatch than the spec has, or belongs to another ring."""
+    microbatch than the spec has, or belongs to another ring.
+    """
     graph = schedule.graph
     if graph.ring != spec.ring:
         raise PipelineError("a schedule of another ring than the tables'")

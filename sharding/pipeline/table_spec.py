@@ -63,7 +63,8 @@ class TableSpec:
     """All that tables of one compiled program share.
 
     `rows_read` is the most sub-microbatches of each encoder that one language microbatch consumes;
-    `ticks` the most ticks of a table."""
+    `ticks` the most ticks of a table.
+    """
 
     ring: Ring
     slots: Slots

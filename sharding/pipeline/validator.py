@@ -3,7 +3,8 @@
 Everything a slot can hold has a label that says what it is, such as the input of chunk 2 of vision,
 microbatch 5. The table is run with labels, every read is compared with what the operation must
 read, and the first one that differs is reported. It shares nothing with what made the table but the
-graph of operations."""
+graph of operations.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def validate(table: Table, graph: Graph) -> None:
     """Prove that a table does every operation of a graph once, each with the right slots.
 
     Raises `PipelineError` with the first violation: its tick, rank and operation, and what it found
-    where."""
+    where.
+    """
     if table.spec.ring != graph.ring:
         raise PipelineError("the table is for another ring than the operations")
     if not 0 <= table.count <= table.spec.ticks or len(table.rows) != table.spec.ticks:

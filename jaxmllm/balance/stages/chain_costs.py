@@ -26,7 +26,8 @@ class ChainCosts:
 
     `linear` is paid for every slot, filled or not. `attention` [kinds, 4, D] is what attention
     adds, by kind of its squares (`ItemCost.squares`), where these are as many as of one item that
-    fills the row."""
+    fills the row.
+    """
 
     capacity: int
     linear: Longs

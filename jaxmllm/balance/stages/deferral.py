@@ -6,7 +6,8 @@ lighter half.
     language rows    [ a   ] [ b c d ] [ e f ]
 
 After Entrain (arXiv 2605.27918). Whole examples are deferred, to the next microbatch and inside the
-step only, so encoder outputs of at most two microbatches wait at a time."""
+step only, so encoder outputs of at most two microbatches wait at a time.
+"""
 
 from __future__ import annotations
 

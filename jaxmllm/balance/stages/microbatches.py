@@ -8,7 +8,8 @@ the same examples.
 Stages wait for each other, so microbatches should cost the same, in each phase: no grouping of
 whole examples does that exactly for two phases. Levels 0 and 1 and deferral follow Entrain (arXiv
 2605.27918); the swaps between them, and the limits that rows of fixed capacity set, are our own.
-Integers only: every host finds the same plan."""
+Integers only: every host finds the same plan.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class PhaseLoad:
 
     `work` in any unit that all phases of a call share (FLOPs, say), `slots` of a row; both are 0
     where an example has no part in the phase. A microbatch of one replica holds at most `capacity`
-    slots; None: any number."""
+    slots; None: any number.
+    """
 
     work: Longs  # [B]
     slots: Longs  # [B]
@@ -190,7 +192,8 @@ def _media_microbatches(demands: Demands, microbatches: int) -> int:
 
     So few that the costliest example is no more than an average one of them, for a row with little
     in it costs what a full one costs; but not so few that their examples bring more language work
-    than an average microbatch has."""
+    than an average microbatch has.
+    """
     media_work = demands.encoder_work
     has_media = media_work > 0
     language_work = int(demands.language_work.sum())
@@ -234,7 +237,8 @@ def _fill(
     """Microbatch of each example, or None where one has no room.
 
     By encoder work descending to the lightest that has room, of the stratified first those with
-    more than the median of language work. Those without media last, by language work."""
+    more than the median of language work. Those without media last, by language work.
+    """
     media = demands.media
     encoder_work = demands.encoder_work
     language_work = demands.language_work
@@ -299,7 +303,8 @@ def _in_order(
     """Defer, and number the microbatches as they run.
 
     Pairs whose microbatches hold media come first, on every replica, because microbatches of one
-    number run together."""
+    number run together.
+    """
     deferral = defer(
         group,
         demands.language_work,

@@ -7,7 +7,8 @@ same on every host.
 
 A run of the executor has bounds: rows of each phase, rows that one microbatch reads, slots, ticks.
 A batch that needs more is split, and its parts run one after another; gradients add up, so nothing
-is dropped."""
+is dropped.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +186,8 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     """The configured schedule; evaluation is always scheduled greedily.
 
     Raises `PipelineError` when its order cannot be kept in this batch or, if it heeds slots, does
-    not fit them."""
+    not fit them.
+    """
     slots = pipeline.tables.slots
     if not pipeline.backward:
         return _with_residuals(greedy(graph, slots), slots)

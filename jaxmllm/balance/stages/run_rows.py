@@ -2,7 +2,8 @@
 which encoder rows.
 
 examples --plan_microbatches--> microbatches --pack_rows--> encoder rows --> inputs of every
-microbatch, arrivals"""
+microbatch, arrivals
+"""
 
 from __future__ import annotations
 

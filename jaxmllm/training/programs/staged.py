@@ -6,7 +6,8 @@ others.
 
 Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage; other parameters are the
 same on all stages. A schedule is data (docs/pipelines.md), so the executor is compiled once for
-training and once for evaluation."""
+training and once for evaluation.
+"""
 
 from __future__ import annotations
 

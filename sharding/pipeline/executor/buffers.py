@@ -4,9 +4,9 @@ slots and scratch.
     slots --load--> scratch --operation (program.py)--> scratch --store--> slots
 
 XLA copies what a switch passes through any branch but the first, and slots that a condition reads
-and a later one
-writes: all of them, in every tick. So slots stay outside of conditions, and the scratch holds what
-operations yield and work on."""
+and a later one writes: all of them, in every tick. So slots stay outside of conditions, and the
+scratch holds what operations yield and work on.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class Component:
     sub-microbatches of encoder e, [rows read, ...], zeros where there are fewer; last(outer, x,
     row) -> (loss, sums), float32 scalars. `outer` are the component's parameters outside its
     layers, `row` one microbatch of its rows. `activation` and `tokens` say how x and tokens lie on
-    the automatic axes."""
+    the automatic axes.
+    """
 
     first: Callable[[Params, Tree, Tree], Tree]
     layer: Callable[[Params, Tree, Tree], Tree]
@@ -41,7 +42,8 @@ class Inputs(NamedTuple):
 
     layers: leaves [S, K, L, ...], K chunks per rank with up to L layers, sharded over `stage`.
     outer: parameters outside the layers, the same on all stages. rows: leaves [M, ...], the same on
-    all stages; M may exceed what a table uses."""
+    all stages; M may exceed what a table uses.
+    """
 
     layers: tuple[Params, ...]
     outer: tuple[Params, ...]

@@ -52,7 +52,8 @@ def make_executor(
 
     Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it
     has PENDING slots; without them the program holds no code for either. Raises `PipelineError`
-    when mesh, spec and components differ."""
+    when mesh, spec and components differ.
+    """
     if mesh.shape.get(axis) != spec.ring.stages:
         raise PipelineError(
             f"a pipeline of {spec.ring.stages} stages on a mesh of {dict(mesh.shape)}",

@@ -32,7 +32,8 @@ class LayerGradient:
     arrays.
 
     What cannot be taken apart, such as a shard_map around whole matrix products, counts to the
-    input gradient."""
+    input gradient.
+    """
 
     def __init__(
         self,

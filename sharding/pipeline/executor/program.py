@@ -1,7 +1,8 @@
 """The operations of one stage rank: forward, backward, and its two halves.
 
 A switch over operations is written as conditions whose other side does nothing, because XLA copies
-what a switch passes through any branch but the first (openxla/xla#46314)."""
+what a switch passes through any branch but the first (openxla/xla#46314).
+"""
 
 from __future__ import annotations
 
@@ -356,7 +357,8 @@ class Program:
 
         Others would get zeros, and adding zeros to the gradient of a vocabulary costs as much as
         adding anything. Returns the vjp -> (gradient of the argument, of the parameters used), how
-        those are added to gradients of all trained ones, and the results."""
+        those are added to gradients of all trained ones, and the results.
+        """
         trained, frozen = self.outer[c]
         leaves, tree = jax.tree.flatten(trained)
         uses = used_leaves(

@@ -13,9 +13,9 @@ def lower_bound(graph: Graph) -> int:
     """No schedule's lockstep cost is less, whatever the slots.
 
     For every rank, the makespan of its operations by themselves, each between what must be done
-    before and after it
-    elsewhere, if they could be interrupted: then the one that the longest path follows is always
-    right to do."""
+    before and after it elsewhere, if they could be interrupted: then the one that the longest path
+    follows is always right to do.
+    """
     before, to_end = longest_paths(graph)
     rank_jobs: list[list[Job]] = [[] for _ in range(graph.ring.stages)]
     for n, rank in enumerate(graph.stage):

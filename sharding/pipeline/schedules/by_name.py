@@ -2,7 +2,8 @@
 in this table.
 
 The planner, the search, benchmarks, the drawing command and the check of the config read
-`SCHEDULES` and nothing else."""
+`SCHEDULES` and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Scheduler:
     What does not heed it gives way to the greedy schedule in batches that do not fit, and takes
     part in a search.
     all_in_flight: whether all microbatches of a step are under way at once, so that there should be
-    slots for them."""
+    slots for them.
+    """
 
     make: Make
     keeps_slots: bool

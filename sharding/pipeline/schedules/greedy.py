@@ -1,7 +1,8 @@
 """The greedy scheduler: decides tick by tick, within a slot budget.
 
 In every tick it takes the duration for which the ranks are busiest on average; then each rank does
-its best operation that is no longer. What makes one better is a `Policy`."""
+its best operation that is no longer. What makes one better is a `Policy`.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +39,15 @@ class Policy:
     priorities.
 
     Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4).
-    Then each rank does the operation, no longer than the tick, with most of `near` * quarters of
-    the tick it fills + `late` unless a weight gradient + `turn` unless of the same kind as the one
-    before (forward, backward, weight gradient) - priority. `window` language microbatches are let
-    in at a time."""
+    Then each rank does the operation, no longer than the tick, with most of
+
+        near * quarters of the tick that it fills
+        + late, unless it is a weight gradient
+        + turn, unless it is of the same kind as the one before (forward, backward, weight gradient)
+        - priority
+
+    `window` language microbatches are let in at a time.
+    """
 
     near: int
     late: int
@@ -84,7 +90,8 @@ def greedy(
     backward and forward by turns, then by `priority[n]` (0 .. N-1), smaller first. Runs once for
     each of `POWERS`, and keeps the shorter schedule. Where the budget leads into a dead end, fewer
     language microbatches are let in at a time. Raises `PipelineError` when no schedule is found
-    that fits the slots."""
+    that fits the slots.
+    """
     priorities = default_priority(graph) if priority is None else [int(value) for value in priority]
     policy = Policy.default(graph)
     lookup = _Lookup.of(graph)

@@ -1,7 +1,8 @@
 """Fixed orders: GPipe, 1F1B and interleaved 1F1B. They know nothing of cost or slots.
 
 A unit is all that a rank does for one chunk and one language microbatch, with the sub-microbatches
-that belong to it; an order arranges forward and backward units of each rank."""
+that belong to it; an order arranges forward and backward units of each rank.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def interleaved(graph: Graph) -> Schedule:
     after chunk.
 
     Ranks with fewer chunks than others would need a forward that those do after a backward that
-    waits for it: then all ranks warm up longer, by a group at a time."""
+    waits for it: then all ranks warm up longer, by a group at a time.
+    """
     stages = graph.ring.stages
     units = _units(graph, stages)
     longest = max(len(forward) for forward, _ in units)
@@ -66,7 +68,8 @@ def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
 
     `together` microbatches go through a chunk before the next chunk has its turn; with 1, a unit
     holds all chunks of a microbatch. A weight gradient follows its input gradient at once, as in an
-    unsplit backward."""
+    unsplit backward.
+    """
     groups = graph.groups
     if 1 < together <= graph.ring.stages:
         # An incomplete group would reach the later ranks too early: fill it up with empty units.

@@ -1,7 +1,8 @@
 """A schedule: which rank does which operation in which tick, and what that costs.
 
 Ticks are lockstep: in each, every rank does at most one operation, then edges move one place along
-the ring."""
+the ring.
+"""
 
 from __future__ import annotations
 

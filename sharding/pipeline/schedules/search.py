@@ -11,7 +11,8 @@ Compared on six batches of benchmarks/pipeline.py, 100 rollouts each, mean effic
 offsets alone 0.938 in 0.46, all genes at random 0.950 in 0.32, a pool of the best with crossing
 0.951 in 0.55, steps to neighbouring values 0.951 in 0.46, Monte-Carlo tree search (one gene per
 level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. One run of the greedy scheduler alone:
-0.925."""
+0.925.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +65,9 @@ class Searched:
     """What a search found.
 
     `lockstep` is the schedule's cost, `baseline` the least of the greedy and the fixed schedules
-    that fit the slots;
-    `rollouts` how many there were: fewer than allowed where the lower bound was met. `history[i]`
-    is the least cost after i rollouts."""
+    that fit the slots; `rollouts` how many there were: fewer than allowed where the lower bound was
+    met. `history[i]` is the least cost after i rollouts.
+    """
 
     schedule: Schedule
     lockstep: int

@@ -17,7 +17,8 @@ class TickClock:
     """When operations become possible: tell it what was done in which tick, ticks ascending.
 
     `sent[encoder, sub-microbatch]` is the tick in which the summed token gradient leaves the first
-    language rank."""
+    language rank.
+    """
 
     def __init__(self, graph: Graph):
         encoders = range(len(graph.ring.encoders))
@@ -72,7 +73,8 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
     possible.
 
     Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it
-    on a wrong rank."""
+    on a wrong rank.
+    """
     _check_orders(graph, orders)
     clock = TickClock(graph)
     ready = [-1] * graph.size  # tick from which an operation is possible; -1: not known yet
