@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import jax
 
 # More hops of fewer slots waste less, fewer hops of more slots take less time.
-USUAL_HOPS = 16  # `auto` pair slots move a sampled step in so many
-MAX_HOPS = 40  # of one round
+USUAL_HOPS = 16  # in which `auto` pair slots move the traffic of a sampled step
+MAX_HOPS = 40  # of one round; what needs more takes a second one
 
 
 class Padded(Backend):
