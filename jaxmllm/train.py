@@ -16,13 +16,17 @@ from jaxmllm.runtime.signals import StopSignals
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """`config`; `resume` False, True or "auto"; `overrides` in the order given, those of --set first. A command line
-    that cannot be read ends the process with status 2."""
+    """`config`; `resume` False, True or "auto"; `overrides` in the order given, those of --set
+    first. A command line that cannot be read ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog="jaxmllm train", description="Train a multimodal language model.", allow_abbrev=False
     )
     add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint of the run folder")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the latest checkpoint of the run folder",
+    )
     # A name that holds "=": an optional value of --resume would swallow the override after it.
     parser.add_argument(
         "--resume=auto",

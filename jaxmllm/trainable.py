@@ -2,9 +2,10 @@
 
     shapes, patterns --Trainable.of--> mask          parameters --split--> (trained, frozen) --join--> parameters
 
-Step functions differentiate what `split` calls trained, and optimizer states and gradients hold nothing else. Costs and
-pipeline stages ask how much of each component that is. Parameters are {component: nested dicts of arrays}; the path of
-one is the keys that lead to it, joined by dots: "language.layers.mlp.up".
+Step functions differentiate what `split` calls trained, and optimizer states and gradients hold
+nothing else. Costs and pipeline stages ask how much of each component that is. Parameters are
+{component: nested dicts of arrays}; the path of one is the keys that lead to it, joined by dots:
+"language.layers.mlp.up".
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Trainable:
         """The mask of a model with parameters of these shapes.
 
         Args:
-          shapes: parameters, or anything with their shapes, by component.
-          patterns: by component, which of its parameters are trained: paths inside the component, in which `*` stands
+          shapes: parameters, or anything with their shapes, by component. patterns: by component,
+          which of its parameters are trained: paths inside the component, in which `*` stands
             for any characters ("layers.mlp.*", "*bias"). A component without patterns is frozen.
 
         Raises:

@@ -1,6 +1,7 @@
 """The board: keys and values that all processes of a run share, as its coordinator keeps them.
 
-Every wait here has a limit, and what passes a limit is a `HostsError` that names the processes that are missing.
+Every wait here has a limit, and what passes a limit is a `HostsError` that names the processes that
+are missing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Board(Protocol):
 class RemoteBoard:
     """The board of a coordinator, over one connection that is made anew where it breaks.
 
-    Threads may share it. Every request raises `HostsError` when the coordinator has not answered for
-    `patience_seconds`.
+    Threads may share it. Every request raises `HostsError` when the coordinator has not answered
+    for `patience_seconds`.
     """
 
     def __init__(self, address: tuple[str, int], process: int, patience_seconds: float) -> None:
@@ -126,8 +127,8 @@ def gather(
 ) -> dict[int, str]:
     """Values below `prefix` of all processes, by process.
 
-    Raises `HostsError` as soon as a process has ended, with its line, and with the line `say` gives for the processes
-    that are missing after `seconds`.
+    Raises `HostsError` as soon as a process has ended, with its line, and with the line `say` gives
+    for the processes that are missing after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:

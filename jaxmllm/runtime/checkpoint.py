@@ -2,11 +2,12 @@
 
     state (pytree of sharded arrays) --save--> checkpoints/<step>  --restore(abstract state)--> state on this mesh
 
-Arrays are stored whole, whatever their sharding, so the devices, mesh and processes that read a checkpoint need
-not be those that wrote it. A checkpoint is written under a temporary name and renamed when its last byte is on
-disk: a process killed at any time leaves complete ones behind, and a draft that the next one's first save sweeps
-away. The last thing written before the renaming is `checksums.json`, size and CRC-32 of every file; a checkpoint is
-read only after all of them were found to be as written. All processes call every function here.
+Arrays are stored whole, whatever their sharding, so the devices, mesh and processes that read a
+checkpoint need not be those that wrote it. A checkpoint is written under a temporary name and
+renamed when its last byte is on disk: a process killed at any time leaves complete ones behind, and
+a draft that the next one's first save sweeps away. The last thing written before the renaming is
+`checksums.json`, size and CRC-32 of every file; a checkpoint is read only after all of them were
+found to be as written. All processes call every function here.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ DAMAGED = ".damaged"  # end of the name of a folder that was found damaged and p
 class Checkpoints:
     """The checkpoints in one folder, the `keep` latest sound ones.
 
-    A checkpoint is sound unless `save` was told otherwise. One that is not is kept beside the sound ones as long as it
-    is the newest, and never counts for `keep`. Saving is asynchronous: `save` returns once the arrays are copied to
-    the host, so the caller may donate them. An error while writing is raised by the next `save`, `wait` or `close`.
+    A checkpoint is sound unless `save` was told otherwise. One that is not is kept beside the sound
+    ones as long as it is the newest, and never counts for `keep`. Saving is asynchronous: `save`
+    returns once the arrays are copied to the host, so the caller may donate them. An error while
+    writing is raised by the next `save`, `wait` or `close`.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
@@ -90,10 +92,11 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None, say: Callable[[str], None] = print) -> Any:
         """Read checkpoint `step` (default: the latest) into the structure of `abstract_state`.
 
-        Its leaves are `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have, or arrays. Where the
-        optimizer holds other components than when the checkpoint was written, those that are new begin at zero, and
-        the others' states are left out. Raises `DamagedError` if its files are not what was written, and
-        `CheckpointError` if there is no such checkpoint or if paths, shapes or dtypes differ from those saved.
+        Its leaves are `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have, or
+        arrays. Where the optimizer holds other components than when the checkpoint was written,
+        those that are new begin at zero, and the others' states are left out. Raises `DamagedError`
+        if its files are not what was written, and `CheckpointError` if there is no such checkpoint
+        or if paths, shapes or dtypes differ from those saved.
         """
         self.wait()
         steps = self.steps
@@ -121,8 +124,9 @@ class Checkpoints:
     def restore_latest(self, abstract_state: Any, say: Callable[[str], None] = print) -> tuple[Any, int] | None:
         """(state, step) of the latest usable checkpoint; none in a new folder.
 
-        Damaged ones before it are named in a line each and put aside, as `<step>.damaged`, so that their steps can be
-        saved anew. Raises `DamagedError` if there are checkpoints and none is usable.
+        Damaged ones before it are named in a line each and put aside, as `<step>.damaged`, so that
+        their steps can be saved anew. Raises `DamagedError` if there are checkpoints and none is
+        usable.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
@@ -160,7 +164,10 @@ class Checkpoints:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close()
@@ -240,7 +247,8 @@ def _zeros(abstract: Any) -> Any:
     """Arrays of the given shapes, types and shardings: the state of an optimizer before its first update."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=shardings
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+        out_shardings=shardings,
     )
     return make()
 

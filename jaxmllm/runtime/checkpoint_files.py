@@ -3,7 +3,8 @@
     arrays --SealedSave--> files, then checksums.json: size and CRC-32 of each
     files --check_files--> as written, or `DamagedError` --saved_specs, read_arrays--> shapes, arrays
 
-Processes share the work of checking. Whatever orbax, tensorstore or the disk raises becomes one line.
+Processes share the work of checking. Whatever orbax, tensorstore or the disk raises becomes one
+line.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import orbax.checkpoint as ocp
 from jaxmllm.runtime.agreement import agreed_problem
 
 CHECKSUMS_FILE = "checksums.json"
-UNSEALED = ("_CHECKPOINT_METADATA", CHECKSUMS_FILE)  # orbax stamps the former once more at the end; nothing reads it
+UNSEALED = (
+    "_CHECKPOINT_METADATA",
+    CHECKSUMS_FILE,
+)  # orbax stamps the former once more at the end; nothing reads it
 LONGEST_REASON = 300  # characters of another library's message that are quoted
 REPLICA_SLICE_BYTES = 64 << 20  # smaller arrays are written whole, by one process
 READ_BYTES = 16 << 20  # of a file that are summed at a time
@@ -72,8 +76,8 @@ class SealedSave(ocp.args.StandardSave):
 
 
 def write_small_arrays_whole() -> None:
-    """Replicas share the writing of an array by slicing it, which compiles a program for every shape and device:
-    worth it for large arrays alone."""
+    """Replicas share the writing of an array by slicing it, which compiles a program for every
+    shape and device: worth it for large arrays alone."""
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns of any handler that replaces its own

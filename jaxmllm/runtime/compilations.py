@@ -11,7 +11,8 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 class CompilationCounter:
     """Counts the programs that XLA has been given since this counter was made, by `jit` or ahead of time.
 
-    A program that JAX's persistent cache already holds counts too: it is a new program to this process.
+    A program that JAX's persistent cache already holds counts too: it is a new program to this
+    process.
     """
 
     def __init__(self) -> None:

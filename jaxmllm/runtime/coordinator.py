@@ -4,8 +4,9 @@
     process p --jax.distributed--> JAX's coordination service, on a port that the board tells
 
 A process of its own, because JAX ends every process with pages of text in the instant in which the service is gone:
-here it lives on for the seconds in which the others read who has died. The board notices a process that is killed, by
-its connection. Nobody has to prove who they are: see launch/README.md for what must be firewalled.
+here it lives on for the seconds in which the others read who has died. The board notices a process
+that is killed, by its connection. Nobody has to prove who they are: see launch/README.md for what
+must be firewalled.
 
 Run as a file, with the standard library and jaxlib alone.
 """
@@ -116,7 +117,10 @@ async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: i
     try:
         server = await asyncio.start_server(board.serve, host, port, limit=LINE_BYTES)
     except OSError as error:
-        print(json.dumps({"error": os.strerror(error.errno) if error.errno else str(error)}), flush=True)
+        print(
+            json.dumps({"error": os.strerror(error.errno) if error.errno else str(error)}),
+            flush=True,
+        )
         return
     _service, jax_port = start_jax_service(host, processes, heartbeat_seconds)
     board.values["jax/port"] = str(jax_port)

@@ -47,9 +47,10 @@ CPU_THREADS_PER_DEVICE = 4
 def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> None:
     """Give XLA's CPU client enough threads for the forced devices; call it before anything asks JAX for devices.
 
-    A collective on CPU holds a thread until every device has joined it. The client has as many threads as cores or
-    devices, so with more devices than cores all of them can end up waiting in different collectives, for ever. The
-    client takes the number of its threads from NPROC, which is left alone where it is set.
+    A collective on CPU holds a thread until every device has joined it. The client has as many
+    threads as cores or devices, so with more devices than cores all of them can end up waiting in
+    different collectives, for ever. The client takes the number of its threads from NPROC, which is
+    left alone where it is set.
     """
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
     if forced:
@@ -77,10 +78,11 @@ def initialize_distributed(
 ) -> None:
     """Join the run that the environment describes; without its variables this is a run of one process.
 
-    A process takes the devices visible to it (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS). The coordinator `auto`
-    leaves everything to JAX's own detection, which is the way of a TPU pod. Call it before anything asks JAX for
-    devices. `facts` must be equal on all processes. Raises `LaunchError` on partial or ill-formed variables and on a
-    port that is in use, `HostsError` when processes are missing after `limits.start_timeout` or have other facts.
+    A process takes the devices visible to it (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS). The
+    coordinator `auto` leaves everything to JAX's own detection, which is the way of a TPU pod. Call
+    it before anything asks JAX for devices. `facts` must be equal on all processes. Raises
+    `LaunchError` on partial or ill-formed variables and on a port that is in use, `HostsError` when
+    processes are missing after `limits.start_timeout` or have other facts.
     """
     if not any(environment.get(name) for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
         return
@@ -138,7 +140,11 @@ def _join(
     # From here on the coordinator is there, and its silence is that of process 0.
     board.patience_seconds = limits.peer_timeout
     hosts.joined(hosts.Hosts(process, titles, board, limits.start_timeout, limits.peer_timeout))
-    hosts.compare("config, code and versions", lambda: facts, "Give all hosts the same config, code and versions")
+    hosts.compare(
+        "config, code and versions",
+        lambda: facts,
+        "Give all hosts the same config, code and versions",
+    )
     jax_port = dict(board.key_value_dir_get("jax/"))["jax/port"]
     jax.distributed.initialize(
         f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
@@ -190,12 +196,24 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
     board = multihost.get_jax_distributed_client()
     titles = _meet(board, jax.process_index(), jax.process_count(), socket.gethostname(), AUTO, limits)
     hosts.joined(hosts.Hosts(jax.process_index(), titles, board, limits.start_timeout, limits.peer_timeout))
-    hosts.compare("config, code and versions", lambda: facts, "Give all hosts the same config, code and versions")
+    hosts.compare(
+        "config, code and versions",
+        lambda: facts,
+        "Give all hosts the same config, code and versions",
+    )
 
 
 def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: int) -> subprocess.Popen[bytes]:
     """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen."""
-    command = [sys.executable, "-P", coordinator.__file__, bind, str(port), str(processes), str(heartbeat_seconds)]
+    command = [
+        sys.executable,
+        "-P",
+        coordinator.__file__,
+        bind,
+        str(port),
+        str(processes),
+        str(heartbeat_seconds),
+    ]
     # Signals to the group of this process must not end the coordinator: what is blocked here stays blocked in it.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 TERA = 1e12
 
-# Dense TFLOP/s (no structured sparsity) of one device by `device_kind`; the first pattern that matches counts.
-# float32 is that of the plain units, tensorfloat32 that of tensor cores reading float32. Sources, by vendor:
-#   NVIDIA A100 datasheet (2021), H100 datasheet (SXM, PCIe, NVL), H200 datasheet (SXM, NVL), HGX B200 datasheet
-#   (a board's figure / 8; sparse / 2), L40S datasheet, Ada GPU architecture whitepaper (RTX 4090, FP32 accumulate).
-#   Google Cloud TPU system architecture pages (v4, v5e, v5p, v6e), peak compute of one chip.
-#   AMD Instinct MI300X datasheet.
+# Dense TFLOP/s (no structured sparsity) of one device by `device_kind`; the first pattern that
+# matches counts. float32 is that of the plain units, tensorfloat32 that of tensor cores reading
+# float32. Sources, by vendor:   NVIDIA A100 datasheet (2021), H100 datasheet (SXM, PCIe, NVL), H200
+# datasheet (SXM, NVL), HGX B200 datasheet   (a board's figure / 8; sparse / 2), L40S datasheet, Ada
+# GPU architecture whitepaper (RTX 4090, FP32 accumulate).   Google Cloud TPU system architecture
+# pages (v4, v5e, v5p, v6e), peak compute of one chip.   AMD Instinct MI300X datasheet.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     (r"H100.*PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
@@ -39,8 +39,9 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 def peak_flops(device: jax.Device, dtype: str) -> float | None:
     """Peak FLOP/s of one device for matrix products whose operands have `dtype`; None if the chip is unknown.
 
-    float32 means what XLA makes of it under `jax_default_matmul_precision`: tensorfloat32 on NVIDIA and bfloat16
-    passes on TPU unless a higher precision is asked for. A CPU has no figure in a table: its peak is measured.
+    float32 means what XLA makes of it under `jax_default_matmul_precision`: tensorfloat32 on NVIDIA
+    and bfloat16 passes on TPU unless a higher precision is asked for. A CPU has no figure in a
+    table: its peak is measured.
     """
     if device.platform == "cpu":
         return measured_cpu_flops(dtype)
@@ -66,14 +67,17 @@ def _operand_dtype(device_kind: str, dtype: str) -> str:
 
 @functools.cache
 def measured_cpu_flops(dtype: str, size: int = 768, repeats: int = 4) -> float:
-    """FLOP/s of one CPU device: the best of a few runs of one square product on every local device at once,
-    divided by their number, since forced host devices share the same cores. Takes a second, and one compilation.
+    """FLOP/s of one CPU device: the best of a few runs of one square product on every local device
+    at once, divided by their number, since forced host devices share the same cores. Takes a
+    second, and one compilation.
     """
     devices = jax.local_devices(backend="cpu")
     mesh = jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("device"))
     matrices = jax.make_array_from_callback(
-        (len(devices), size, size), sharding, lambda index: np.full((1, size, size), 1e-3, jnp.dtype(dtype))
+        (len(devices), size, size),
+        sharding,
+        lambda index: np.full((1, size, size), 1e-3, jnp.dtype(dtype)),
     )
     product = jax.jit(lambda x: x @ x, out_shardings=sharding)
     product(matrices).block_until_ready()

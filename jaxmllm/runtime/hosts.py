@@ -5,8 +5,9 @@
     every check_every steps        post_plan(digest), compared by the watchdog    nothing waits
     always                         a sign of life per second; the watchdog ends a process whose peer is dead or silent
 
-No device and no collective takes part. The watchdog is a thread: while a peer is missing, the main thread may hang in a
-collective for ever, so it is the watchdog that ends the process. A run of one process has none of this.
+No device and no collective takes part. The watchdog is a thread: while a peer is missing, the main
+thread may hang in a collective for ever, so it is the watchdog that ends the process. A run of one
+process has none of this.
 """
 
 from __future__ import annotations
@@ -137,11 +138,15 @@ def digest_of_bytes(pieces: Iterable[bytes]) -> str:
 class Watchdog:
     """Signs of life of this process, and what ends it: a peer that has ended, is silent, or plans differently.
 
-    `exit` gets the line to print; the default writes it and ends the process with `EXIT_CODE` from this thread.
+    `exit` gets the line to print; the default writes it and ends the process with `EXIT_CODE` from
+    this thread.
     """
 
     def __init__(
-        self, hosts: Hosts, exit: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        hosts: Hosts,
+        exit: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts, self._clock = hosts, clock
         self._exit = exit or self._end_process
@@ -178,7 +183,9 @@ class Watchdog:
         self._beats += 1
         # Process 0 watches all, all watch process 0: so the traffic grows with the processes, not with their square.
         hosts.board.key_value_set(
-            f"alive/{'first' if hosts.process == 0 else 'others'}/{hosts.process}", str(self._beats), True
+            f"alive/{'first' if hosts.process == 0 else 'others'}/{hosts.process}",
+            str(self._beats),
+            True,
         )
         ended = by_process(hosts.board.key_value_dir_get(f"{ENDED}/"))
         for process, line in sorted(ended.items()):
@@ -294,8 +301,8 @@ class Outcome:
 def ending_together(user_errors: tuple[type[BaseException], ...]) -> Iterator[Outcome]:
     """Around a run: an error of the user's becomes one line, and with several processes none outlives another.
 
-    A process that fails does not wait for the others, which may hang in a collective for it: it tells them why and is
-    gone. Without an error all leave together.
+    A process that fails does not wait for the others, which may hang in a collective for it: it
+    tells them why and is gone. Without an error all leave together.
     """
     outcome = Outcome()
     try:
@@ -327,7 +334,8 @@ def _fail(reason: str) -> None:
 def await_verdict() -> None:
     """After a failed collective: wait for the watchdog to find the peer that it failed for, and to end the process.
 
-    Returns when all processes are here with such a failure, so that it is no death, or when the time is up.
+    Returns when all processes are here with such a failure, so that it is no death, or when the
+    time is up.
     """
     hosts = _current
     if hosts is None:

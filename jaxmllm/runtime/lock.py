@@ -2,9 +2,10 @@
 
     run.lock   {"host", "pid", "process", "since", "token", "beat"}, rewritten every few seconds by a thread
 
-A holder on this machine is dead when no process has its number and its start, so that a run that was killed resumes at
-once. Of a holder on another machine only its heart can be heard: when `beat` has not changed for `SILENCE_SECONDS`,
-the lock is taken over. Clocks of two machines are never compared.
+A holder on this machine is dead when no process has its number and its start, so that a run that
+was killed resumes at once. Of a holder on another machine only its heart can be heard: when `beat`
+has not changed for `SILENCE_SECONDS`, the lock is taken over. Clocks of two machines are never
+compared.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Holder:
 class RunLock:
     """Context manager that holds a run folder for this process, or raises `CheckpointError` naming who does.
 
-    `lost` is called, by the thread that keeps the lock alive, with one line when another process has taken the folder
-    over: this process was stopped for so long that it counted as dead, and must not write there any more.
+    `lost` is called, by the thread that keeps the lock alive, with one line when another process
+    has taken the folder over: this process was stopped for so long that it counted as dead, and
+    must not write there any more.
     """
 
     def __init__(
@@ -87,7 +89,10 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closed.set()
         self._thread.join()

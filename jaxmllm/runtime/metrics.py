@@ -35,13 +35,17 @@ Scalar = float | int | str | bool | None
 class MetricsWriter:
     """Writes metric records of a run folder; on processes other than the main one every call does nothing.
 
-    A fresh run writes at once; a resumed one first calls `resume_from`. Numbers may be Python's, numpy's or JAX's
-    scalars (reading the latter waits for the device). JSON knows no NaN and no infinity: these become null in
-    JSON and stay what they are in TensorBoard.
+    A fresh run writes at once; a resumed one first calls `resume_from`. Numbers may be Python's,
+    numpy's or JAX's scalars (reading the latter waits for the device). JSON knows no NaN and no
+    infinity: these become null in JSON and stay what they are in TensorBoard.
     """
 
     def __init__(
-        self, run_directory: str | Path, tensorboard: bool = True, wandb: str | None = None, is_main: bool = True
+        self,
+        run_directory: str | Path,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        is_main: bool = True,
     ) -> None:
         self.directory = Path(run_directory)
         self._tensorboard, self._wandb, self._is_main = tensorboard, wandb, is_main
@@ -56,9 +60,9 @@ class MetricsWriter:
         return self.directory / METRICS_FILE
 
     def resume_from(self, step: int) -> None:
-        """Drop records of steps after `step`, and a last line cut short by a kill, so that the files stay one
-        straight history. Each file is replaced in one move. Other lines that are no records are left out, too; the
-        damaged file is then kept beside the new one, and said."""
+        """Drop records of steps after `step`, and a last line cut short by a kill, so that the
+        files stay one straight history. Each file is replaced in one move. Other lines that are no
+        records are left out, too; the damaged file is then kept beside the new one, and said."""
         if self._stream is not None:
             raise RuntimeError("resume_from must be called before the first write")
         self._resumed_from = step
@@ -112,7 +116,10 @@ class MetricsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -120,7 +127,11 @@ class MetricsWriter:
         if self._stream is None:
             self._open()
         assert self._stream is not None
-        record = {"step": step, "time": round(time.time(), 3), **{k: _finite(v) for k, v in values.items()}}
+        record = {
+            "step": step,
+            "time": round(time.time(), 3),
+            **{k: _finite(v) for k, v in values.items()},
+        }
         self._stream.write(json.dumps(record, allow_nan=False) + "\n")
         self._stream.flush()
 

@@ -19,8 +19,8 @@ class ProfilerWindow:
         self._open = False
 
     def before_step(self, step: int, pending: Any = None) -> bool:
-        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of `pending`. Whether
-        this was one."""
+        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of
+        `pending`. Whether this was one."""
         wanted = step in self._window
         if wanted == self._open:
             return False

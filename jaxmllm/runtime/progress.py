@@ -16,14 +16,24 @@ class ProgressBar:
     """Step, loss and speed as they change: a bar on a terminal, elsewhere a line at most every `line_seconds`."""
 
     def __init__(
-        self, steps: int, first: int = 0, stream: TextIO | None = None, line_seconds: float = 10.0, visible: bool = True
+        self,
+        steps: int,
+        first: int = 0,
+        stream: TextIO | None = None,
+        line_seconds: float = 10.0,
+        visible: bool = True,
     ) -> None:
         self._steps, self._line_seconds, self._visible = steps, line_seconds, visible
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._last_line = -math.inf
         self._bar: Progress | None = None
         if visible and self._console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(None),
+                TextColumn("{task.fields[text]}"),
+            )
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=False)
             self._task = self._bar.add_task("train", total=steps, completed=first, text="")
             self._bar.start()

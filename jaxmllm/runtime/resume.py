@@ -56,7 +56,8 @@ CHANGEABLE_KEYS = (
 def check_compatible(saved: Config, current: Config) -> None:
     """Raise `CheckpointError` unless a run begun with `saved` may continue with `current`.
 
-    Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and `CHANGEABLE_KEYS` may differ.
+    Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and
+    `CHANGEABLE_KEYS` may differ.
     """
     differences = [
         f"{key}: {before} in the run, {now} now"
@@ -89,8 +90,8 @@ def resumed_config(saved: Config, current: Config) -> Config:
 
 
 def changes(saved: Config, current: Config, step: int) -> list[str]:
-    """A line for each change that counts from `step` on, and one for what another number of steps does to the
-    learning rate."""
+    """A line for each change that counts from `step` on, and one for what another number of steps
+    does to the learning rate."""
     lines = [
         f"from step {step}: {key} {before} -> {now}"
         for key, before, now in _differences(saved, current)
@@ -103,7 +104,10 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
         effect = f"reaches final_scale {optimizer.final_scale:g} at step {horizon} and stays there"
     else:
         effect = f"would reach final_scale {optimizer.final_scale:g} at step {horizon}, after the run's end"
-    return [*lines, f"run.steps is {steps}: the learning rate {effect}; optimizer.decay_steps says where it ends"]
+    return [
+        *lines,
+        f"run.steps is {steps}: the learning rate {effect}; optimizer.decay_steps says where it ends",
+    ]
 
 
 def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:

@@ -4,14 +4,16 @@
                                            in training:     `requested`, and `should_stop` returns True soon
                                            the second:      one line, exit 128 + n
 
-A thread reads the signals from a pipe that the C handler writes to, because the main thread sees none while it
-compiles or waits for devices. Before training there is nothing to save, a resumed run has lost nothing either.
+A thread reads the signals from a pipe that the C handler writes to, because the main thread sees
+none while it compiles or waits for devices. Before training there is nothing to save, a resumed run
+has lost nothing either.
 
-The processes of a run must stop at the same place, yet the signal may reach only one of them, and the hosts may be
-some steps apart. All of them ask `should_stop` in the same sequence, once per training step and once per evaluation
-batch, so the number of the call is the place. A process that has the signal leaves a notice with the coordinator; a
-thread in every process looks for it and answers with the last call its host has made; all stop at the largest answer
-plus one. No device and no collective takes part, and the answer needs no help from a host that waits for its devices.
+The processes of a run must stop at the same place, yet the signal may reach only one of them, and
+the hosts may be some steps apart. All of them ask `should_stop` in the same sequence, once per
+training step and once per evaluation batch, so the number of the call is the place. A process that
+has the signal leaves a notice with the coordinator; a thread in every process looks for it and
+answers with the last call its host has made; all stop at the largest answer plus one. No device and
+no collective takes part, and the answer needs no help from a host that waits for its devices.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class StopSignals:
                 if stop.should_stop(): save and leave
 
     `requested` tells whether this process has had a signal. All processes call `should_stop` in the same sequence:
-    its n-th call returns the same in each of them, and once it was True it stays True. `tell`, where it is set, is
-    called with a line before a signal ends the process, to let the others know.
+    its n-th call returns the same in each of them, and once it was True it stays True. `tell`,
+    where it is set, is called with a line before a signal ends the process, to let the others know.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,10 @@ class StopSignals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, previous in self._previous.items():
             # None: a handler not installed from Python, which cannot be put back.
@@ -141,7 +146,12 @@ class Agreement:
         poll_seconds: float = 0.5,
         patience_seconds: float = 120.0,
     ) -> None:
-        self._board, self._prefix, self._process, self._processes = board, prefix, process, processes
+        self._board, self._prefix, self._process, self._processes = (
+            board,
+            prefix,
+            process,
+            processes,
+        )
         self._requested, self._poll, self._patience = requested, poll_seconds, patience_seconds
         self._lock = threading.Lock()
         self._calls = 0

@@ -3,9 +3,9 @@
     step k     |<-- seconds of k -->|<-- seconds of k + 1 -->|  pause  |<-- seconds of k + 2 -->|
                began                completed (k)            completed (k + 1) began   completed (k + 2)
 
-A step lasts from the completion of the step before it, so waiting for data counts: throughput is what a run really
-has. Where something else came in between (an evaluation, a checkpoint, the start of the run) it lasts from the moment
-its programs were started.
+A step lasts from the completion of the step before it, so waiting for data counts: throughput is
+what a run really has. Where something else came in between (an evaluation, a checkpoint, the start
+of the run) it lasts from the moment its programs were started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ JOIN_SECONDS = 10.0  # for arrays that are still being computed when a run ends 
 class Completions:
     """Notes the times at which arrays become ready, in the order given, in a thread of its own.
 
-    The host reads a step's metrics late, after it may have waited for data; the thread sees when the step was done.
+    The host reads a step's metrics late, after it may have waited for data; the thread sees when
+    the step was done.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -3,8 +3,8 @@
     corpus --fingerprint--> data.json    examples, their order, shapes and tokens
            --stamps-------> data.npz     CRC-32 of every record, size and modification time of every media file
 
-Lengths alone would not notice another answer of the same length or another picture of the same size. Stamps do, and
-name the first record or file that differs.
+Lengths alone would not notice another answer of the same length or another picture of the same
+size. Stamps do, and name the first record or file that differs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Stamps = Mapping[str, np.ndarray]
 
 
 def check_data(run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print) -> None:
-    """Raise `CheckpointError` in every process unless the run in a folder was trained on this corpus; keep what the
-    next resume compares with. The main process looks and writes; all call it."""
+    """Raise `CheckpointError` in every process unless the run in a folder was trained on this
+    corpus; keep what the next resume compares with. The main process looks and writes; all call
+    it."""
     problem = None
     if is_main:
         try:

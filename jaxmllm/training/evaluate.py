@@ -8,11 +8,11 @@
     eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
     eval/failed_media                               media items of this evaluation that did not decode
 
-An answer matches exactly when every one of its tokens is the argmax given the true tokens before it. That is the
-same as greedy decoding writing the answer, so one forward pass measures it.
+An answer matches exactly when every one of its tokens is the argmax given the true tokens before
+it. That is the same as greedy decoding writing the answer, so one forward pass measures it.
 
-Examples with a media item that does not decode carry no loss, as in training. They are left out of loss and exact
-match, and counted.
+Examples with a media item that does not decode carry no loss, as in training. They are left out of
+loss and exact match, and counted.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Mean loss over target tokens and share of exactly answered examples, over all batches and by source.
 
-    {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float}, "examples": {source: int},
-    "masked_examples": int, "masked_by_source": {source: int}, "failed_media": int}: `examples` are those that loss and
-    exact match are over, the masked ones are left out of both, because of media items that could not be decoded. A
-    source without an example is left out, one without a masked example of `masked_by_source`; `loss` is None when no
-    example is left. `source_of` has the source of an example number. `tell` gets what this host could not decode,
+    {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float}, "examples":
+    {source: int}, "masked_examples": int, "masked_by_source": {source: int}, "failed_media": int}:
+    `examples` are those that loss and exact match are over, the masked ones are left out of both,
+    because of media items that could not be decoded. A source without an example is left out, one
+    without a masked example of `masked_by_source`; `loss` is None when no example is left.
+    `source_of` has the source of an example number. `tell` gets what this host could not decode,
     batch by batch. `should_stop` is asked once per batch; None when it said so.
     """
     evaluated: Evaluated | None = None

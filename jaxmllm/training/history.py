@@ -1,6 +1,7 @@
 """From which step on which batch size and weights of sources counted: history.json of the run folder.
 
-With it, the examples of a step stay a pure function of what is written down, whatever was changed on the way.
+With it, the examples of a step stay a pure function of what is written down, whatever was changed
+on the way.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def source_checkpoints(source: str) -> list[Path]:
 def read_parameters(source: str, abstract: Mapping[str, Any], say: Callable[[str], None] = print) -> dict[str, Any]:
     """Parameters of those components of a run or checkpoint that `abstract` (by component) has, too.
 
-    The others are named, in a line for each side. A damaged checkpoint gives way to the one before it. Raises
-    `CheckpointError` if shapes or dtypes differ, or nothing usable is there.
+    The others are named, in a line for each side. A damaged checkpoint gives way to the one before
+    it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there.
     """
     problems = []
     for location in _agreed(source_checkpoints(source)):

@@ -1,6 +1,7 @@
 """The training loop: host steps in, metrics, checkpoints and evaluations out.
 
-    next batch (prepared ahead) -> put -> train (asynchronous) -> read the metrics of the step before
+    next batch (prepared ahead) -> put -> train (asynchronous) -> read the metrics of the step
+    before
 
 Reading one step late keeps the devices busy: while step k runs, the host prepares step k + 1.
 """
@@ -37,10 +38,11 @@ RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     """Train to the last step or until `stop` says so; returns the summary that it also writes to summary.json.
 
-    Without `stop`, signals are received from here on. Continues from the latest checkpoint of the run folder, if
-    there is one; `check_folder` says whether that is meant. Raises `TrainingError` after too many non-finite updates or
-    undecodable media, `CheckpointError` when the checkpoint does not fit, and `DATA_ERRORS` when a step cannot be
-    loaded, after saving the steps before it where this is the only process.
+    Without `stop`, signals are received from here on. Continues from the latest checkpoint of the
+    run folder, if there is one; `check_folder` says whether that is meant. Raises `TrainingError`
+    after too many non-finite updates or undecodable media, `CheckpointError` when the checkpoint
+    does not fit, and `DATA_ERRORS` when a step cannot be loaded, after saving the steps before it
+    where this is the only process.
     """
     logging = run.config.logging
     started = time.monotonic()

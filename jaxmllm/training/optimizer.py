@@ -1,7 +1,8 @@
 """AdamW over the trainable components, with one schedule scaled per component.
 
-Each component has an optimizer state of its own, with its own count of updates: a component that is unfrozen in the
-middle of a run begins with zero moments and the bias correction of a first update, and the others do not notice.
+Each component has an optimizer state of its own, with its own count of updates: a component that is
+unfrozen in the middle of a run begins with zero moments and the bias correction of a first update,
+and the others do not notice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def init_optimizer(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[s
 
 
 def optimizer_updates(
-    config: OptimizerConfig, grads: Mapping[str, Any], state: Mapping[str, Any], params: Mapping[str, Any]
+    config: OptimizerConfig,
+    grads: Mapping[str, Any],
+    state: Mapping[str, Any],
+    params: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(updates, new state) by component, of the components that `grads` names."""
     update = make_optimizer(config).update

@@ -3,8 +3,8 @@
     process n   tell(step, lines)  --> key-value store of the coordinator -->  drain(..) main process
     any code    logging, warnings and above  --> WarningLog --> the same way
 
-No step waits for another process here, and what a step can send is bounded: the text of the first `SHOWN_LINES`
-messages of a process, and the number of the others.
+No step waits for another process here, and what a step can send is bounded: the text of the first
+`SHOWN_LINES` messages of a process, and the number of the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Messages:
     def drain(self, publish: Callable[[Message], None]) -> None:
         """Publish what was told since the last call, by step; only the main process gets to see anything.
 
-        A message that was told before a step's programs were started is there once the step has run.
+        A message that was told before a step's programs were started is there once the step has
+        run.
         """
         messages, self._own = self._own, []
         entries: list[tuple[str, str]] = []

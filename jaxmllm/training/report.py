@@ -29,7 +29,12 @@ from jaxmllm.runtime.board import HostsError
 from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, read_metrics, read_summary
 from jaxmllm.runtime.progress import ProgressBar
 from jaxmllm.runtime.step_times import StepTimes
-from jaxmllm.training.evaluate import evaluate, evaluation_record, evaluation_text, recorded_evaluation
+from jaxmllm.training.evaluate import (
+    evaluate,
+    evaluation_record,
+    evaluation_text,
+    recorded_evaluation,
+)
 from jaxmllm.training.process_messages import Message, Messages, bounded
 from jaxmllm.training.run import Run
 from jaxmllm.training.step_functions import TrainState
@@ -121,8 +126,8 @@ class RunReport:
         return step == config.run.steps or due(step, config.evaluation.every)
 
     def evaluation_missing(self, step: int) -> bool:
-        """Whether a run that resumes after `step` steps was ended before the evaluation due then; all processes get
-        the main one's answer."""
+        """Whether a run that resumes after `step` steps was ended before the evaluation due then;
+        all processes get the main one's answer."""
         if not self.evaluation_due(step):
             return False
         missing = self.evaluation is None or self.evaluation["step"] != step
@@ -133,8 +138,9 @@ class RunReport:
     def evaluate(self, step: int, state: TrainState, should_stop: Callable[[], bool]) -> bool:
         """Measure the held-out set; False when `should_stop`, asked once per batch, said so: then there is no record.
 
-        All steps must be settled. Raises `TrainingError` when more media items than `data.max_failed_media` could not
-        be decoded: the limit holds for each evaluation by itself. Then there is no record either.
+        All steps must be settled. Raises `TrainingError` when more media items than
+        `data.max_failed_media` could not be decoded: the limit holds for each evaluation by itself.
+        Then there is no record either.
         """
         run = self.run
         assert run.evaluation is not None and run.held_out is not None

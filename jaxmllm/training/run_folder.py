@@ -62,8 +62,9 @@ def read_config(run_directory: str | Path) -> Config | None:
 def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
 
-    The main process holds the folder for all. Raises `CheckpointError` in every process if another run holds it, or
-    if this one may not continue in it; and instead of an error of a full disk inside the context.
+    The main process holds the folder for all. Raises `CheckpointError` in every process if another
+    run holds it, or if this one may not continue in it; and instead of an error of a full disk
+    inside the context.
     """
     with ExitStack() as stack:
         problem, checked = None, config
@@ -91,8 +92,8 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
 def check_folder(config: Config, resume: bool | str) -> Config:
     """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
 
-    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may continue like this. `resume`
-    "auto" begins a run also in a folder that holds other files than a run's.
+    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may continue
+    like this. `resume` "auto" begins a run also in a folder that holds other files than a run's.
     """
     folder = Path(config.run.directory)
     saved = read_config(folder)

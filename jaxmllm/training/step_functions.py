@@ -7,9 +7,9 @@
     encode_grad       rows, gradients of the pool -> encoder gradients
     update            gradients, sums -> new state, metrics
 
-Gradients arrive with their final scale, one over the planned number of target tokens of the whole batch, so adding
-microbatches is all there is to accumulation. `update` rescales by planned / actual when undecodable media masked
-some of them.
+Gradients arrive with their final scale, one over the planned number of target tokens of the whole
+batch, so adding microbatches is all there is to accumulation. `update` rescales by planned / actual
+when undecodable media masked some of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import join
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
-from jaxmllm.training.optimizer import clip_by_norm, init_optimizer, learning_rate, optimizer_updates
+from jaxmllm.training.optimizer import (
+    clip_by_norm,
+    init_optimizer,
+    learning_rate,
+    optimizer_updates,
+)
 from sharding.pools import add_to_rank, put_rows, share_rank, take_rows
 
 
@@ -52,8 +57,8 @@ class KeptFeatures(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The step's functions for one model; `sources` is the number of sources that losses are reported for, and the
-    learning rate has decayed after `decay_steps`."""
+    """The step's functions for one model; `sources` is the number of sources that losses are
+    reported for, and the learning rate has decayed after `decay_steps`."""
 
     model: MLLM
     optimizer: OptimizerConfig
@@ -95,7 +100,11 @@ class StepFunctions:
             jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, at, axis=1),
             jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), at, axis=1),
         )
-        return pool, (features if self.keeps_features(phase) else None), failed + rows.failed.sum(dtype=failed.dtype)
+        return (
+            pool,
+            (features if self.keeps_features(phase) else None),
+            failed + rows.failed.sum(dtype=failed.dtype),
+        )
 
     def encode_grad(
         self,
@@ -106,8 +115,8 @@ class StepFunctions:
         at: Int[Array, ""],
         grads: Params,
     ) -> Params:
-        """Add the gradients of a microbatch's trainable components; recomputes the forward from `start`: the rows, or
-        the features of a frozen tower."""
+        """Add the gradients of a microbatch's trainable components; recomputes the forward from
+        `start`: the rows, or the features of a frozen tower."""
         trained, frozen = self._split(params, phase)
 
         def tokens_of(trained: Params) -> Array:
@@ -129,7 +138,11 @@ class StepFunctions:
         return self.losses(*self.model.hidden(params, rows, media), rows, valid)
 
     def losses(
-        self, hidden: Float[Array, "R C D"], head: Float[Array, "D V"], rows: LanguageRows, valid: Array
+        self,
+        hidden: Float[Array, "R C D"],
+        head: Float[Array, "D V"],
+        rows: LanguageRows,
+        valid: Array,
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
@@ -193,11 +206,17 @@ class StepFunctions:
         )
 
     def evaluate_long(
-        self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums, media_rank: Int[Array, ""]
+        self,
+        params: Params,
+        rows: LanguageRows,
+        pool: TokenPool,
+        sums: Sums,
+        media_rank: Int[Array, ""],
     ) -> Sums:
         """`evaluate` of one row in parts on all ranks."""
         return _add_to_first_rank(
-            sums, self._long_row_step.evaluate(params, rows, self._shared(pool, media_rank), _zero_sums(sums))
+            sums,
+            self._long_row_step.evaluate(params, rows, self._shared(pool, media_rank), _zero_sums(sums)),
         )
 
     def _shared(self, pool: TokenPool, media_rank: Int[Array, ""]) -> TokenPool:
@@ -222,7 +241,12 @@ class StepFunctions:
         return TrainState(params, init_optimizer(self.optimizer, trained), zero, zero, zero, zero)
 
     def update(
-        self, state: TrainState, grads: Params, sums: Sums, planned: Float[Array, ""], failed: Int[Array, ""]
+        self,
+        state: TrainState,
+        grads: Params,
+        sums: Sums,
+        planned: Float[Array, ""],
+        failed: Int[Array, ""],
     ) -> tuple[TrainState, dict[str, Array]]:
         """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
         targets = sums.targets.sum()

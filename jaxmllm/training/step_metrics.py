@@ -2,8 +2,8 @@
 
     StepFacts of the last steps --every function of METRICS--> the record of the newest, a line of metrics.jsonl
 
-Besides these, a record has the statistics of the step's plan, <phase>/..., route/..., pipeline/..., plan_ms, as
-balance/statistics.py and balance/step_plan.py define them.
+Besides these, a record has the statistics of the step's plan, <phase>/..., route/..., pipeline/...,
+plan_ms, as balance/statistics.py and balance/step_plan.py define them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import Any
 import jax
 
 RATE_STEPS = 20  # steps that rates are averaged over
-AMOUNTS = ("tokens", "slots", "flops")  # plan statistics that become rates and ratios, and are left out themselves
+AMOUNTS = (
+    "tokens",
+    "slots",
+    "flops",
+)  # plan statistics that become rates and ratios, and are left out themselves
 
 Values = dict[str, Any]  # by name; None where there is nothing to measure
 
@@ -25,10 +29,9 @@ class StepFacts:
     """What is known of a step once it has run.
 
     Attributes:
-      device: what `StepFunctions.update` returned, on the host.
-      statistics: of the step's plan.
-      examples: of the batch.
-      seconds: from the completion of the step before to its own, waiting for data included; after an evaluation, a
+      device: what `StepFunctions.update` returned, on the host. statistics: of the step's plan.
+      examples: of the batch. seconds: from the completion of the step before to its own, waiting
+      for data included; after an evaluation, a
         checkpoint, an edge of the profile, and at first: from the start of its programs.
       waited: seconds that this process waited for its batch.
       compilations: programs compiled so far.
@@ -69,8 +72,8 @@ def step_record(steps: Sequence[StepFacts]) -> Values:
 
 
 def loss(steps: Sequence[StepFacts]) -> Values:
-    """`loss`: mean over the target tokens of the whole batch. null: not finite, or the batch had no target left (then
-    `masked_targets` are all of them); the update was skipped."""
+    """`loss`: mean over the target tokens of the whole batch. null: not finite, or the batch had no
+    target left (then `masked_targets` are all of them); the update was skipped."""
     device = steps[-1].device
     return {"loss": device["loss"] if device["targets_by_source"].any() else None}
 
@@ -81,9 +84,10 @@ def optimization(steps: Sequence[StepFacts]) -> Values:
 
 
 def failures(steps: Sequence[StepFacts]) -> Values:
-    """`skipped`: updates skipped so far because loss or gradients were not finite, or no target was left.
-    `failed_media`: media items so far that did not decode, on all processes. `masked_targets`: target tokens of this
-    step that carry no loss, because a media item of their example failed."""
+    """`skipped`: updates skipped so far because loss or gradients were not finite, or no target was
+    left. `failed_media`: media items so far that did not decode, on all processes.
+    `masked_targets`: target tokens of this step that carry no loss, because a media item of their
+    example failed."""
     return {name: steps[-1].device[name] for name in ("skipped", "failed_media", "masked_targets")}
 
 
@@ -117,8 +121,8 @@ def rates(steps: Sequence[StepFacts]) -> Values:
 
 
 def mfu(steps: Sequence[StepFacts]) -> Values:
-    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, over `step_seconds` at the peak of all
-    devices, where that is known."""
+    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, over `step_seconds` at
+    the peak of all devices, where that is known."""
     step = steps[-1]
     return {} if step.peak_flops is None else {"mfu": step.flops_per_second / step.peak_flops}
 
@@ -129,10 +133,25 @@ def speed(steps: Sequence[StepFacts]) -> Values:
 
 
 def times(steps: Sequence[StepFacts]) -> Values:
-    """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for its batch; some of it
-    while the devices had work. `compilations`: programs compiled so far; it stays as it is after the first steps."""
+    """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for
+    its batch; some of it while the devices had work. `compilations`: programs compiled so far; it
+    stays as it is after the first steps."""
     step = steps[-1]
-    return {"step_seconds": step.seconds, "data_wait_seconds": step.waited, "compilations": step.compilations}
+    return {
+        "step_seconds": step.seconds,
+        "data_wait_seconds": step.waited,
+        "compilations": step.compilations,
+    }
 
 
-METRICS: list[Metric] = [loss, optimization, failures, loss_by_source, rates, plan_statistics, mfu, speed, times]
+METRICS: list[Metric] = [
+    loss,
+    optimization,
+    failures,
+    loss_by_source,
+    rates,
+    plan_statistics,
+    mfu,
+    speed,
+    times,
+]

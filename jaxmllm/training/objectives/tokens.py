@@ -25,12 +25,16 @@ class Sums(NamedTuple):
 
 
 def token_losses(
-    hidden: Float[Array, "R C D"], head: Float[Array, "D V"], targets: Int[Array, "R C"], largest: int, layout: Layout
+    hidden: Float[Array, "R C D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "R C"],
+    largest: int,
+    layout: Layout,
 ) -> tuple[Float[Array, "R C"], Bool[Array, "R C"]]:
     """Cross-entropy of every token whose target is >= 0 (else 0), and whether the target is the argmax.
 
-    A device holds the logits of at most `largest` tokens at one time, forward and backward; the head's gradient
-    accumulates in at least float32.
+    A device holds the logits of at most `largest` tokens at one time, forward and backward; the
+    head's gradient accumulates in at least float32.
     """
     shape = targets.shape
     hidden, targets = (x.reshape(shape[0] * layout.parts, -1, *x.shape[2:]) for x in (hidden, targets))

@@ -3,8 +3,8 @@
     shapes --jobs--> Job by ProgramName --compile_jobs--> programs          once, before the first step
     state, batch --gradients (of each kind)--> gradients, sums --update--> state, metrics
 
-Everything is compiled ahead of the first step, so that no step waits for a compiler and a program that does not fit the
-devices is known at once.
+Everything is compiled ahead of the first step, so that no step waits for a compiler and a program
+that does not fit the devices is known at once.
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ class Programs(abc.ABC):
         self.mesh = self.layouts[LANGUAGE].mesh
         self.exchange_owner = shared_exchange(spec.routes)  # by encoder phase
         self.exchanges = {
-            phase: Exchange(self.mesh, self.layouts[phase], self.layouts[LANGUAGE], backend_of(route).hop_on_device)
+            phase: Exchange(
+                self.mesh,
+                self.layouts[phase],
+                self.layouts[LANGUAGE],
+                backend_of(route).hop_on_device,
+            )
             for phase, route in spec.routes.items()
         }
         self.attention = attention
@@ -142,8 +147,8 @@ class Programs(abc.ABC):
 
     @abc.abstractmethod
     def gradients(self, params: Any, batch: Any) -> tuple[Any, Sums, jax.Array]:
-        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
-        source; and the number of media items that could not be decoded."""
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the
+        sums by rank and source; and the number of media items that could not be decoded."""
 
     @abc.abstractmethod
     def evaluate(self, params: Any, batch: Any, evaluated: Evaluated | None = None) -> Evaluated:

@@ -39,8 +39,8 @@ class DeviceTables:
 
 @dataclass(frozen=True)
 class ExchangePrograms:
-    """The exchange that phase `owner` owns. `pool` and `language_pool` are shapes; `trained` says whether gradients go
-    back."""
+    """The exchange that phase `owner` owns. `pool` and `language_pool` are shapes; `trained` says
+    whether gradients go back."""
 
     owner: str
     exchange: Exchange
@@ -106,10 +106,16 @@ class ExchangePrograms:
             ProgramName("zero", f"d_{self.owner}"): zeros_job(d_pool),
             ProgramName("zero", f"d_buffer of {self.owner}"): zeros_job(d_buffer.tokens),
             ProgramName("hop_back", self.owner): Job(
-                exchange.hop_back, (d_language, d_buffer.tokens, number, *send_backward), d_buffer.tokens, (1,)
+                exchange.hop_back,
+                (d_language, d_buffer.tokens, number, *send_backward),
+                d_buffer.tokens,
+                (1,),
             ),
             ProgramName("deliver_back", self.owner): Job(
-                exchange.deliver_back, (d_language, d_buffer.tokens, d_pool, gather_backward), d_pool, (2,)
+                exchange.deliver_back,
+                (d_language, d_buffer.tokens, d_pool, gather_backward),
+                d_pool,
+                (2,),
             ),
         }
 

@@ -1,6 +1,7 @@
 """The step's functions compiled ahead of the first step, and driven by the host, phase by phase.
 
-How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is a loop count, so
+How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is
+a loop count, so
 no program is ever compiled again:
 
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
@@ -82,8 +83,8 @@ class PhasedPrograms(Programs):
         return DeviceStep(batch, rows, tables)
 
     def gradients(self, params: Any, batch: DeviceStep) -> tuple[Any, Sums, jax.Array]:
-        """Gradients of the mean loss over the batch's planned targets, by trainable component; the sums by rank and
-        source; and the number of media items that could not be decoded."""
+        """Gradients of the mean loss over the batch's planned targets, by trainable component; the
+        sums by rank and source; and the number of media items that could not be decoded."""
         host = batch.host
         pools, saved_for_backward, failed = self._encode(params, batch, self._zeros("failed"))
         d_pools = [self._zeros("d_language") for _ in pools]
@@ -103,7 +104,12 @@ class PhasedPrograms(Programs):
             if self.functions.trainable_of(phase):
                 d_encoder = d_encoder_pools[self.exchange_owner[phase]]
                 gradients |= self._encoder_grads(
-                    phase, params, batch, saved_for_backward[phase], d_encoder, self._grads_of(gradients, phase)
+                    phase,
+                    params,
+                    batch,
+                    saved_for_backward[phase],
+                    d_encoder,
+                    self._grads_of(gradients, phase),
                 )
         return gradients, sums, failed
 
@@ -127,8 +133,8 @@ class PhasedPrograms(Programs):
     def _encode(
         self, params: Any, batch: DeviceStep, failed: jax.Array
     ) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
-        """Language pools with all media tokens, what the backward pass of each encoder starts from (by microbatch), and
-        the items that could not be decoded, added to `failed`."""
+        """Language pools with all media tokens, what the backward pass of each encoder starts from
+        (by microbatch), and the items that could not be decoded, added to `failed`."""
         host = batch.host
         encoder_pools = self._empty_pools(batch, self.exchange_owner.values(), "")
         saved_for_backward: dict[str, list[Any]] = {}
@@ -172,7 +178,13 @@ class PhasedPrograms(Programs):
         return {owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()}
 
     def _encoder_grads(
-        self, phase: str, params: Any, batch: DeviceStep, saved: list[Any], d_pools: list[jax.Array], grads: Any
+        self,
+        phase: str,
+        params: Any,
+        batch: DeviceStep,
+        saved: list[Any],
+        d_pools: list[jax.Array],
+        grads: Any,
     ) -> Any:
         host = batch.host
         phase_params = self._params_of(params, phase)
@@ -184,8 +196,9 @@ class PhasedPrograms(Programs):
         return grads
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
-        """What the exchanges of a step move one way, of its plan statistics: `route/<owner>/bytes_moved` from rank to
-        rank, padding and second legs included, and `route/<owner>/node_bytes` of tokens that change node."""
+        """What the exchanges of a step move one way, of its plan statistics:
+        `route/<owner>/bytes_moved` from rank to rank, padding and second legs included, and
+        `route/<owner>/node_bytes` of tokens that change node."""
         metrics: dict[str, float] = {}
         for owner in self._exchange_programs:
             leaves = jax.tree.leaves(self.pools[owner])
@@ -220,12 +233,20 @@ class PhasedPrograms(Programs):
         return buffers._replace(pool=pool, failed=failed, saved=rows if features is None else features)
 
     def backward(self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers) -> PhaseBuffers:
-        """Run the same microbatch backward, after `forward`. The language model's forward pass runs again in this, for
-        its loss and gradients are one program."""
+        """Run the same microbatch backward, after `forward`. The language model's forward pass runs
+        again in this, for its loss and gradients are one program."""
         phase_params = self._params_of(params, phase)
         if self.spec.phases[phase].has_loss:
             scale = np.asarray(1e-6, self._real_dtype)
-            arguments = (phase_params, rows, buffers.pool, scale, buffers.d_pool, buffers.gradients, buffers.sums)
+            arguments = (
+                phase_params,
+                rows,
+                buffers.pool,
+                scale,
+                buffers.d_pool,
+                buffers.gradients,
+                buffers.sums,
+            )
             d_pool, gradients, sums = self._call("language_loss_and_grad", phase, capacity)(*arguments)
             return buffers._replace(d_pool=d_pool, gradients=gradients, sums=sums)
         program = self._call("encode_grad", phase, capacity)
@@ -314,12 +335,18 @@ class PhasedPrograms(Programs):
                 kept = jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
                 features = KeptFeatures(kept, rows.places)
             jobs[ProgramName("encode", phase, capacity)] = Job(
-                encode, (params, rows, pool, pool_offset, failed), (pool, features, failed), donated=(2,)
+                encode,
+                (params, rows, pool, pool_offset, failed),
+                (pool, features, failed),
+                donated=(2,),
             )
             if functions.trainable_of(phase):
                 start = rows if features is None else features
                 jobs[ProgramName("encode_grad", phase, capacity)] = Job(
-                    encode_grad, (params, start, pool.tokens, pool_offset, grads), grads, donated=(4,)
+                    encode_grad,
+                    (params, start, pool.tokens, pool_offset, grads),
+                    grads,
+                    donated=(4,),
                 )
         return jobs
 
@@ -351,5 +378,7 @@ class PhasedPrograms(Programs):
         kind = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
         local = kind.of(dict(row))
         return jax.tree.map(
-            lambda array, sharding: put_ranks(array, sharding, layout.ranks), local, local.shardings(layout)
+            lambda array, sharding: put_ranks(array, sharding, layout.ranks),
+            local,
+            local.shardings(layout),
         )

@@ -70,6 +70,28 @@ def test_batches_of_one_kind(piped, alone, kind, count):
     assert_close(used(result), used(expected), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
+    """Some of every kind: biases of a tower, a head and MLPs; the checkpoint holds optimizer states of these alone."""
+    patterns = {"vision": {"train": ["*bias"]}, "audio": {"freeze": True}, "language": {"train": ["head", "*.mlp.*"]}}
+    pipeline = {"stages": 2, "layout": "chain", "split_backward": split_backward}
+    parted = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=patterns), 4)
+    result = computed(parted, parted.step(EXAMPLES))
+    expected = alone.gradients(alone.step(EXAMPLES))
+    trained, _ = parted.programs.functions.model.trainable.split(expected.grads)
+    assert_same(result, dataclasses.replace(expected, grads=trained), 1e-5)
+
+    programs = parted.programs
+    state = programs.init(0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, programs.to_saved(state))
+        checkpoints.wait()
+        restored = checkpoints.restore(programs.saved_state)
+    moments = {name: optimizer[0].mu for name, optimizer in restored.optimizer.items()}
+    assert jax.tree.structure(moments) == jax.tree.structure(trained)
+
+
 def test_deferred_examples(piped, alone):
     batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
     batch = next(batch for batch in batches if deferred(piped, batch))
