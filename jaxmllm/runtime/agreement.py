@@ -15,4 +15,5 @@ def agreed_problem(problem: str | None) -> str | None:
 
 def agreed_numbers(numbers: Sequence[int]) -> list[int]:
     """The main process's numbers. All processes call it."""
-    return [int(number) for number in json.loads(hosts.tell_all(json.dumps([int(number) for number in numbers]))[0])]
+    told = hosts.tell_all(json.dumps([int(value) for value in numbers]))
+    return [int(value) for value in json.loads(told[0])]

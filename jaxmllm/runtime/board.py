@@ -44,7 +44,8 @@ class RemoteBoard:
 
     def __init__(self, address: tuple[str, int], process: int, patience_seconds: float) -> None:
         self.patience_seconds = patience_seconds
-        self._address, self._process = address, process
+        self._address = address
+        self._process = process
         # The same for all connections of this process, and no other's: two processes may have one number by mistake.
         self._name = f"{socket.gethostname()} {os.getpid()}.{time.time_ns()}"
         self._lock = threading.Lock()

@@ -185,8 +185,9 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            step, self._writing = self._writing, None
-            complete = [number for number in self.steps if number != step]
+            step = self._writing
+            self._writing = None
+            complete = [saved for saved in self.steps if saved != step]
             latest = f"the latest complete one is {complete[-1]}" if complete else "there is no complete one"
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self.directory}: {one_line(error)}; {latest}: make room or "
@@ -234,8 +235,9 @@ def state_bytes(abstract_state: Any) -> int:
 
 def check_space(directory: Path, needed: int) -> None:
     """Raise `CheckpointError` unless `needed` bytes are free where `directory` (which may not exist yet) lies."""
-    place = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
+    folders = (directory.absolute(), *directory.absolute().parents)
+    existing = next(folder for folder in folders if folder.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise CheckpointError(
             f"{directory} has {free / 2**30:.2f} GiB free, but a checkpoint of this model takes {needed / 2**30:.2f} "

@@ -64,7 +64,10 @@ class SealedHandler(ocp.StandardCheckpointHandler):
             sums = list(threads.map(_checksum, files))
         content = {
             "sound": self.sound,
-            "files": {path.relative_to(folder).as_posix(): both for path, both in zip(files, sums, strict=True)},
+            "files": {
+                path.relative_to(folder).as_posix(): size_and_sum
+                for path, size_and_sum in zip(files, sums, strict=True)
+            },
         }
         (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=0), encoding="utf-8")
 
@@ -140,7 +143,8 @@ def _checksum(path: Path) -> tuple[int, int]:
     size = checksum = 0
     with path.open("rb") as stream:
         while block := stream.read(READ_BYTES):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
+            size = size + len(block)
+            checksum = zlib.crc32(block, checksum)
     return size, checksum
 
 
@@ -153,7 +157,8 @@ def read_arrays(location: Path, abstract: Any) -> Any:
     Raises `DamagedError` if they cannot be read, in one line.
     """
     target = jax.tree.map(_shape_of, abstract)
-    problem, arrays = None, None
+    problem = None
+    arrays = None
     try:
         with quiet():
             arguments = ocp.checkpoint_utils.construct_restore_args(target)
@@ -168,7 +173,8 @@ def read_arrays(location: Path, abstract: Any) -> Any:
 
 def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
     """Shape and dtype of the arrays of a checkpoint by path. Raises `DamagedError`."""
-    problem, specs = None, {}
+    problem = None
+    specs = {}
     try:
         with quiet():
             metadata = ocp.PyTreeCheckpointHandler().metadata(location)

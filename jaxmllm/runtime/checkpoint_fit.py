@@ -19,7 +19,8 @@ def with_trained_components(
     if not isinstance(optimizer, dict):
         optimizer = {}
     there = {path[1] for path in saved if path[0] == "optimizer" and len(path) > 1} if optimizer else set()
-    fresh, unused = sorted(optimizer.keys() - there), sorted(there - optimizer.keys())
+    fresh = sorted(optimizer.keys() - there)
+    unused = sorted(there - optimizer.keys())
     left_out = {("optimizer", name) for name in (*fresh, *unused)}
 
     def comparable(specs: Mapping[ArrayPath, ArraySpec]) -> dict[ArrayPath, ArraySpec]:
@@ -30,14 +31,15 @@ def with_trained_components(
     if not left_out:
         return fields, [], []
     kept = {name: state for name, state in optimizer.items() if name not in fresh}
-    others = {name: value for name, value in fields.items() if name != "optimizer"}
-    return others | ({"optimizer": kept} if kept else {}), fresh, unused
+    remaining = {name: value for name, value in fields.items() if name != "optimizer"}
+    return remaining | ({"optimizer": kept} if kept else {}), fresh, unused
 
 
 def differences(saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]) -> Iterator[str]:
     """A line for each array that one side lacks, or has in another shape or dtype."""
     for path in sorted(saved.keys() | expected.keys()):
-        left, right = saved.get(path), expected.get(path)
+        left = saved.get(path)
+        right = expected.get(path)
         if left != right:
             yield f"{'.'.join(path)}: saved {_spec_text(left)}, this model has {_spec_text(right)}"
 

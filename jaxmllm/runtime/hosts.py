@@ -67,8 +67,8 @@ class Hosts:
         if self.process == 0:
             told = gather(self.board, f"facts/{number}", self.processes, self.start_timeout, late)
             lines = [self._difference(process, json.loads(told[process]), facts) for process in range(self.processes)]
-            found = [line for line in lines if line]
-            verdict = f"the processes differ: {'; '.join(found[:SHOWN])}. {advice}" if found else ""
+            differing = [line for line in lines if line]
+            verdict = f"the processes differ: {'; '.join(differing[:SHOWN])}. {advice}" if differing else ""
             self.board.key_value_set(f"verdict/{number}/0", verdict)
         else:
             verdict = gather(self.board, f"verdict/{number}", 1, self.start_timeout, late)[0]
@@ -148,7 +148,8 @@ class Watchdog:
         exit: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hosts, self._clock = hosts, clock
+        self._hosts = hosts
+        self._clock = clock
         self._exit = exit or self._end_process
         self._beats = 0
         self._last_beat = clock()
@@ -194,8 +195,10 @@ class Watchdog:
         return self._silent() or (self._different_plan() if hosts.process == 0 else None)
 
     def _silent(self) -> str | None:
-        hosts, now = self._hosts, self._clock()
-        gap, self._last_beat = now - self._last_beat, now
+        hosts = self._hosts
+        now = self._clock()
+        gap = now - self._last_beat
+        self._last_beat = now
         watched = range(1, hosts.processes) if hosts.process == 0 else (0,)
         signs = by_process(hosts.board.key_value_dir_get(f"alive/{'others' if hosts.process == 0 else 'first'}/"))
         for process in watched:
@@ -257,7 +260,8 @@ _watchdog: Watchdog | None = None
 def joined(hosts: Hosts) -> None:
     """Make `hosts` those of this run, and watch over them."""
     global _current, _watchdog
-    _current, _watchdog = hosts, Watchdog(hosts)
+    _current = hosts
+    _watchdog = Watchdog(hosts)
     _watchdog.start()
     atexit.register(leave)
 

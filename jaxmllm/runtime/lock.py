@@ -68,8 +68,10 @@ class RunLock:
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self.path = folder / LOCK_FILE
-        self._say, self._lost = say, lost or _end_process
-        self._beat, self._silence = beat_seconds, silence_seconds
+        self._say = say
+        self._lost = lost or _end_process
+        self._beat = beat_seconds
+        self._silence = silence_seconds
         self._holder = Holder.here()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)

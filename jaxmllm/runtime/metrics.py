@@ -48,7 +48,9 @@ class MetricsWriter:
         is_main: bool = True,
     ) -> None:
         self.directory = Path(run_directory)
-        self._tensorboard, self._wandb, self._is_main = tensorboard, wandb, is_main
+        self._tensorboard = tensorboard
+        self._wandb = wandb
+        self._is_main = is_main
         self._resumed_from: int | None = None
         self._stream: TextIO | None = None
         self._examples: TextIO | None = None

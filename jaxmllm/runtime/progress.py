@@ -23,7 +23,9 @@ class ProgressBar:
         line_seconds: float = 10.0,
         visible: bool = True,
     ) -> None:
-        self._steps, self._line_seconds, self._visible = steps, line_seconds, visible
+        self._steps = steps
+        self._line_seconds = line_seconds
+        self._visible = visible
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._last_line = -math.inf
         self._bar: Progress | None = None

@@ -112,7 +112,8 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
 
 def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:
     """(key, value before, value now) of the keys that differ."""
-    left, right = dict(dotted_values(config_tree(saved))), dict(dotted_values(config_tree(current)))
+    left = dict(dotted_values(config_tree(saved)))
+    right = dict(dotted_values(config_tree(current)))
     for key in dict.fromkeys([*left, *right]):
         if left.get(key) != right.get(key) or (key in left) != (key in right):
             yield key, _value_text(left, key), _value_text(right, key)

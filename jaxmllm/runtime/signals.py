@@ -146,13 +146,13 @@ class Agreement:
         poll_seconds: float = 0.5,
         patience_seconds: float = 120.0,
     ) -> None:
-        self._board, self._prefix, self._process, self._processes = (
-            board,
-            prefix,
-            process,
-            processes,
-        )
-        self._requested, self._poll, self._patience = requested, poll_seconds, patience_seconds
+        self._board = board
+        self._prefix = prefix
+        self._process = process
+        self._processes = processes
+        self._requested = requested
+        self._poll = poll_seconds
+        self._patience = patience_seconds
         self._lock = threading.Lock()
         self._calls = 0
         self._answered = False

@@ -30,7 +30,8 @@ def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Ru
         print(dump_config(config), run.describe(), sep="\n")
     restored = checkpoints.restore_latest(run.programs.saved_state, run.say)
     if restored is None:
-        state, step = initial_state(config, run.programs, run.say), 0
+        state = initial_state(config, run.programs, run.say)
+        step = 0
     else:
         saved, step = restored
         state = run.programs.from_saved(saved)

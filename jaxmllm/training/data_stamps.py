@@ -96,8 +96,8 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
 def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
     """Where the first record stands that is not what it was; none: all are."""
     now = index.checksum.astype(np.uint32)
-    both = min(len(now), len(before))
-    differing = np.flatnonzero(now[:both] != before[:both])
+    common = min(len(now), len(before))
+    differing = np.flatnonzero(now[:common] != before[:common])
     if len(differing):
         first = int(differing[0])
         return (

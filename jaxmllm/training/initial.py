@@ -44,8 +44,8 @@ def source_checkpoints(source: str) -> list[Path]:
     if (folder / CHECKSUMS_FILE).exists():
         return [folder]
     inside = folder / CHECKPOINTS
-    if found := [inside / str(step) for step in reversed(saved_steps(inside))]:
-        return found
+    if locations := [inside / str(step) for step in reversed(saved_steps(inside))]:
+        return locations
     raise CheckpointError(
         f"model.from: {source} is neither a run folder with a checkpoint nor a checkpoint (a folder with "
         f"{CHECKSUMS_FILE}); check the path"
@@ -99,4 +99,5 @@ def _agreed(locations: list[Path]) -> list[Path]:
     if len(locations) == 1 and not locations[0].name.isdecimal():
         return locations
     parent = locations[0].parent
-    return [parent / str(step) for step in reversed(agreed_numbers(sorted(int(each.name) for each in locations)))]
+    steps = agreed_numbers(sorted(int(location.name) for location in locations))
+    return [parent / str(step) for step in reversed(steps)]

@@ -42,8 +42,8 @@ def optimizer_updates(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(updates, new state) by component, of the components that `grads` names."""
     update = make_optimizer(config).update
-    both = {name: update(grads[name], state[name], params[name]) for name in grads}
-    return {name: updates for name, (updates, _) in both.items()}, {name: new for name, (_, new) in both.items()}
+    updated = {name: update(grads[name], state[name], params[name]) for name in grads}
+    return {name: updates for name, (updates, _) in updated.items()}, {name: new for name, (_, new) in updated.items()}
 
 
 def learning_rate(config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]) -> Float[Array, ""]:

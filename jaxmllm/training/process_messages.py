@@ -40,7 +40,8 @@ class Messages:
     """The way of messages from all processes to the main one, process 0. Without a board there is only one process."""
 
     def __init__(self, board: Board | None = None, process: int = 0) -> None:
-        self._board, self._process = board, process
+        self._board = board
+        self._process = process
         self._prefix = f"jaxmllm/messages/{next(_serial)}"
         self._sent = 0
         self._own: list[Message] = []
@@ -67,7 +68,8 @@ class Messages:
         A message that was told before a step's programs were started is there once the step has
         run.
         """
-        messages, self._own = self._own, []
+        messages = self._own
+        self._own = []
         entries: list[tuple[str, str]] = []
         if self._board is not None and self._process == 0:
             entries = sorted(self._board.key_value_dir_get(f"{self._prefix}/"))
@@ -92,8 +94,8 @@ class Messages:
 def bounded(lines: Sequence[str]) -> list[str]:
     """The first few lines, each short and printable, and how many more there were."""
     few = [shown(line, SHOWN_CHARACTERS) for line in lines[:SHOWN_LINES]]
-    more = len(lines) - len(few)
-    return [*few, f"and {more} more like these"] if more else few
+    left_out = len(lines) - len(few)
+    return [*few, f"and {left_out} more like these"] if left_out else few
 
 
 class WarningLog(logging.Handler):
@@ -119,7 +121,8 @@ class WarningLog(logging.Handler):
     def take(self) -> list[str]:
         """The lines since the last call."""
         self.acquire()  # other threads may log
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         self.release()
         return [f"warning: {line}" for line in lines]
 

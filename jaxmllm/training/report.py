@@ -94,7 +94,8 @@ class RunReport:
 
     def follow(self, started: StartedStep) -> None:
         """Write the step before the one just started; raises `TrainingError` past a limit."""
-        before, self._pending = self._pending, started
+        before = self._pending
+        self._pending = started
         self._step = started.step
         if before is not None:
             self._write(before)
@@ -104,7 +105,8 @@ class RunReport:
 
         Raises `TrainingError` past a limit.
         """
-        before, self._pending = self._pending, None
+        before = self._pending
+        self._pending = None
         if before is not None:
             self._write(before)
         self._times.pause()
@@ -235,7 +237,8 @@ class RunReport:
         self._enforce(started.step, values)
 
     def _record(self, started: StartedStep, device: dict[str, Any]) -> dict[str, Any]:
-        run, statistics = self.run, started.batch.statistics
+        run = self.run
+        statistics = started.batch.statistics
         phases = tuple(run.programs.spec.phases)
         facts = StepFacts(
             device=device,

@@ -67,7 +67,8 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     inside the context.
     """
     with ExitStack() as stack:
-        problem, checked = None, config
+        problem = None
+        checked = config
         try:
             check_writable(Path(config.run.directory))  # before the lock, which is a file there
             if jax.process_index() == 0:
@@ -106,10 +107,11 @@ def check_folder(config: Config, resume: bool | str) -> Config:
         return resumed_config(saved, config)
     entries = folder.iterdir() if folder.exists() else ()
     present = sorted(entry.name for entry in entries if not entry.name.startswith((LOCK_FILE, ".")))
-    if found := [name for name in present if name in OWN]:
+    if left_behind := [name for name in present if name in OWN]:
         raise CheckpointError(
-            f"{folder} holds {', '.join(found)} but no {CONFIG_FILE}, so it cannot be said which run that was: restore "
-            f"{CONFIG_FILE}, or choose another run.directory (model.from={folder} takes its parameters along)"
+            f"{folder} holds {', '.join(left_behind)} but no {CONFIG_FILE}, so it cannot be said which "
+            f"run that was: restore {CONFIG_FILE}, or choose another run.directory (model.from={folder} "
+            "takes its parameters along)"
         )
     if resume is True and present:
         raise CheckpointError(

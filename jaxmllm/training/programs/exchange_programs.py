@@ -90,7 +90,8 @@ class ExchangePrograms:
         exchange, pool, language_pool = self.exchange, self.pool, self.language_pool
         send_forward, gather_forward, send_backward, gather_backward = self._abstract_tables()
         buffer, d_buffer = (self._abstract_buffer(slots) for slots in backend_of(self.route).buffer_slots(self.route))
-        d_pool, d_language = pool.tokens, language_pool.tokens
+        d_pool = pool.tokens
+        d_language = language_pool.tokens
         number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(exchange.mesh, P()))
         jobs = {
             ProgramName("zero", self.owner): zeros_job(pool),
