@@ -5,7 +5,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseFlops, PhaseItems
+from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
@@ -64,7 +65,7 @@ def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and
     """The third encoder's tokens are routed as those of the others. What the generator reads has no route yet."""
     samples = [made_up_batch(seed) for seed in range(4)]
     inputs = [
-        SizingInputs(phase, RANKS, 16, PER_TOKEN.get(name, 1), 320, PhaseFlops(1000, 3), PhaseConfig())
+        SizingInputs(phase, RANKS, 16, PER_TOKEN.get(name, 1), 320, ItemCost(1000, 3), PhaseConfig())
         for name, phase in PHASES.items()
     ]
     ranks = np.arange(RANKS, dtype=np.int32)[:, None]
