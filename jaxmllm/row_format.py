@@ -1,4 +1,5 @@
-"""What an encoder's rows look like: all that the host, which fills them, and the model, which reads them, agree on."""
+"""What an encoder's rows look like: all that the host, which fills them, and the model, which reads
+them, agree on."""
 
 from __future__ import annotations
 
@@ -13,12 +14,11 @@ class RowFormat:
     """The slots of one encoder phase.
 
     Attributes:
-      features: F, the numbers that a slot holds.
-      dtype: their type on the host.
-      slots_per_token: slots that become one language token.
-      stride: slots that become one token of the tower's attention.
-      alignment: slots that the tower or its projector takes as a whole; items and rows are multiples of it.
-      axes: P position axes that rows keep, of (time, height, width): those that the tower's rotary positions have.
+      features: F, the numbers that a slot holds. dtype: their type on the host. slots_per_token:
+      slots that become one language token. stride: slots that become one token of the tower's
+      attention. alignment: slots that the tower or its projector takes as a whole; items and rows
+      are multiples of it. axes: P position axes that rows keep, of (time, height, width): those
+      that the tower's rotary positions have.
     """
 
     features: int

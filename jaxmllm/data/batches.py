@@ -1,13 +1,14 @@
-"""The steps of a run: element k is this host's share of step k, a pure function of (config, seed, step, history).
+"""The steps of a run: element k is this host's share of step k, a pure function of (config, seed,
+step, history).
 
     sources --shuffle, repeat, mix--> order --batch--> examples of step k --gather--> lengths
         --plan_step--> plan (the same on every host) --fill--> HostStep (rows of the local ranks)
 
-Nothing is kept between steps, so the state of the data is the step number: a run resumes at any step, with any number
-of hosts, workers or devices. Where batch size or weights changed on the way, the history of the run says from which
-step on they count: the order continues where it stands, so that no example is skipped or comes twice. The order is
-grain's; `StepFiller` does the rest, in worker processes where there are any (workers/reader.py), which import neither
-grain nor jax for it.
+Nothing is kept between steps, so the state of the data is the step number: a run resumes at any
+step, with any number of hosts, workers or devices. Where batch size or weights changed on the way,
+the history of the run says from which step on they count: the order continues where it stands, so
+that no example is skipped or comes twice. The order is grain's; `StepFiller` does the rest, in
+worker processes where there are any (workers/reader.py), which import neither grain nor jax for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Member = tuple[str, float, Longs]  # name, weight, example numbers of one config
 
 @dataclass(frozen=True)
 class Segment:
-    """What the steps from `step` on are made of, until the next segment; weights in the order of data.sources."""
+    """What the steps from `step` on are made of, until the next segment; weights in the order of
+    data.sources."""
 
     step: int
     batch_size: int
@@ -37,10 +39,11 @@ class Segment:
 
 
 def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | None = None) -> grain.MapDataset[int]:
-    """Endless weighted mixture of the sources, each reshuffled every epoch: random access to example numbers.
+    """Endless weighted mixture of the sources, each reshuffled every epoch: random access to
+    example numbers.
 
-    `taken` examples of each source are passed over: those of earlier segments. Raises `DataError` when a source has no
-    examples.
+    `taken` examples of each source are passed over: those of earlier segments. Raises `DataError`
+    when a source has no examples.
     """
     sources = []
     for number, (name, _, examples) in enumerate(members):
@@ -54,7 +57,8 @@ def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | N
 def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
     """How many examples of each source the first `positions` positions of a mixture hold.
 
-    The mixture is periodic, so its last positions tell: the last example of each source says how many came before.
+    The mixture is periodic, so its last positions tell: the last example of each source says how
+    many came before.
     """
     sources = len(weights)
     # Numbers n * sources + s: the n-th example of source s.
@@ -79,8 +83,8 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 
 @dataclass(frozen=True)
 class Steps:
-    """This host's share of every step: `Elements` for a reader, and a sequence. Raises `IndexError` beyond the end, and
-    before step `start`, whose first example is number `first` of the order."""
+    """This host's share of every step: `Elements` for a reader, and a sequence. Raises `IndexError`
+    beyond the end, and before step `start`, whose first example is number `first` of the order."""
 
     order: grain.MapDataset[int]
     batch_size: int
@@ -108,10 +112,11 @@ def steps(filler: StepFiller, batch_size: int, seed: int) -> Steps:
 def continued_steps(
     filler: Callable[[int, Longs], HostStep], members: Sequence[Member], seed: int, history: Sequence[Segment]
 ) -> Steps:
-    """Endless training steps from the last segment's first one on; the segments before it say where the order stands.
+    """Endless training steps from the last segment's first one on; the segments before it say where
+    the order stands.
 
-    A new batch size continues in the same order. New weights begin a new mixture, in which every source continues
-    where it stands, in the middle of its epoch.
+    A new batch size continues in the same order. New weights begin a new mixture, in which every
+    source continues where it stands, in the middle of its epoch.
     """
     segment = history[0]
     weights = segment.weights
@@ -135,7 +140,8 @@ def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = No
 
 
 def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int, begin: int = 0) -> Longs:
-    """Example numbers [B] of any step, without planning or loading; the last batch of a finite order may be short.
+    """Example numbers [B] of any step, without planning or loading; the last batch of a finite
+    order may be short.
 
     Step 0 begins at number `begin` of the order. Raises `IndexError` outside the order.
     """

@@ -80,11 +80,13 @@ class Corpus:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The labels by which losses are reported: the records' own "source", else the configured name. Sorted."""
+        """The labels by which losses are reported: the records' own "source", else the configured
+        name. Sorted."""
         return self.names or tuple(sorted({label for index in self.indexes for label in index.labels}))
 
     def with_sources(self, names: tuple[str, ...]) -> Corpus:
-        """The corpus with its sources numbered as in `names`, so that two corpora can share their numbers."""
+        """The corpus with its sources numbered as in `names`, so that two corpora can share their
+        numbers."""
         return replace(self, names=names)
 
     def longest(self, phase: str) -> int:
@@ -159,8 +161,8 @@ class Corpus:
         return dict(Counter(rejected.reason for rejected in self.rejected).most_common())
 
     def check_rejected(self, max_rejected: float) -> None:
-        """Raise `DataError` when more than this share of all records was refused, or all of them, or a source has no
-        record at all."""
+        """Raise `DataError` when more than this share of all records was refused, or all of them,
+        or a source has no record at all."""
         for index in self.indexes:
             if not len(index) and not index.rejected:
                 raise DataError(f"source {index.name!r}: {shown(index.source.path)} holds no record; see data.sources")
@@ -178,16 +180,18 @@ class Corpus:
         )
 
     def refuse(self, limits: Mapping[str, int]) -> Corpus:
-        """The corpus without the examples that hold an item longer than `limits[phase]` slots, the largest row of
-        each phase; they are in `rejected` as longer_than_row. Examples are numbered anew."""
+        """The corpus without the examples that hold an item longer than `limits[phase]` slots, the
+        largest row of each phase; they are in `rejected` as longer_than_row. Examples are numbered
+        anew."""
         indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
         return Corpus(indexes, self.weights, self.tokenizer, self.modalities, self.names)
 
     def fingerprint(self) -> str:
         """Equal for two runs exactly if their examples are the same in number, order, shapes and tokens.
 
-        Slots of encoder items are left out: they depend on the mesh (parts of a row hold whole chunks of sound), which
-        a run may change. So are the weights of sources, and labels that other sets of examples brought along.
+        Slots of encoder items are left out: they depend on the mesh (parts of a row hold whole
+        chunks of sound), which a run may change. So are the weights of sources, and labels that
+        other sets of examples brought along.
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((list(self.modalities), self.tokenizer.fingerprint)).encode())
@@ -229,7 +233,8 @@ class Corpus:
 
 
 def _flat_shapes(shapes: Ints) -> Ints:
-    """Shapes [K, 3] end to end, without the first axis of each that is 1: images and sounds have two numbers.
+    """Shapes [K, 3] end to end, without the first axis of each that is 1: images and sounds have
+    two numbers.
 
     They had when fingerprints of runs were first written, and these must stay the same.
     """
@@ -248,7 +253,8 @@ _FINGERPRINTED = ("language_length", "targets", "item_phase", "item_tokens", "it
 
 
 def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
-    """(example, reason, message) of the examples with an item beyond the limits; the first such item speaks."""
+    """(example, reason, message) of the examples with an item beyond the limits; the first such
+    item speaks."""
     refused: dict[int, str] = {}
     for number, phase in enumerate(index.phases):
         if phase not in limits:

@@ -50,10 +50,12 @@ def build_index(
     cache: Path | None = None,
     progress: bool = True,
 ) -> LengthIndex:
-    """The index of a source, from its cache file in the folder `cache` (default: beside the source) or built now.
+    """The index of a source, from its cache file in the folder `cache` (default: beside the source)
+    or built now.
 
-    Whatever is wrong with a record becomes a `Rejected`. Ids need not be unique: an example is known by its place.
-    `progress` shows a bar when standard error is a terminal. Raises `DataError` when the source cannot be read.
+    Whatever is wrong with a record becomes a `Rejected`. Ids need not be unique: an example is
+    known by its place. `progress` shows a bar when standard error is a terminal. Raises `DataError`
+    when the source cannot be read.
     """
     source = open_source(config)
     try:

@@ -1,9 +1,11 @@
-"""The cache of length indexes: one .npz file per index, named by its source and every setting that lengths depend on.
+"""The cache of length indexes: one .npz file per index, named by its source and every setting that
+lengths depend on.
 
-A stored index counts when the records are the same and every media item still has the stamp that it had; else the
-index is built anew, and headers are read again only for media that changed. (One `stat` per media file: thousands of
-times cheaper than decoding, and it notices files that were missing and have arrived.) Media that were refused are
-measured again when a modality has learned new formats since.
+A stored index counts when the records are the same and every media item still has the stamp that it
+had; else the index is built anew, and headers are read again only for media that changed. (One
+`stat` per media file: thousands of times cheaper than decoding, and it notices files that were
+missing and have arrived.) Media that were refused are measured again when a modality has learned
+new formats since.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stored:
-    """An index from the cache, the stamp of the records it was built from, and the formats that were known then."""
+    """An index from the cache, the stamp of the records it was built from, and the formats that
+    were known then."""
 
     index: LengthIndex
     stamp: str
@@ -80,7 +83,8 @@ def known_formats(modalities: Mapping[str, Modality]) -> Formats:
 
 
 def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
-    """What the stored index knows of those media items that are as they were and would be measured the same today."""
+    """What the stored index knows of those media items that are as they were and would be measured
+    the same today."""
     index = stored.index
     media = index.media
     trusted = {phase: _trust(stored.formats.get(phase, ()), formats[phase]) for phase in index.phases}
@@ -163,8 +167,8 @@ def write_cache(file: Path, stored: Stored) -> None:
 
 
 def _sweep_drafts(file: Path) -> None:
-    """Remove what killed processes left of this cache file: drafts of processes of this host that are no more, and old
-    ones of any host."""
+    """Remove what killed processes left of this cache file: drafts of processes of this host that
+    are no more, and old ones of any host."""
     for folder in file.parent.glob(f"{glob.escape(file.name)}.*"):
         host, _, process = folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
         dead = host == socket.gethostname() and process.isdecimal() and not _is_alive(int(process))

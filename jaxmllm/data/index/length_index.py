@@ -1,4 +1,5 @@
-"""The length index of one source as a value: columns over its examples, their media items and the distinct media."""
+"""The length index of one source as a value: columns over its examples, their media items and the
+distinct media."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class MediaTable:
 
 @dataclass(frozen=True)
 class LengthIndex:
-    """N examples of one source and their K media items; example n has items item_start[n] .. item_start[n + 1]."""
+    """N examples of one source and their K media items; example n has items item_start[n] ..
+    item_start[n + 1]."""
 
     name: str  # configured
     source: Source
@@ -104,7 +106,8 @@ class LengthIndex:
         return tuple((time, height, width) for time, height, width in items.tolist())
 
     def without(self, refused: Sequence[tuple[int, str, str]]) -> LengthIndex:
-        """The index with some examples moved to `rejected`: (example, reason, message) of each, once per example."""
+        """The index with some examples moved to `rejected`: (example, reason, message) of each,
+        once per example."""
         if not refused:
             return self
         keep = np.ones(len(self), np.bool_)

@@ -1,9 +1,11 @@
-"""WAV, OGG and FLAC files as containers: whether all of a clip is there, and whether its header says how long it is.
+"""WAV, OGG and FLAC files as containers: whether all of a clip is there, and whether its header
+says how long it is.
 
-libsndfile decodes what it finds and is silent about the rest: it shortens a cut WAV or OGG, ends at the length that a
-header names, and leaves out a second clip that was joined to the first. So the bytes are checked before it sees them,
-with bounded reads where only the header is of interest (`check_wave`, `check_last_page`), else through the whole file
-(`check_pages`, `check_flac`), in little memory.
+libsndfile decodes what it finds and is silent about the rest: it shortens a cut WAV or OGG, ends at
+the length that a header names, and leaves out a second clip that was joined to the first. So the
+bytes are checked before it sees them, with bounded reads where only the header is of interest
+(`check_wave`, `check_last_page`), else through the whole file (`check_pages`, `check_flac`), in
+little memory.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ _CHUNKS = 1000  # read at most so many chunks before the samples, and after them
 
 
 def check_wave(file: Stream, media: MediaReference) -> None:
-    """Compare the data chunk with the file. A size that says "unknown" (STREAMED and more) is not compared: what
-    follows is the clip, whole or not.
+    """Compare the data chunk with the file. A size that says "unknown" (STREAMED and more) is not
+    compared: what follows is the clip, whole or not.
 
-    Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length (what follows the
-    chunk is no chunk, so it may be sound), joined_audio (another clip follows).
+    Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length
+    (what follows the chunk is no chunk, so it may be sound), joined_audio (another clip follows).
     """
     size = size_of(file)
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
@@ -128,18 +130,20 @@ class _Page:
 
     @property
     def intact(self) -> bool:
-        """Whether the checksum fits. It is a CRC-32 of the same polynomial as zlib's, but runs over the bits of each
-        byte from the other end, from zero and without the final complement."""
+        """Whether the checksum fits. It is a CRC-32 of the same polynomial as zlib's, but runs over
+        the bits of each byte from the other end, from zero and without the final complement."""
         bare = self.content[:22] + bytes(4) + self.content[26:]
         mirrored = zlib.crc32(bare.translate(_REVERSED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
         return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
 
 
 def check_last_page(file: Stream, media: MediaReference) -> None:
-    """Check that the file ends with a whole page of the streams that it begins with; reads only both ends.
+    """Check that the file ends with a whole page of the streams that it begins with; reads only
+    both ends.
 
-    That page need not be marked as the last one: programs that were stopped leave such files, data sets hold them, and
-    all that was written is there. (A file cut exactly between two pages looks the same.)
+    That page need not be marked as the last one: programs that were stopped leave such files, data
+    sets hold them, and all that was written is there. (A file cut exactly between two pages looks
+    the same.)
 
     Raises `MediaError`: truncated_audio, joined_audio.
     """
@@ -164,8 +168,8 @@ def check_last_page(file: Stream, media: MediaReference) -> None:
 def check_pages(file: Stream, media: MediaReference) -> None:
     """Check every page: its checksum, its number, and that the file ends with a whole one.
 
-    Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages, which libsndfile
-    leaves out without a word).
+    Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages,
+    which libsndfile leaves out without a word).
     """
     numbers: dict[int, int] = {}  # of the next page of each stream
     end = 0
@@ -268,7 +272,8 @@ def _flac_number(head: bytes) -> int | None:
     number = head[4] & (0x7F if size == 1 else 0x7F >> size)
     for byte in head[5 : 4 + size]:
         number = number << 6 | byte & 0x3F
-    # Some codes of the frame's size and rate say that the value follows the number, in 1 or 2 bytes.
+    # Some codes of the frame's size and rate say that the value follows the number, in 1 or 2
+    # bytes.
     size_bytes = {6: 1, 7: 2}.get(head[2] >> 4, 0)
     rate_bytes = {12: 1, 13: 2, 14: 2}.get(head[2] & 15, 0)
     end = 4 + size + size_bytes + rate_bytes
@@ -289,7 +294,8 @@ def _crc_8(data: bytes) -> int:
 
 
 def _overlapping(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
-    """(position, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all of them."""
+    """(position, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all
+    of them."""
     while data := read(file, position, _BLOCK):
         yield position, data
         if len(data) < _BLOCK:

@@ -5,9 +5,10 @@
 
 Patches are group-major: the merge x merge patches that become one language token are neighbours.
 
-Memory: reading a header takes a few megabytes and what metadata stand before the pixels, at most the file itself
-(MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP, whatever the mode and the depth: about
-1 and 1.8 GB for the largest image that is taken (MAX_SOURCE_PIXELS).
+Memory: reading a header takes a few megabytes and what metadata stand before the pixels, at most
+the file itself (MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP,
+whatever the mode and the depth: about 1 and 1.8 GB for the largest image that is taken
+(MAX_SOURCE_PIXELS).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _UPRIGHT = {
 
 @dataclass(frozen=True)
 class Images:
-    """The vision modality. A shape is (1, grid_h, grid_w) in patches, both multiples of `merge`; every slot is real.
+    """The vision modality. A shape is (1, grid_h, grid_w) in patches, both multiples of `merge`;
+    every slot is real.
 
     A slot holds one patch as uint8 [patch_size, patch_size, 3] flattened (row, column, channel).
     """
@@ -96,8 +98,8 @@ class Images:
         )
 
     def measure(self, media: MediaReference) -> Shape:
-        """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header, image_too_large,
-        extreme_aspect_ratio, unsupported_image."""
+        """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header,
+        image_too_large, extreme_aspect_ratio, unsupported_image."""
         with media.open() as file, closing(_open(file, media)) as image:
             return self._shape(image, media)
 
@@ -111,7 +113,8 @@ class Images:
         return math.prod(shape) // self.merge**2
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed, undecodable_image."""
+        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
+        undecodable_image."""
         with media.open() as file, closing(_open(file, media)) as image:
             if (shape_now := self._shape(image, media)) != shape:
                 raise MediaError(
@@ -146,9 +149,9 @@ class Images:
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patch grid of an image of `height` x `width` pixels.
 
-        The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is at most
-        max_pixels, and at least min_pixels unless rounding to cells would then exceed the former. All in integers, so
-        that every host finds the same grid.
+        The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is
+        at most max_pixels, and at least min_pixels unless rounding to cells would then exceed the
+        former. All in integers, so that every host finds the same grid.
         """
         cell = self.cell_size
         max_cells = self.max_pixels // cell**2
@@ -160,7 +163,8 @@ class Images:
         elif rows * columns * cell**2 < self.min_pixels:
             rows = 1 + math.isqrt((self.min_pixels * height - 1) // (width * cell**2))
             columns = 1 + math.isqrt((self.min_pixels * width - 1) // (height * cell**2))
-        # A side raised to one cell, or tight bounds, can still exceed the area: the longer side gives way.
+        # A side raised to one cell, or tight bounds, can still exceed the area: the longer side
+        # gives way.
         short = min(rows, columns, math.isqrt(max_cells))
         long = min(max(rows, columns), max_cells // short)
         rows, columns = (short, long) if height <= width else (long, short)
@@ -248,7 +252,8 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1-8, from what stands before the pixels: `image.getexif()` may decode a whole PNG.
 
-    That of a TIFF file is no EXIF; Pillow turns it upright itself, and its size is the upright one from the header on.
+    That of a TIFF file is no EXIF; Pillow turns it upright itself, and its size is the upright one
+    from the header on.
     """
     exif = Image.Exif()
     try:
@@ -271,7 +276,8 @@ def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB; transparency shows white. In bands, because a conversion on the way to RGB is a whole copy."""
+    """Any mode -> RGB; transparency shows white. In bands, because a conversion on the way to RGB
+    is a whole copy."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size)

@@ -1,7 +1,7 @@
 """What the data side must know of an encoder phase, in one record: adding a modality means adding one.
 
-A modality measures an item from its header, loads it into slots, and says where its tokens stand in a
-conversation. Slots are what rows are packed with: patches of an image, log-mel frames of a clip.
+A modality measures an item from its header, loads it into slots, and says where its tokens stand in
+a conversation. Slots are what rows are packed with: patches of an image, log-mel frames of a clip.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Shape = tuple[int, int, int]  # time, height, width, in what the modality counts
 
 
 class Modality(Protocol):
-    """One encoder phase as the data side sees it. Implementations are frozen records whose `repr` shows every
-    setting: length indexes are cached by it."""
+    """One encoder phase as the data side sees it. Implementations are frozen records whose `repr`
+    shows every setting: length indexes are cached by it."""
 
     @property
     def name(self) -> str:
@@ -33,8 +33,8 @@ class Modality(Protocol):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Names of the file formats that it reads. Where this grows, items that a cached index refused are measured
-        again."""
+        """Names of the file formats that it reads. Where this grows, items that a cached index
+        refused are measured again."""
         ...
 
     @property
@@ -71,6 +71,7 @@ class Modality(Protocol):
         ...
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
-        """Three-axis positions (time, height, width) of its language tokens when the item begins at position
-        `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]. The text after it continues at the maximum + 1."""
+        """Three-axis positions (time, height, width) of its language tokens when the item begins at
+        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]. The text after it continues at the
+        maximum + 1."""
         ...

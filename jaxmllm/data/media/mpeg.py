@@ -1,10 +1,12 @@
-"""MP3 streams from their frame headers (ISO/IEC 11172-3 section 2.4.2.3), without decoding and in little memory.
+"""MP3 streams from their frame headers (ISO/IEC 11172-3 section 2.4.2.3), without decoding and in
+little memory.
 
     ID3v2 tags | info frame: how many frames follow | frame | frame | ... | ID3v1, APE, lyrics, zeros
 
-An MP3 file has no length of its own. Where the first frame stores one (Xing, Info, VBRI), decoders believe it and leave
-out what lies beyond it; where none does, libsndfile guesses from the size and the first bit rate, wrong by factors.
-So frames are counted here, and a count that is not stored is put in front of the stream (`info_frame`).
+An MP3 file has no length of its own. Where the first frame stores one (Xing, Info, VBRI), decoders
+believe it and leave out what lies beyond it; where none does, libsndfile guesses from the size and
+the first bit rate, wrong by factors. So frames are counted here, and a count that is not stored is
+put in front of the stream (`info_frame`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class Frame:
 
 @dataclass(frozen=True)
 class MpegStream:
-    """Where the frames of a file begin, and what its info frame says, if `has_info`: `stored` frames follow, the stream
-    has `stored_bytes` (None: it does not say). Decoders read the count if it is `understood` (not that of VBRI)."""
+    """Where the frames of a file begin, and what its info frame says, if `has_info`: `stored`
+    frames follow, the stream has `stored_bytes` (None: it does not say). Decoders read the count if
+    it is `understood` (not that of VBRI)."""
 
     start: int
     first: Frame
@@ -57,7 +60,8 @@ class MpegStream:
 
 @dataclass(frozen=True)
 class Scan:
-    """The `frames` that hold sound (not the info frame), in the bytes from `begin` to `end` of the file."""
+    """The `frames` that hold sound (not the info frame), in the bytes from `begin` to `end` of the
+    file."""
 
     frames: int
     begin: int
@@ -65,8 +69,8 @@ class Scan:
 
 
 def open_stream(file: Stream, media: MediaReference) -> MpegStream:
-    """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the stored size shows it,
-    truncated_audio and joined_audio."""
+    """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the
+    stored size shows it, truncated_audio and joined_audio."""
     start = after_id3(file)
     head = read(file, start, _HEAD)
     first = _frame(head)
@@ -90,8 +94,9 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
 def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: int) -> Scan:
     """Walk over the frames, at most `max_frames` of them.
 
-    Raises `MediaError`: truncated_audio (the last frame is cut, or there are fewer than stored), joined_audio (another
-    stream follows), wrong_audio_length (more frames than stored), undecodable_audio (bytes between frames).
+    Raises `MediaError`: truncated_audio (the last frame is cut, or there are fewer than stored),
+    joined_audio (another stream follows), wrong_audio_length (more frames than stored),
+    undecodable_audio (bytes between frames).
     """
     size = size_of(file)
     begin = stream.start + (stream.first.size if stream.has_info else 0)
@@ -208,8 +213,8 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
 
 
 def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
-    """Raise `MediaError` unless what follows the last frame, from byte `position` on, are tags or zeros; where the
-    stream is known to be `complete`, anything but another stream may follow."""
+    """Raise `MediaError` unless what follows the last frame, from byte `position` on, are tags or
+    zeros; where the stream is known to be `complete`, anything but another stream may follow."""
     for _ in range(_TAGS):
         head = read(file, position, 32)
         if not head:

@@ -1,4 +1,5 @@
-"""Where the bytes of one media item are: a file, or a range of a file; a source may bring references of its own.
+"""Where the bytes of one media item are: a file, or a range of a file; a source may bring
+references of its own.
 
 source.media(address) --> reference --open()--> stream of bytes --> header, body
                               |
@@ -19,8 +20,9 @@ from jaxmllm.data.printable import shown
 
 
 class MediaError(ValueError):
-    """A media item that cannot be used. `reason` is a short stable word for counting; the message names the item and
-    is one line, whatever stands in its path or in the words of a library (see `shown`)."""
+    """A media item that cannot be used. `reason` is a short stable word for counting; the message
+    names the item and is one line, whatever stands in its path or in the words of a library (see
+    `shown`)."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(shown(message))
@@ -40,7 +42,8 @@ class Stream(Protocol):
 
 
 class MediaReference(Protocol):
-    """One media item of a source. `str` is the place that messages name; references travel to worker processes."""
+    """One media item of a source. `str` is the place that messages name; references travel to
+    worker processes."""
 
     @property
     def address(self) -> str:
@@ -68,7 +71,8 @@ class File:
 
 @dataclass(frozen=True)
 class FileRange:
-    """`size` bytes of a file from byte `start` on, such as a member of an archive; `name` is what messages call it."""
+    """`size` bytes of a file from byte `start` on, such as a member of an archive; `name` is what
+    messages call it."""
 
     path: Path
     start: int
@@ -122,13 +126,15 @@ class _RangeStream(io.RawIOBase):
 
 
 def open_file(path: Path) -> io.FileIO:
-    """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move its position.
+    """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move
+    its position.
 
-    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader waiting for ever or
-    fill its memory (a pipe, a socket, a device such as /dev/zero).
+    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader
+    waiting for ever or fill its memory (a pipe, a socket, a device such as /dev/zero).
     """
     try:
-        # Asked before opening, which may wake a device, and once more of what was opened: paths can change in between.
+        # Asked before opening, which may wake a device, and once more of what was opened: paths can
+        # change in between.
         if stat.S_ISREG(path.stat().st_mode):
             file = io.FileIO(path, "rb", opener=_open_without_waiting)
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -3,13 +3,15 @@
     file --header--> seconds --> frames                                       measured once, for the index
     file --decode--> mono --resample--> samples --STFT, mel, log--> [slots, mel_bins]
 
-The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-windowed power spectrum, log10,
-at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame i is about sample i * hop, so that
-clips shorter than one window have frames too, and their number follows from the header alone.
+The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-windowed power
+spectrum, log10, at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame
+i is about sample i * hop, so that clips shorter than one window have frames too, and their number
+follows from the header alone.
 
-Nothing of a clip is left out or made up: a file whose body does not have the length that was measured, or that
-continues where decoders end, is refused (containers.py, mpeg.py). Samples are decoded, averaged and resampled in
-blocks, so that memory grows with seconds and not with the rate or the channels of the file.
+Nothing of a clip is left out or made up: a file whose body does not have the length that was
+measured, or that continues where decoders end, is refused (containers.py, mpeg.py). Samples are
+decoded, averaged and resampled in blocks, so that memory grows with seconds and not with the rate
+or the channels of the file.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from jaxmllm.row_format import RowFormat
 # Hz; no sound card is outside, a damaged header easily is.
 MIN_RATE = 1_000
 MAX_RATE = 1_000_000
-# Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels beyond, which is kept as
-# it is; integers written as floats go thousands beyond, and have to be divided by whoever knows their width.
+# Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels
+# beyond, which is kept as it is; integers written as floats go thousands beyond, and have to be
+# divided by whoever knows their width.
 MAX_PEAK = 100.0
 _BLOCK = 1 << 18  # samples decoded at once, over all channels
 _FRAMES = 4096  # frames transformed at once
@@ -46,7 +49,8 @@ _FRAMES = 4096  # frames transformed at once
 class Sounds:
     """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
 
-    A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are zero and not real.
+    A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are
+    zero and not real.
     """
 
     sample_rate: int
@@ -77,9 +81,9 @@ class Sounds:
         )
 
     def measure(self, media: MediaReference) -> Shape:
-        """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header, unsupported_sample_rate,
-        empty_audio, audio_too_long, and where it shows at the ends of the file, truncated_audio, joined_audio,
-        wrong_audio_length."""
+        """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header,
+        unsupported_sample_rate, empty_audio, audio_too_long, and where it shows at the ends of the
+        file, truncated_audio, joined_audio, wrong_audio_length."""
         with media.open() as file:
             return self._shape(self._header(file, media), media)
 
@@ -93,8 +97,9 @@ class Sounds:
         return ceil_divide(ceil_divide(shape[0], AudioConfig.stem_stride), self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`, shape_changed,
-        undecodable_audio (also samples that are not finite), samples_out_of_range (beyond MAX_PEAK)."""
+        """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`,
+        shape_changed, undecodable_audio (also samples that are not finite), samples_out_of_range
+        (beyond MAX_PEAK)."""
         with media.open() as file:
             header = self._header(file, media)
             if (shape_now := self._shape(header, media)) != shape:
@@ -184,9 +189,10 @@ class Sounds:
 def log_mel(
     samples: NDArray[np.float32], sample_rate: int, window: int, hop: int, mel_bins: int
 ) -> NDArray[np.float32]:
-    """Mono samples [n], n >= 1 -> [ceil(n / hop), mel_bins]. Frame i is centred on sample i * hop; the ends are
-    mirrored. Finite wherever the samples are."""
-    # Loud samples are brought within [-1, 1] first: their squares could overflow. Logarithms bring the factor back.
+    """Mono samples [n], n >= 1 -> [ceil(n / hop), mel_bins]. Frame i is centred on sample i * hop;
+    the ends are mirrored. Finite wherever the samples are."""
+    # Loud samples are brought within [-1, 1] first: their squares could overflow. Logarithms bring
+    # the factor back.
     peak = max(1.0, float(np.abs(samples).max()))
     padded = np.pad(samples / np.float32(peak), (window // 2, window), mode="reflect")
     pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: ceil_divide(len(samples), hop)]
@@ -203,7 +209,8 @@ def log_mel(
 
 @functools.lru_cache(maxsize=8)
 def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.float32]:
-    """Triangles of equal area on Slaney's mel scale, from 0 to sample_rate / 2: [window // 2 + 1, mel_bins]."""
+    """Triangles of equal area on Slaney's mel scale, from 0 to sample_rate / 2: [window // 2 + 1,
+    mel_bins]."""
     edges = _mel_to_hertz(np.linspace(0, _hertz_to_mel(sample_rate / 2), mel_bins + 2))
     bins = np.fft.rfftfreq(window, 1 / sample_rate)[:, None]
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
@@ -236,7 +243,8 @@ class _Header:
 def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
     """Let libsndfile open a stream."""
     file.seek(0)  # libsndfile begins where the stream stands
-    # It reads a file itself, by the descriptor, and anything else through calls of Python, which is slower.
+    # It reads a file itself, by the descriptor, and anything else through calls of Python, which is
+    # slower.
     source = file.fileno() if isinstance(file, FileIO) else file
     try:
         return soundfile.SoundFile(source, closefd=False)
@@ -276,7 +284,8 @@ def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReferen
 
 
 def _check_range(block: NDArray[np.float32], media: MediaReference) -> None:
-    # Before channels are averaged: opposite values would cancel. (np.maximum keeps NaN, Python's max may not.)
+    # Before channels are averaged: opposite values would cancel. (np.maximum keeps NaN, Python's
+    # max may not.)
     peak = float(np.maximum(block.max(initial=0), -block.min(initial=0)))
     if not np.isfinite(peak):
         raise MediaError("undecodable_audio", f"{media} holds samples that are not finite; write the clip again")

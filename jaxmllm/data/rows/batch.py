@@ -1,4 +1,5 @@
-"""The examples of a batch as rows are filled from them: rendered on demand, and compared with what was planned."""
+"""The examples of a batch as rows are filled from them: rendered on demand, and compared with what
+was planned."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Batch:
 
 
 def slots_of(phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], length: int) -> tuple[int, slice]:
-    """Where an item goes: the local number of its rank, and its slots in that row. Raises `MisalignmentError`."""
+    """Where an item goes: the local number of its rank, and its slots in that row. Raises
+    `MisalignmentError`."""
     start = int(plan.offset[item])
     capacity = int(plan.capacity[plan.microbatch[item]])
     if start + length > capacity:  # a slice would be cut silently

@@ -1,10 +1,11 @@
 """Rows of the encoder phases: media are loaded into the slots that the plan gives them.
 
 A row holds, with r local ranks, C slots, F features and P positions of a slot:
-    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item), positions int32 [r, C, P],
-    valid bool [r, C / slots_per_token] (language token really computed), failed int32 [r] (items that did not load),
-    places int32 [r, C / slots_per_token] (where its tokens are), tiles, and for towers that attend in windows
-    windows int32 [r, C] and window_tiles (see masks.py).
+    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item),
+    positions int32 [r, C, P], valid bool [r, C / slots_per_token] (language token really computed),
+    failed int32 [r] (items that did not load), places int32 [r, C / slots_per_token] (where its
+    tokens are), tiles, and for towers that attend in windows windows int32 [r, C] and window_tiles
+    (see masks.py).
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ class _Filling:
     rows: Sequence[Row]
 
     def load(self, item: int, span: MediaSpan) -> str | None:
-        """Fill the slots of one item; the message where it does not load, which leaves zeros that are not valid.
+        """Fill the slots of one item; the message where it does not load, which leaves zeros that
+        are not valid.
 
-        Items own disjoint slots, so threads may write into one row; `failed`, which they share, is counted later.
+        Items own disjoint slots, so threads may write into one row; `failed`, which they share, is
+        counted later.
         """
         modality = self.modality
         row = self.rows[self.plan.microbatch[item]]

@@ -5,7 +5,8 @@
         v  only what is placed on local ranks
     load media, render text  -->  rows[phase][microbatch] of arrays [r, C, ...],  route tables [x, ...]
 
-Letters: r local ranks, x local exchange ranks, C row capacity. encoder_rows.py and language_rows.py say what rows hold.
+Letters: r local ranks, x local exchange ranks, C row capacity. encoder_rows.py and language_rows.py
+say what rows hold.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class LocalRanks:
 class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
-    `capacities`, `pools` and `pool_offsets` have one entry per microbatch, as in `PhasePlan`, and `rows` one dict per
-    microbatch, long ones whole on every host; `media_ranks` is where the media of a long language row arrive, and -1
-    for the others. The tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
-    item that did not decode on this host.
+    `capacities`, `pools` and `pool_offsets` have one entry per microbatch, as in `PhasePlan`, and
+    `rows` one dict per microbatch, long ones whole on every host; `media_ranks` is where the media
+    of a long language row arrive, and -1 for the others. The tables of `rounds` are those of the
+    local exchange ranks. `failures` has one message for each item that did not decode on this host.
     """
 
     step: int
@@ -109,9 +110,10 @@ def fill(
 ) -> HostStep:
     """Load and lay out what `plan` places on the local ranks.
 
-    `examples` [B] are the numbers that `items` tell of; `modalities` is keyed by phase. A media item that does not load
-    leaves zeros that are not valid and is counted; it changes no shape and no placement. Raises `MisalignmentError`
-    when the data is not what the plan was made from, and `CancelledError` soon after `cancelled` returns True.
+    `examples` [B] are the numbers that `items` tell of; `modalities` is keyed by phase. A media
+    item that does not load leaves zeros that are not valid and is counted; it changes no shape and
+    no placement. Raises `MisalignmentError` when the data is not what the plan was made from, and
+    `CancelledError` soon after `cancelled` returns True.
     """
     batch = Batch(examples, items, functools.cache(corpus.example), modalities, cancelled)
     rows: dict[str, list[Row]] = {}
@@ -148,7 +150,8 @@ def fill(
 
 @dataclass(frozen=True)
 class StepFiller:
-    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill the local rows."""
+    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill
+    the local rows."""
 
     corpus: StepCorpus
     spec: PlanSpec

@@ -1,10 +1,11 @@
 """Rows of the language phase: tokens of examples, and where the media tokens that they read will arrive.
 
 A row holds, with r local ranks, C slots and S segments:
-    tokens, targets int32 [r, C] (target -1: none), segments int32 [r, C], positions int32 [r, C, 3],
-    media int32 [r, C] (slot of the language pool where this token's embedding arrives; -1: text),
-    sources int32 [r, S] (source of segment s at s - 1; -1: none), groups int32 [r, C] (media seen in both directions),
-    order int32 [r, C] (slot before the row was dealt to parts), tiles (see masks.py).
+    tokens, targets int32 [r, C] (target -1: none), segments int32 [r, C], positions int32 [r, C,
+    3], media int32 [r, C] (slot of the language pool where this token's embedding arrives; -1:
+    text), sources int32 [r, S] (source of segment s at s - 1; -1: none), groups int32 [r, C] (media
+    seen in both directions), order int32 [r, C] (slot before the row was dealt to parts), tiles
+    (see masks.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def language_rows(
     spec: PhaseSpec,
     source_of: Callable[[int], int],
 ) -> list[Row]:
-    """Rows of every microbatch; a long one, which all ranks share, is whole. Raises `MisalignmentError`."""
+    """Rows of every microbatch; a long one, which all ranks share, is whole. Raises
+    `MisalignmentError`."""
     phase = plan.phases[LANGUAGE]
     items = batch.items.phases[LANGUAGE]
     is_shared = phase.capacity > spec.capacities[0]  # one long row for all ranks

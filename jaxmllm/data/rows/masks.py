@@ -1,9 +1,11 @@
-"""What attention needs of a filled row, and its slots dealt to parts where context parallelism splits rows.
+"""What attention needs of a filled row, and its slots dealt to parts where context parallelism
+splits rows.
 
     segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block goes to
     row --dealt--> the same row, its slots in the order of the parts, with tile lists for each part
 
-With one part nothing moves. Letters: r ranks, C slots of a row, A attention tokens of it, N blocks, X parts.
+With one part nothing moves. Letters: r ranks, C slots of a row, A attention tokens of it, N blocks,
+X parts.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class AttentionSpec:
 
 
 def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat) -> None:
-    """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to a row of both
-    directions, and deal its slots to the parts. A block of attention tokens holds whole language tokens."""
+    """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to
+    a row of both directions, and deal its slots to the parts. A block of attention tokens holds
+    whole language tokens."""
     block, parts = attention.of(phase)
     stride = row_format.stride
     segments = row["segments"][:, ::stride]
@@ -81,7 +84,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) 
 
 
 def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
-    """Number of each slot's window in its row, from 1, as runs of a segment count on; 0 at padding: [r, C].
+    """Number of each slot's window in its row, from 1, as runs of a segment count on; 0 at padding:
+    [r, C].
 
     Args:
       segments: [r, C] item of each slot.

@@ -1,1 +1,2 @@
-"""Where records and their media come from: the protocol, one file per format, and the table of formats."""
+"""Where records and their media come from: the protocol, one file per format, and the table of
+formats."""

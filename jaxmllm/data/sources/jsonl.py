@@ -21,7 +21,8 @@ MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A JSONL file, whose media paths are relative to `root`. Both paths are absolute and without symlinks."""
+    """A JSONL file, whose media paths are relative to `root`. Both paths are absolute and without
+    symlinks."""
 
     path: Path
     root: Path

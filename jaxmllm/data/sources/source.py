@@ -1,4 +1,5 @@
-"""What the data side must know of a source: adding a format means adding one implementation and a line in formats.py.
+"""What the data side must know of a source: adding a format means adding one implementation and a
+line in formats.py.
 
 records()  --each record once, in order--> length index        (which keeps line and offset of each)
 record(offset)  --> the same record again, by random access, in any process
@@ -31,8 +32,8 @@ class RawRecord(NamedTuple):
 
 
 class Source(Protocol):
-    """Records and their media. Implementations are frozen records whose `repr` shows every setting (length indexes are
-    cached by it), and which travel to worker processes."""
+    """Records and their media. Implementations are frozen records whose `repr` shows every setting
+    (length indexes are cached by it), and which travel to worker processes."""
 
     @property
     def path(self) -> Path:
@@ -60,8 +61,8 @@ class Source(Protocol):
         ...
 
     def resolve(self, name: str) -> MediaReference:
-        """The media item that a record names. Raises `ConversationError` where no record may name it so; whether it is
-        there shows when it is opened."""
+        """The media item that a record names. Raises `ConversationError` where no record may name
+        it so; whether it is there shows when it is opened."""
         ...
 
     def media(self, address: str) -> MediaReference:
@@ -69,6 +70,6 @@ class Source(Protocol):
         ...
 
     def media_stamp(self, address: str) -> tuple[int, int]:
-        """Size in bytes and modification time in ns of a media item: equal as long as its content is. `MISSING` where
-        there is none."""
+        """Size in bytes and modification time in ns of a media item: equal as long as its content
+        is. `MISSING` where there is none."""
         ...

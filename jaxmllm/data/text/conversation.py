@@ -2,7 +2,8 @@
 
 Two forms are read. *Content parts* name the media where they stand; their text is literal:
 
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text",
+    "text": "What?"}]},
                   {"role": "assistant", "content": "A cat."}]}
 
 *Placeholders* stand in string contents and consume the record's lists in order:
@@ -13,13 +14,14 @@ Two forms are read. *Content parts* name the media where they stand; their text 
 *Documents* have no turns and no roles: "text" (or "content") in the place of "messages", a string with or without
 placeholders, or content parts. Interleaved pages are documents with images:
 
-    {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."}
-    {"content": [{"type": "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
+    {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."} {"content": [{"type":
+    "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
 
-What is learned is up to the source: `targets: assistant` (the default) learns what the assistant says, so there must
-be such a turn; `targets: all` learns the text of every turn and of documents. Optional keys: "id" (default
-`<source>:<line>`; need not be unique) and "source" (a label for metrics). Other keys, and those that are null, mean
-nothing; where there are "messages", "text" and "content" are such.
+What is learned is up to the source: `targets: assistant` (the default) learns what the assistant
+says, so there must be such a turn; `targets: all` learns the text of every turn and of documents.
+Optional keys: "id" (default `<source>:<line>`; need not be unique) and "source" (a label for
+metrics). Other keys, and those that are null, mean nothing; where there are "messages", "text" and
+"content" are such.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 
 
 class ConversationError(ValueError):
-    """A record that is no conversation. `reason` is a short stable word for counting; the message is one line."""
+    """A record that is no conversation. `reason` is a short stable word for counting; the message
+    is one line."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(shown(message))
@@ -68,7 +71,8 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and media between them."""
+    """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and
+    media between them."""
 
     role: str
     parts: tuple[TextPart | MediaPart, ...]
@@ -100,8 +104,9 @@ def parse_conversation(
 ) -> Conversation:
     """Read a decoded record; `targets` is what shall be learned of it.
 
-    Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role, unknown_part,
-    placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, and what `resolve` raises.
+    Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role,
+    unknown_part, placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, and what
+    `resolve` raises.
     """
     if not isinstance(record, dict):
         raise ConversationError("wrong_type", f"a record must be a JSON object, not {_kind(record)}")

@@ -3,8 +3,8 @@
     <header: user> What is this? <begin> pad pad pad <end> <turn end> <header: assistant> A cat. <turn end>
     targets:                                                                           A cat. <turn end>  -
 
-A document has neither header nor separator, only its content and <turn end>. With targets `all`, the texts and ends
-of all turns are learned.
+A document has neither header nor separator, only its content and <turn end>. With targets `all`,
+the texts and ends of all turns are learned.
 
 A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE (arXiv
 2409.12191): text advances time, height and width together, media spread over the axes, and the text after them
@@ -49,10 +49,11 @@ class Rendered:
 def render(
     conversation: Conversation, tokenizer: Tokenizer, modalities: Mapping[str, Modality], shapes: Sequence[Shape]
 ) -> Rendered:
-    """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by phase name.
+    """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by
+    phase name.
 
-    Raises `ConversationError("no_encoder")` for a media part that no modality takes, or of what the tokenizer raises,
-    and ValueError when the number of shapes is not that of the media.
+    Raises `ConversationError("no_encoder")` for a media part that no modality takes, or of what the
+    tokenizer raises, and ValueError when the number of shapes is not that of the media.
     """
     media = conversation.media
     if len(shapes) != len(media):

@@ -43,8 +43,8 @@ class ChatLayout:
 
 
 class Tokenizer(Protocol):
-    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says: what merely spells a control
-    token is put together from other tokens."""
+    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says: what merely
+    spells a control token is put together from other tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -65,8 +65,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes 0-255, then special ids; needs no file. The vocabulary is rounded up to a multiple of 16,
-    so that it divides over tensor-parallel ranks."""
+    """UTF-8 bytes 0-255, then special ids; needs no file. The vocabulary is rounded up to a
+    multiple of 16, so that it divides over tensor-parallel ranks."""
 
     vocab_size = 272
     fingerprint = "bytes-1"
@@ -87,10 +87,11 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class ChatNames:
-    """Names of the special tokens in a tokenizer file. A turn reads `turn_begin header content turn_end separator`.
+    """Names of the special tokens in a tokenizer file. A turn reads `turn_begin header content
+    turn_end separator`.
 
-    For each media part, the first (begin, pad, end) whose tokens all exist is taken; where none does, media have no
-    frame.
+    For each media part, the first (begin, pad, end) whose tokens all exist is taken; where none
+    does, media have no frame.
     """
 
     turn_begin: str = "<|im_start|>"
@@ -112,8 +113,9 @@ class ChatNames:
 class FileTokenizer:
     """A JSON file of the `tokenizers` library with ChatML-like special tokens.
 
-    Its control tokens are those of the layout and all added tokens marked special, but for the one that stands for
-    unknown text. Raises `TokenizerError` if the file is unreadable or lacks the tokens that frame a turn.
+    Its control tokens are those of the layout and all added tokens marked special, but for the one
+    that stands for unknown text. Raises `TokenizerError` if the file is unreadable or lacks the
+    tokens that frame a turn.
     """
 
     def __init__(self, path: str | Path, names: ChatNames | None = None):
@@ -130,12 +132,14 @@ class FileTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)
-        # Files from whose encoding no control token could come out keep the fingerprint that they had before.
+        # Files from whose encoding no control token could come out keep the fingerprint that they
+        # had before.
         spelled = "spelled" if self._may_slip_out() else ""
         self.fingerprint = hashlib.blake2b((self._json + repr(names) + spelled).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises `ConversationError("control_token")` if the file has no other way to write it."""
+        """The ids of a text. Raises `ConversationError("control_token")` if the file has no other
+        way to write it."""
         ids = self._plain(text)
         if self._control.isdisjoint(ids):
             return ids
@@ -190,16 +194,16 @@ class FileTokenizer:
         return frozenset(frame | {i for i, token in added.items() if token.special and i != unknown})
 
     def _may_slip_out(self) -> bool:
-        """Whether the library itself may yield a control token: one that is not marked special, or is a word of the
-        model's own vocabulary."""
+        """Whether the library itself may yield a control token: one that is not marked special, or
+        is a word of the model's own vocabulary."""
         added = self._tokenizer.get_added_tokens_decoder()
         words = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
         return any(i in words or i not in added or not added[i].special for i in self._control)
 
 
 def _literal_tokenizer(text: str) -> tokenizers.Tokenizer:
-    """A tokenizer that does not take what spells a special token for one. (The library forgets this setting when it is
-    pickled.)"""
+    """A tokenizer that does not take what spells a special token for one. (The library forgets this
+    setting when it is pickled.)"""
     tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()
@@ -208,8 +212,8 @@ def _literal_tokenizer(text: str) -> tokenizers.Tokenizer:
 
 
 def _speller(text: str, control: frozenset[int]) -> tokenizers.Tokenizer:
-    """The tokenizer of a file with the control tokens renamed to what no text says, so that text which spells one is
-    put together from other tokens. All ids stay."""
+    """The tokenizer of a file with the control tokens renamed to what no text says, so that text
+    which spells one is put together from other tokens. All ids stay."""
     file = json.loads(text)
     nonce = secrets.token_hex(16)  # a name that was known could be written in a text
 

@@ -1,11 +1,13 @@
-"""Values in anonymous shared memory: arrays reach another process without a copy, and nothing can be left behind.
+"""Values in anonymous shared memory: arrays reach another process without a copy, and nothing can
+be left behind.
 
     value --pickle--> rest, arrays --share--> one block of memory
                                                   | its descriptor, over a socket
     value, whose arrays are views  <--attach--  the same block
 
-A block has no name: it is gone when the last process that holds it is, whatever ended them, and no limit on /dev/shm
-counts it. Pickle is safe here because both ends are processes of one run; files never hold any.
+A block has no name: it is gone when the last process that holds it is, whatever ended them, and no
+limit on /dev/shm counts it. Pickle is safe here because both ends are processes of one run; files
+never hold any.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ WORD = array.array("q").itemsize
 
 
 def share(value: Any) -> int:
-    """Descriptor of a new block that holds `value`; close it once it is sent. Raises `OSError` without memory."""
+    """Descriptor of a new block that holds `value`; close it once it is sent. Raises `OSError`
+    without memory."""
     buffers: list[pickle.PickleBuffer] = []
     rest = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(rest), *(buffer.raw() for buffer in buffers)]

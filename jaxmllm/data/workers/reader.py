@@ -1,11 +1,12 @@
-"""Elements of some sources in order, loaded ahead by worker processes, or by a thread where there are none.
+"""Elements of some sources in order, loaded ahead by worker processes, or by a thread where there
+are none.
 
     Reader: step k, k + 1, .. k + window --tasks--> queue --> thread --request--> its worker process
                       elements in order  <--futures--            <--element in shared memory--
 
-An element is a pure function of its number, so it does not matter who loads it, and a worker that died is replaced:
-what it had begun is loaded again. Waiting has no limit, but is told of; everything else that can go wrong is raised
-where the element was due, after all elements before it.
+An element is a pure function of its number, so it does not matter who loads it, and a worker that
+died is replaced: what it had begun is loaded again. Waiting has no limit, but is told of;
+everything else that can go wrong is raised where the element was due, after all elements before it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class LoadError(RuntimeError):
-    """An element cannot be loaded though its data may be sound: workers died of it, memory or a file failed."""
+    """An element cannot be loaded though its data may be sound: workers died of it, memory or a
+    file failed."""
 
 
 class Interrupted(Exception):
@@ -50,8 +52,9 @@ class Interrupted(Exception):
 class Elements(Protocol[T_co]):
     """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers.
 
-    Where there are none, it gets a third argument: a function that returns True once the element is not wanted any
-    more. It should then raise `CancelledError`, since a thread cannot be ended from outside.
+    Where there are none, it gets a third argument: a function that returns True once the element is
+    not wanted any more. It should then raise `CancelledError`, since a thread cannot be ended from
+    outside.
     """
 
     @property
@@ -74,10 +77,10 @@ class _Task(Generic[T]):
 class Loader(Generic[T]):
     """Worker processes (`workers` of them; 0: a thread) that load elements of several sources.
 
-    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. In the thread that reads, `say` is
-    called with one line when a worker died or an element takes long, and `Interrupted` is raised when `interrupted`
-    returns True while an element is waited for. A context manager; `close` takes a few seconds at most, whatever the
-    workers do.
+    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. In the thread that
+    reads, `say` is called with one line when a worker died or an element takes long, and
+    `Interrupted` is raised when `interrupted` returns True while an element is waited for. A
+    context manager; `close` takes a few seconds at most, whatever the workers do.
     """
 
     def __init__(
@@ -234,7 +237,8 @@ class Reader(Iterator[T]):
         self._load_ahead()
 
     def __next__(self) -> T:
-        """The next element. Raises what loading it raised, such as `DataError`, `LoadError` and `Interrupted`."""
+        """The next element. Raises what loading it raised, such as `DataError`, `LoadError` and
+        `Interrupted`."""
         if not self._ahead:
             raise StopIteration
         element = self._loader.result(self._ahead[0])

@@ -4,8 +4,9 @@
     call(f, arguments) ----request----> functions[f](*arguments)
     its result, or error  <---reply----
 
-Requests and replies are blocks of shared memory (memory.py) sent through one socket. A worker keeps nothing between
-them, so it may be killed at any time. It does not import the main module of the process that started it.
+Requests and replies are blocks of shared memory (memory.py) sent through one socket. A worker keeps
+nothing between them, so it may be killed at any time. It does not import the main module of the
+process that started it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 
 from jaxmllm.data.workers.memory import attach, receive, send, share
 
-# What terminals and schedulers send to all processes at once means the run; workers end when it does.
+# What terminals and schedulers send to all processes at once means the run; workers end when it
+# does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Workers are many, and decode with threads of their own.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
@@ -72,7 +74,8 @@ class Worker:
         self._process.kill()
 
     def wait(self, seconds: float) -> None:
-        """Collect the process after `kill`; one that waits for a disk outlives that, and is left alone."""
+        """Collect the process after `kill`; one that waits for a disk outlives that, and is left
+        alone."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._connection.close()
@@ -95,7 +98,8 @@ def block_signals() -> None:
 
 
 def serve(descriptor: int) -> None:
-    """What a worker does until the socket closes, which the end of the other process does, however it came."""
+    """What a worker does until the socket closes, which the end of the other process does, however
+    it came."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
