@@ -1,5 +1,4 @@
-"""Which slot holds what from when to when: allocation like registers, and residuals that are worth
-a slot.
+"""Which slot holds what from when to when, like registers, and which residuals are worth one.
 
 A slot is taken from the moment that something is written to it until the last read; whatever needs
 a slot gets the lowest that is free.

@@ -1,7 +1,7 @@
 """The schedule tables of a step as a file, which names its components and columns itself.
 
-rows [T, S, columns], wire_active [T, wires]    int32, the runs of a step one after another
-description                                     JSON: format, components, columns, wires, ticks of each run
+rows [T, S, columns], wire_active [T, wires]   int32, the runs of a step one after another
+description                                    JSON: format, components, names, ticks per run
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The rows of one run of the executor: which items lie in which row, and which microbatch reads
-which encoder rows.
+"""The rows of one run of the executor: which items lie in which row, and who reads which rows.
 
-examples --plan_microbatches--> microbatches --pack_rows--> encoder rows --> inputs of every
-microbatch, arrivals
+examples --plan_microbatches--> microbatches --pack_rows--> encoder rows
+encoder rows --> inputs: the rows that every microbatch reads; arrivals: where tokens lie there
 """
 
 from __future__ import annotations

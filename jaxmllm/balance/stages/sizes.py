@@ -248,7 +248,7 @@ def _backward_slots(
         slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
     if config.split_backward:
         slots[Pool.PENDING, number] = CHOICE.pending
-    if config.kept_residuals:
+    if config.kept_residuals and not chain.head_only:  # there the features wait, and no residuals
         slots[Pool.RESIDUAL, number] = config.kept_residuals
     return slots
 

@@ -2,14 +2,13 @@
 
     every tick, every stage rank        row of the table, an argument
       1  slots -> scratch                 load         buffers.py
-      2  one operation                    scratch -> scratch, gradients, loss      program.py
+      2  one operation                    scratch -> scratch, sums   program.py
       3  scratch -> slots                 store        buffers.py
       4  ring ppermutes                   slot -> slot of the next or previous rank
 
 Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing.
-shard_map is manual
-over `stage` alone, or over replicas too: other axes stay automatic inside the operations. Traps
-that shape the code:
+shard_map is manual over `stage` alone, or over replicas too: other axes stay automatic inside the
+operations. Traps that shape the code:
 
 * Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for
   the operation to end, and gradients of parameters that all ranks share are summed after the loop.

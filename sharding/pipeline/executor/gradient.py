@@ -1,10 +1,9 @@
-"""Backward passes in two halves: what a forward must leave, and input and weight gradients as two
-operations.
+"""Backward passes in two halves: input and weight gradients as operations of their own.
 
-forward            x -> y, residuals        only what depends on x: the rest is computed again from the parameters
-backward           residuals, dy -> dw, dx
-input_gradient     residuals, dy -> dx, pending        equations of the backward that dx needs
-weight_gradient    pending -> dw                       the others
+forward            x -> y, residuals            residuals: what depends on x, nothing else
+backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
+input_gradient     residuals, dy -> dx, pending equations of the backward that dx needs
+weight_gradient    pending -> dw                the others
 """
 
 from __future__ import annotations

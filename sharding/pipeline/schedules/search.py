@@ -1,5 +1,4 @@
-"""Schedules found by search: the greedy scheduler run again and again, each time with other
-weights.
+"""Schedules found by search: the greedy scheduler run again and again with other weights.
 
 The objective is what the executor pays, the lockstep cost. A rollout is one run of the greedy
 scheduler, given up as soon as it cannot beat the best. Tunable ("genes", small integers) are the

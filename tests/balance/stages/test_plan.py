@@ -15,7 +15,7 @@ from jaxmllm.balance.stages.run_rows import pack_run
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
 from jaxmllm.phases import make_phases
-from sharding.pipeline.graph import Kind
+from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from tests.sharding.pipeline.schedules.toy import TOY
 
@@ -55,7 +55,7 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
     )
 
 
-def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **config):
+def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config):
     needs = [
         SizingInputs(
             phase,
@@ -63,13 +63,13 @@ def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), **con
             alignment=16,
             slots_per_token=PER_TOKEN if name == "vision" else 1,
             longest=LONGEST[name],
-            flops=phase_flops(MODEL, name, TRAINED),
+            flops=phase_flops(MODEL, name, trained),
             config=PhaseConfig(),
         )
         for name, phase in make_phases(MODEL).items()
     ]
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
-    return choose_pipeline(samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, TRAINED, examples, largest)
+    return choose_pipeline(samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, trained, examples, largest)
 
 
 CASES = {
@@ -180,3 +180,12 @@ def test_another_schedule_is_chosen_for_and_planned(monkeypatch):
     made = sizes(layout="chain", schedule="toy")
     plan = plan_pipeline(random_batch(1), made.spec, made.training)
     assert plan.statistics["pipeline/fallbacks"] == 0 and len(plan.runs) == 1
+
+
+def test_what_is_trained_after_its_layers_alone_keeps_no_residuals():
+    """The executor has no place for them; the features wait instead."""
+    made = sizes(layout="chain", kept_residuals=2, trained=dict.fromkeys(("projector.vision", "language"), 1))
+    ring, slots = made.training.tables.ring, made.training.tables.slots
+    assert [chain.head_only for chain in ring.chains] == [True, False]
+    assert (Pool.RESIDUAL, 0) not in slots and slots[Pool.RESIDUAL, 1] == 2
+    assert plan_pipeline(random_batch(1), made.spec, made.training).runs
