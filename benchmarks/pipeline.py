@@ -60,9 +60,8 @@ from sharding.pipeline.graph import Graph, Pool, Slots, Workload
 from sharding.pipeline.layer_costs import Layer, LayerCost, chain_work, layer_costs
 from sharding.pipeline.ring import Ring
 from sharding.pipeline.schedules.bounds import lower_bound
-from sharding.pipeline.schedules.by_name import fixed_orders
+from sharding.pipeline.schedules.by_name import fixed_orders, scheduler_of
 from sharding.pipeline.schedules.greedy import greedy
-from sharding.pipeline.schedules.orders import one_f_one_b
 from sharding.pipeline.schedules.schedule import Schedule, asynchronous, durations, lockstep
 from sharding.pipeline.schedules.search import ROLLOUTS, search
 from sharding.pipeline.slots import slots_needed
@@ -99,20 +98,19 @@ class Variant:
     name: str
     layout: LayoutName
     cut_by: CutBy = "cost"
-    fixed: bool = False  # 1F1B
-    searched: bool = False
+    schedule: str = "greedy"  # a name of SCHEDULES
     split: bool = False
     deferred: bool = False
 
 
 VARIANTS = (
-    Variant("chain by parameters", "chain", cut_by="parameters", fixed=True),
-    Variant("chain", "chain", fixed=True),
+    Variant("chain by parameters", "chain", cut_by="parameters", schedule="1f1b"),
+    Variant("chain", "chain", schedule="1f1b"),
     Variant("parallel", "parallel"),
     Variant("segments", "segments"),
-    Variant("+ search", "segments", searched=True),
-    Variant("+ split", "segments", searched=True, split=True),
-    Variant("+ deferral", "segments", searched=True, split=True, deferred=True),
+    Variant("+ search", "segments", schedule="search"),
+    Variant("+ split", "segments", schedule="search", split=True),
+    Variant("+ deferral", "segments", schedule="search", split=True, deferred=True),
 )
 
 
@@ -253,12 +251,8 @@ def make_slots(graph: Graph, live: int | None = None) -> Slots:
 
 def make_schedule(variant: Variant, graph: Graph, live: int | None = None, rollouts: int = ROLLOUTS) -> Schedule:
     """The schedule that a variant stands for."""
-    if variant.fixed:
-        return one_f_one_b(graph)
     slots = make_slots(graph, live)
-    return (
-        search(graph, fixed_orders(), slots, rollouts=rollouts).schedule if variant.searched else greedy(graph, slots)
-    )
+    return scheduler_of(variant.schedule).make(graph, slots, rollouts)
 
 
 def waiting_bytes(schedule: Schedule) -> float:
