@@ -1,0 +1,2 @@
+"""Training a model that setup/ has built: the loop, its step functions and programs, what it reports,
+and the folder of a run."""

@@ -87,18 +87,18 @@ class StepFunctions:
         params: Params,
         rows: EncoderRows,
         pool: TokenPool,
-        at: Int[Array, ""],
+        pool_offset: Int[Array, ""],
         failed: Int[Array, ""],
     ) -> tuple[TokenPool, KeptFeatures | None, Int[Array, ""]]:
-        """Write the rows' tokens into the pool from slot `at` and count the items that could not be decoded.
+        """Write the rows' tokens into the pool from slot `pool_offset` on; count the items that could not be decoded.
 
         The second result is what `encode_grad` starts from, where that is not the rows.
         """
         features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
         tokens = self.model.project(params, phase, *features).astype(pool.tokens.dtype)
         pool = TokenPool(
-            jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, at, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), at, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, pool_offset, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), pool_offset, axis=1),
         )
         return (
             pool,
@@ -112,7 +112,7 @@ class StepFunctions:
         params: Params,
         start: EncoderRows | KeptFeatures,
         d_pool: Float[Array, "R W D"],
-        at: Int[Array, ""],
+        pool_offset: Int[Array, ""],
         grads: Params,
     ) -> Params:
         """Add the gradients of a microbatch's trainable components; recomputes the forward from
@@ -126,7 +126,7 @@ class StepFunctions:
             return self.model.project(everything, phase, self.model.features(everything, phase, start), start.places)
 
         tokens, vjp = jax.vjp(tokens_of, trained)
-        d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, at, tokens.shape[1], axis=1)
+        d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
         return jax.tree.map(jnp.add, grads, vjp(d_tokens.astype(tokens.dtype))[0])
 
     # ------------------------------------------------------------------ language
@@ -173,11 +173,11 @@ class StepFunctions:
             return total * scale, sums
 
         if self.trains_encoders:
-            (d_params, d_media), new = jax.grad(objective, argnums=(0, 1), has_aux=True)(trained, media)
+            (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(trained, media)
             d_pool = put_rows(layout, d_media, rows.media, d_pool)
         else:
-            d_params, new = jax.grad(objective, has_aux=True)(trained, media)
-        return d_pool, jax.tree.map(jnp.add, grads, d_params), jax.tree.map(jnp.add, sums, new)
+            d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
+        return d_pool, jax.tree.map(jnp.add, grads, d_params), jax.tree.map(jnp.add, sums, row_sums)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
@@ -196,13 +196,13 @@ class StepFunctions:
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
         """`language_loss_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on `media_rank`."""
         shared = self._shared(pool, media_rank)
-        d_shared, grads, new = self._long_row_step.language_loss_and_grad(
+        d_shared, grads, row_sums = self._long_row_step.language_loss_and_grad(
             params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _zero_sums(sums)
         )
         return (
             add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, media_rank),
             grads,
-            _add_to_first_rank(sums, new),
+            _add_to_first_rank(sums, row_sums),
         )
 
     def evaluate_long(
@@ -299,6 +299,6 @@ def _zero_sums(sums: Sums) -> Sums:
     return jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
 
 
-def _add_to_first_rank(sums: Sums, new: Sums) -> Sums:
+def _add_to_first_rank(sums: Sums, row_sums: Sums) -> Sums:
     """Add sums [1, N] of all ranks to those [R, N] of the first."""
-    return jax.tree.map(lambda total, more: total.at[:1].add(more), sums, new)
+    return jax.tree.map(lambda total, row: total.at[:1].add(row), sums, row_sums)

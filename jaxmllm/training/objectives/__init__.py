@@ -1,0 +1,1 @@
+"""What training minimizes: so far the cross-entropy of target tokens."""
