@@ -1,8 +1,5 @@
 """Schedules: legal whatever the layout, of the costs that can be told by hand, within their slots."""
 
-import functools
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +11,6 @@ from sharding.pipeline.ring import Chain, PipelineError, Ring
 from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
 from sharding.pipeline.schedules.schedule import Schedule, asynchronous, durations, lockstep
-from sharding.pipeline.schedules.ticks import follow
 from sharding.pipeline.slots import keep_residuals, slots_needed
 from sharding.pipeline.table import make_table
 from sharding.pipeline.table_spec import TableSpec
@@ -79,32 +75,6 @@ def test_interleaving_shortens_the_bubble():
     assert asynchronous(one_f_one_b(whole)) - 32 == 2 * (asynchronous(interleaved(cut)) - 32)
 
 
-def test_a_tick_costs_its_longest_operation():
-    graph = plain(2, 2)
-    rows = gpipe(graph).ticks.tolist()
-    expected = sum(max(graph.duration[n] for n in row if n >= 0) for row in rows)
-    assert lockstep(gpipe(graph)) == expected
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_asynchronous_makespan_by_recursion(seed):
-    ring = ring_of("segments", 4)
-    schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
-    graph, before = schedule.graph, [[] for _ in range(schedule.graph.size)]
-    for n in range(graph.size):
-        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
-            before[after].append(n)
-    for order in schedule.orders:
-        for n, after in itertools.pairwise(order):
-            before[after].append(n)
-
-    @functools.cache
-    def end(n: int) -> int:
-        return graph.duration[n] + max((end(other) for other in before[n]), default=0)
-
-    assert asynchronous(schedule) == max(end(n) for n in range(graph.size))
-
-
 def test_one_f_one_b_holds_few_microbatches():
     graph = plain(4, 12)
     for rank, order in enumerate(one_f_one_b(graph).orders):
@@ -126,31 +96,6 @@ def test_one_f_one_b_does_not_go_round_the_ring():
         one_f_one_b(build_graph(ring, workload_of(ring, 6)))
 
 
-def test_greedy_keeps_its_slots():
-    """What is legal in given slots, or an error that names them; never a table that does not fit."""
-    ring, fitted = ring_of("segments", 4, ("vision", "audio")), 0
-    for seed in range(12):
-        graph = build_graph(ring, workload_of(ring, 6, seed=seed), split=bool(seed % 2))
-        slots = {place: 1 + (count + seed % 3) // 3 for place, count in slots_needed([greedy(graph)]).items()}
-        try:
-            schedule = greedy(graph, slots)
-        except PipelineError as error:
-            assert "slot for" in str(error) and "raise the slots" in str(error)
-            continue
-        fitted += 1
-        fan = tuple(max(sum(of == e for of, _ in inputs) for inputs in graph.workload.inputs) for e in (0, 1))
-        validate(make_table(schedule, TableSpec(ring, slots, len(schedule.ticks), fan)), graph)
-    assert fitted > 3
-
-
-def test_no_schedule_without_slots():
-    ring = ring_of("chain", 2)
-    graph = build_graph(ring, workload_of(ring, 4, seed=1))
-    slots = slots_needed([greedy(graph)]) | {(Pool.TOKENS, 0): 0}
-    with pytest.raises(PipelineError, match="no free tokens slot for vision"):
-        greedy(graph, slots)
-
-
 def test_kept_residuals_save_the_recompute():
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=2)))
@@ -164,14 +109,3 @@ def test_kept_residuals_save_the_recompute():
     expected = sum(int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]]) for n in kept.keepers)
     assert saved == expected > 0
     assert lockstep(kept) <= lockstep(schedule)
-
-
-def test_orders_that_cannot_be_followed():
-    graph = plain(2, 2)
-    orders = gpipe(graph).orders
-    with pytest.raises(PipelineError, match="every operation once"):
-        follow(graph, [orders[0][:-1], orders[1]])
-    with pytest.raises(PipelineError, match="every operation once"):
-        follow(graph, orders[::-1])
-    with pytest.raises(PipelineError, match="wait for each other"):
-        follow(graph, [orders[0][::-1], orders[1]])

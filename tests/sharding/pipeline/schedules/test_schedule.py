@@ -1,0 +1,39 @@
+"""What schedules cost."""
+
+import functools
+import itertools
+
+import pytest
+
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import gpipe
+from sharding.pipeline.schedules.schedule import asynchronous, lockstep
+from tests.sharding.pipeline.models import ring_of, workload_of
+from tests.sharding.pipeline.schedules.test_orders import plain
+
+
+def test_a_tick_costs_its_longest_operation():
+    graph = plain(2, 2)
+    rows = gpipe(graph).ticks.tolist()
+    expected = sum(max(graph.duration[n] for n in row if n >= 0) for row in rows)
+    assert lockstep(gpipe(graph)) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_asynchronous_makespan_by_recursion(seed):
+    ring = ring_of("segments", 4)
+    schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
+    graph, before = schedule.graph, [[] for _ in range(schedule.graph.size)]
+    for n in range(graph.size):
+        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
+            before[after].append(n)
+    for order in schedule.orders:
+        for n, after in itertools.pairwise(order):
+            before[after].append(n)
+
+    @functools.cache
+    def end(n: int) -> int:
+        return graph.duration[n] + max((end(other) for other in before[n]), default=0)
+
+    assert asynchronous(schedule) == max(end(n) for n in range(graph.size))
