@@ -105,9 +105,10 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
             f"got k {k.shape} and v {v.shape}"
         )
     for side, ids, expected in (("queries", mask.queries, (rows, slots)), ("keys", mask.keys, (rows, keys))):
-        for name, column in ids._asdict().items():
+        for path, column in jax.tree.leaves_with_path(ids):
             if column.shape != expected:
-                raise ValueError(f"attention: mask.{side}.{name} must be {expected}, got {column.shape}")
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"attention: mask.{side}{name} must be {expected}, got {column.shape}")
     counts = mask.query_tiles.spans.shape[1], mask.key_tiles.spans.shape[1]
     if not all(counts) or slots % counts[0] or keys * counts[0] != slots * counts[1]:
         raise ValueError(
