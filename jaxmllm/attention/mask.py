@@ -26,10 +26,15 @@ class TokenIds(NamedTuple):
     document: Any  # 0: padding, which sees nothing and is not seen
     group: Any  # > 0: image or clip, unique in its document; 0: seen only from later on
     position: Any  # order inside the document
+    first: Any = None  # the first position it sees, at most its own, but for its group; none: all before it
 
     def map(self, function: Callable[[Any], Any]) -> TokenIds:
-        """The ids with a function applied to every column."""
-        return TokenIds(*map(function, self))
+        """The ids with a function applied to every column that there is."""
+        return TokenIds(*(None if column is None else function(column) for column in self))
+
+    def within(self, window: int | None) -> TokenIds:
+        """The same tokens, which see no more than `window` positions up to their own; none: as many as there are."""
+        return self._replace(first=0 * self.position if window is None else self.position - (window - 1))
 
     def at(self, index: Any) -> TokenIds:
         """The ids at an index of every column."""
@@ -65,10 +70,13 @@ class Mask(NamedTuple):
 
 def visible(query: TokenIds, key: TokenIds) -> Any:
     """Whether query tokens see key tokens: a query sees a key of the same document if the key does not come after it,
-    or if both are of the same group. The ids are arrays that broadcast to the shape of the result."""
+    nor before its window, or if both are of the same group. The ids are arrays that broadcast to the result."""
     same_document = (query.document == key.document) & (key.document > 0)
     same_group = (query.group == key.group) & (key.group > 0)
-    return same_document & (same_group | (key.position <= query.position))
+    seen = key.position <= query.position
+    if query.first is not None:
+        seen = seen & (key.position >= query.first)
+    return same_document & (same_group | seen)
 
 
 def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
@@ -84,7 +92,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         return spans[0], spans[1]
     # With no padding but at the end nothing need be gathered, which takes about half of the time.
     ends_padded = slots[-1] + 1 == count
-    document, group, position = (column[:count] if ends_padded else np.take(column, slots) for column in ids)
+    document, group, position, window = ids.at(slice(count) if ends_padded else slots)
     new_document = document[1:] != document[:-1]
     new_group = new_document | (group[1:] != group[:-1])
     rises = position[1:] > position[:-1]
@@ -98,6 +106,14 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     tokens = np.arange(1, count + 1, dtype=np.int32)
     first = np.repeat(document_starts, np.diff(document_starts, append=count))
     group_ends = np.append(group_starts[1:], count).astype(np.int32)
+    if window is not None:
+        if (window > position).any():
+            return None
+        # Positions ascend in a document, and documents are numbered in the order of the row: both in one key.
+        number = np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=count)) << 32
+        first = np.searchsorted(number | position, number | np.maximum(window, 0)).astype(np.int32)
+        group_start = np.repeat(group_starts, np.diff(group_starts, append=count))
+        first = np.where(group > 0, np.minimum(first, group_start), first)
     end = np.where(group > 0, np.repeat(group_ends, np.diff(group_starts, append=count)), tokens)
     if ends_padded:
         spans[0, :count], spans[1, :count] = first, end
@@ -116,25 +132,32 @@ class Pieces(NamedTuple):
 
     def see(self, query: Longs, key: Longs) -> tuple[Bools, Bools]:
         """Whether some pair, and whether every pair, of tokens of two pieces of one document is visible."""
-        some = visible(self.last.at(query), self.first.at(key))
-        every = visible(self.first.at(query), self.last.at(key))
-        return some, every
+        if self.first.first is None:
+            return visible(self.last.at(query), self.first.at(key)), visible(self.first.at(query), self.last.at(key))
+        earliest, latest = self.first.at(key), self.last.at(key)
+        widest = self.last._replace(first=self.first.first).at(query)
+        narrowest = self.first._replace(first=self.last.first).at(query)
+        nearest = latest._replace(position=np.clip(widest.position, earliest.position, latest.position))
+        return visible(widest, nearest), visible(narrowest, earliest) & visible(narrowest, latest)
 
 
 def cut_pieces(ids: TokenIds, block: int) -> Pieces:
     """The pieces of a row, by document: runs of tokens of one document and group within a block.
 
     Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible if the last query
-    sees the first key, and every pair if the first query sees the last key.
+    sees the first key, and every pair if the first query sees the last key. Where tokens have windows, positions in a
+    piece are consecutive, and all that its queries see is one interval.
     """
     alike = np.stack([np.arange(len(ids.document)) // block, ids.document, ids.group])
-    cuts = np.flatnonzero(np.append(True, (alike[:, 1:] != alike[:, :-1]).any(axis=0)))
+    changes = (alike[:, 1:] != alike[:, :-1]).any(axis=0)
+    if ids.first is not None:
+        changes |= (np.diff(ids.position) != 1) | (np.diff(ids.first) != 1)
+    cuts = np.flatnonzero(np.append(True, changes))
     order = np.argsort(ids.document[cuts], kind="stable")
     order = order[ids.document[cuts][order] > 0]
     slot = cuts[order]
-    document, group = ids.document[slot], ids.group[slot]
-    first = TokenIds(document, group, np.minimum.reduceat(ids.position, cuts)[order])
-    last = TokenIds(document, group, np.maximum.reduceat(ids.position, cuts)[order])
+    first = ids.map(lambda column: np.minimum.reduceat(column, cuts)[order])
+    last = ids.map(lambda column: np.maximum.reduceat(column, cuts)[order])
     return Pieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
 
 

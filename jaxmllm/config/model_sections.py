@@ -12,8 +12,38 @@ Remat = Literal["none", "dots", "full"]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
 
 
-class LanguageConfig(Section):
+class LayerWindows(Section):
+    """Which layers attend in windows: with `window`, all but `full_layers`."""
+
+    layers: PositiveInt
+    window: PositiveInt | None = None
+    full_layers: tuple[int, ...] = ()  # counted from 0
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer attends in windows."""
+        if self.window is None:
+            return (False,) * self.layers
+        return tuple(layer not in self.full_layers for layer in range(self.layers))
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if self.window is None and self.full_layers:
+            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
+        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
+            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
+        if self.window is not None and not any(self.windowed):
+            raise ValueError(
+                f"full_layers names all layers, so that window ({self.window}) changes nothing; unset both"
+            )
+        return self
+
+
+class LanguageConfig(LayerWindows):
     """A decoder of the Llama/Qwen family.
+
+    With `window`, a token sees itself and the `window` - 1 tokens before it in its example, except in
+    `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
 
     `rope_sections` are the (time, height, width) shares of the rotary pairs of one head (M-RoPE,
     arXiv 2409.12191); they add up to head_size / 2.
@@ -21,7 +51,6 @@ class LanguageConfig(Section):
 
     vocab_size: PositiveInt | Auto = "auto"
     width: PositiveInt
-    layers: PositiveInt
     heads: PositiveInt
     kv_heads: PositiveInt
     head_size: PositiveInt
@@ -68,33 +97,6 @@ class TowerConfig(Section):
         if self.width % (self.heads * 4):
             raise ValueError(
                 f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs"
-            )
-        return self
-
-
-class LayerWindows(Section):
-    """Which layers attend in windows: with `window`, all but `full_layers`."""
-
-    layers: PositiveInt
-    window: PositiveInt | None = None
-    full_layers: tuple[int, ...] = ()  # counted from 0
-
-    @property
-    def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer attends in windows."""
-        if self.window is None:
-            return (False,) * self.layers
-        return tuple(layer not in self.full_layers for layer in range(self.layers))
-
-    @model_validator(mode="after")
-    def _check_windows(self) -> Self:
-        if self.window is None and self.full_layers:
-            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
-        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
-            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
-        if self.window is not None and not any(self.windowed):
-            raise ValueError(
-                f"full_layers names all layers, so that window ({self.window}) changes nothing; unset both"
             )
         return self
 

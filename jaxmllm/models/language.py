@@ -79,10 +79,14 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
         context = self.context(rows, layout, x.dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat))
+        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
 
     def context(self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
         angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, dtype)
         ids = TokenIds(rows.segments, rows.groups, rows.order)
-        return RowContext(layout, ids, rows.tiles, angles, settings.attention)
+        windows = None
+        if rows.window_tiles is not None:
+            windows = ids.within(self.config.window), rows.window_tiles
+            ids = ids.within(None)  # layers of both kinds read arrays of one shape
+        return RowContext(layout, ids, rows.tiles, angles, settings.attention, windows)

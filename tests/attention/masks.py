@@ -1,5 +1,6 @@
 """Masks of small rows, from the ids of their tokens."""
 
+import jax
 import numpy as np
 
 from jaxmllm.attention.mask import Mask
@@ -14,7 +15,7 @@ def tile_map(ids, block, bound=None):
 
 def stacked(rows):
     """Records of arrays, one per row -> one record of arrays [rows, ...]."""
-    return type(rows[0])(*(np.stack(columns) for columns in zip(*rows, strict=True)))
+    return jax.tree.map(lambda *columns: np.stack(columns), *rows)
 
 
 def mask_of(ids, block, bound=None):
@@ -26,9 +27,13 @@ def mask_of(ids, block, bound=None):
 def visible_pairs(queries, keys):
     """[.., C, T] bool: the rule in words, apart from the code under test.
 
-    Only tokens of one document see each other. There a token sees an earlier one, itself, and its own image or clip.
+    Only tokens of one document see each other. There a token sees an earlier one within its window, itself, and its own
+    image or clip.
     """
-    q = [np.asarray(column)[..., :, None] for column in queries]
-    k = [np.asarray(column)[..., None, :] for column in keys]
+    q = [None if column is None else np.asarray(column)[..., :, None] for column in queries]
+    k = [None if column is None else np.asarray(column)[..., None, :] for column in keys]
     one_item = (q[1] == k[1]) & (k[1] > 0)
-    return (q[0] == k[0]) & (k[0] > 0) & (one_item | (q[2] >= k[2]))
+    earlier = q[2] >= k[2]
+    if q[3] is not None:
+        earlier &= k[2] >= q[3]
+    return (q[0] == k[0]) & (k[0] > 0) & (one_item | earlier)

@@ -166,6 +166,12 @@ def test_any_mask_equals_dense_attention(ids, seed):
     check(mask_of(ids), random_inputs(3, seed=seed))
 
 
+@settings(max_examples=15)
+@given(any_rows, st.sampled_from([1, 4, 9, 30]))
+def test_any_mask_in_windows_equals_dense_attention(ids, window):
+    check(mask_of([row.within(window) for row in ids]), random_inputs(3))
+
+
 @settings(max_examples=10)
 @given(any_rows, st.sampled_from([1, 3, 9]))
 def test_lists_that_are_too_short_change_nothing(ids, bound):
@@ -178,13 +184,13 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
     """Blocks dealt to parts: each has its queries and all keys, in the new order."""
     order = np.argsort(places)
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-    moved = TokenIds(*(column[slots] for column in ids))
+    moved = ids.at(slots)
     inputs, own = random_inputs(1), SLOTS // parts
     whole = tiled_vjp(*(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32))
     sums = [np.zeros_like(whole[2]), np.zeros_like(whole[3])]
     for part, lists in enumerate(dealt_tiles(visible_tiles(ids, BLOCK), np.array(places, np.int32), parts)):
         here = slice(part * own, (part + 1) * own)
-        queries = TokenIds(*(column[here] for column in moved))
+        queries = moved.at(here)
         mask = Mask(stacked([queries]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
         q, d_out = (x[:, slots[here]] for x in (inputs[0], inputs[3]))
         check(mask, (q, inputs[1][:, slots], inputs[2][:, slots], d_out))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmllm.attention import kernel_gpu as attention_gpu
 from jaxmllm.attention.attention import attention
-from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, item_ids
+from jaxmllm.attention.mask import Mask, causal_ids, item_ids
 from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.models.mllm import build_model
@@ -66,7 +66,7 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
 
 def padded(ids):
     """Rows of `SLOTS` with padding behind, up to a whole block."""
-    return TokenIds(*(np.pad(column, (0, PADDED - SLOTS)) for column in ids))
+    return ids.map(lambda column: np.pad(column, (0, PADDED - SLOTS)))
 
 
 def image_rows(slots):
@@ -88,6 +88,13 @@ def test_any_mask_equals_dense_attention(ids, bound):
     """Lists that are too short (`bound`) change nothing."""
     mask = mask_of([padded(row) for row in ids], BLOCK)
     mask = mask if bound is None else shortened(mask, ids, bound)
+    check(mask, random_inputs(2, PADDED, heads=2, key_heads=1, size=16))
+
+
+@settings(max_examples=6)
+@given(st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2), st.sampled_from([1, 5, 20]))
+def test_any_mask_in_windows_equals_dense_attention(ids, window):
+    mask = mask_of([padded(row).within(window) for row in ids], BLOCK)
     check(mask, random_inputs(2, PADDED, heads=2, key_heads=1, size=16))
 
 
@@ -119,8 +126,8 @@ def test_a_part_of_a_row_attends_to_all_of_it():
     ids = image_rows(96)[0]
     places = np.array([4, 0, 3, 5, 1, 2], np.int32)
     slots = (np.argsort(places)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-    moved = TokenIds(*(column[slots] for column in ids))
-    part = TokenIds(*(column[32:64] for column in moved))
+    moved = ids.at(slots)
+    part = moved.at(slice(32, 64))
     lists = dealt_tiles(visible_tiles(ids, BLOCK), places, 3)[1]
     mask = Mask(stacked([part]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
     check(mask, random_inputs(1, 32, heads=2, key_heads=1, size=16, keys=96))
@@ -236,15 +243,20 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)  # not one that was traced before
 
 
-@pytest.mark.parametrize(("kernel", "calls"), [("auto", 3), ("gpu", 3), ("jax", 0)])
-def test_a_component_names_its_kernel(kernel, calls):
-    """`components.language.attention`, with rows split over context and heads over tensor."""
+@pytest.mark.parametrize(
+    ("kernel", "calls", "window"), [("auto", 3, None), ("auto", 3, 20), ("gpu", 3, None), ("jax", 0, None)]
+)
+def test_a_component_names_its_kernel(kernel, calls, window):
+    """`components.language.attention`, with rows split over context and heads over tensor; layers full and in windows
+    share the kernels."""
     sizes = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "mlp_width": 64, "vocab_size": 32}
+    if window is not None:
+        sizes |= {"window": window, "full_layers": (1,)}
     settings = ComponentsConfig(language=ComponentConfig(attention=kernel))
     mesh = make_mesh({"data": 2, "context": 2, "tensor": 2})
     model = build_model(ModelConfig(language=LanguageConfig(**sizes)), 32, settings, mesh)
     layout = model.layout("language")
-    rows = abstract_language_rows(layout, 4 * BLOCK, 4, BLOCK)
+    rows = abstract_language_rows(layout, 4 * BLOCK, 4, BLOCK, windows=window is not None)
     media = jax.ShapeDtypeStruct((layout.ranks, 4 * BLOCK, 64), jnp.float32)
     loss = lambda params, rows, media: model.hidden(params, rows, media)[0].sum()  # noqa: E731
     assert len(kernels_of(jax.grad(loss), model.abstract("float32"), rows, media)) == calls

@@ -5,14 +5,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids, seen_spans, visible
+from jaxmllm.attention.mask import causal_ids, item_ids, seen_spans, visible
 from tests.attention.masks import visible_pairs
-from tests.attention.test_tiles import any_rows, packed_rows
+from tests.attention.test_tiles import all_rows, packed_rows, windowed
 
 
 def dense(ids):
     """What `visible` says of all pairs."""
-    return visible(TokenIds(*(x[:, None] for x in ids)), ids)
+    return visible(ids.at(np.s_[:, None]), ids)
 
 
 def sees(ids, q, k):
@@ -21,21 +21,22 @@ def sees(ids, q, k):
         return False
     if ids.group[q] > 0 and ids.group[q] == ids.group[k]:
         return True
-    return ids.position[k] <= ids.position[q]
+    earliest = 0 if ids.first is None else ids.first[q]
+    return earliest <= ids.position[k] <= ids.position[q]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.one_of(packed_rows(), any_rows()))
+@settings(max_examples=100, deadline=None)
+@given(all_rows)
 def test_the_rule_is_that_of_its_words(ids):
     tokens = range(len(ids.document))
     expected = np.array([[sees(ids, q, k) for k in tokens] for q in tokens])
     np.testing.assert_array_equal(dense(ids), expected)
-    np.testing.assert_array_equal(dense(TokenIds(*map(jnp.asarray, ids))), expected)
+    np.testing.assert_array_equal(dense(ids.map(jnp.asarray)), expected)
     np.testing.assert_array_equal(visible_pairs(ids, ids), expected)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.one_of(packed_rows(), any_rows()))
+@settings(max_examples=200, deadline=None)
+@given(all_rows)
 def test_spans_hold_what_is_visible(ids):
     spans = seen_spans(ids)
     if spans is not None:
@@ -49,11 +50,11 @@ def test_spans_hold_what_is_visible(ids):
 
 
 @settings(max_examples=50, deadline=None)
-@given(packed_rows())
+@given(st.one_of(packed_rows(), windowed(packed_rows())))
 def test_packed_rows_have_spans(ids):
     assert seen_spans(ids) is not None
     assert seen_spans(item_ids(ids.document)) is not None
-    assert seen_spans(TokenIds(*(x[::-1] for x in ids))) is None or (np.diff(ids.document[ids.document > 0]) > 0).all()
+    assert seen_spans(ids.at(np.s_[::-1])) is None or (np.diff(ids.document[ids.document > 0]) > 0).all()
 
 
 def test_a_causal_row_and_a_row_of_items():
@@ -62,3 +63,14 @@ def test_a_causal_row_and_a_row_of_items():
     np.testing.assert_array_equal(dense(causal_ids(segments))[:2, :2], [[True, False], [True, True]])
     assert not dense(causal_ids(segments))[:2, 2:].any()
     assert dense(causal_ids(segments, np.array([5, 5, 0, 0], np.int32)))[0, 1]
+
+
+def test_a_window_counts_tokens_of_its_document():
+    """Three tokens, the last itself; an image is seen whole by its tokens, and as far as the window goes by others."""
+    groups = np.array([0, 1, 1, 1, 1, 0, 0, 0], np.int32)
+    ids = causal_ids(np.array([1, 1, 1, 1, 1, 1, 2, 2], np.int32), groups).within(3)
+    rows = ["10000000", "11111000", "11111000", "01111000", "01111000", "00011100", "00000010", "00000011"]
+    expected = np.array([[int(seen) for seen in row] for row in rows], bool)
+    np.testing.assert_array_equal(dense(ids), expected)
+    everything = dense(ids.within(None))
+    np.testing.assert_array_equal(everything, dense(ids._replace(first=None)))

@@ -22,10 +22,11 @@ from jaxmllm.attention.parts import (
 )
 
 
-def dense_work(document, group, position, block):
+def dense_work(document, group, position, block, window=1 << 20):
     """Half tiles of every query block, from the mask."""
     place = np.arange(len(document))
-    seen = (group[:, None] == group) & (group > 0) | (position[:, None] >= position)
+    before = position[:, None] - position
+    seen = (group[:, None] == group) & (group > 0) | (before >= 0) & (before < window)
     seen &= (document[:, None] == document) & (document > 0)
     tiles = (len(document) // block, block)
     met = seen.reshape(tiles + tiles).any(axis=(1, 3))
@@ -91,6 +92,13 @@ def test_work_of_packed_rows_is_that_of_the_dense_mask(drawn):
 def test_work_of_any_row_is_that_of_the_dense_mask(drawn):
     ids, block = drawn
     np.testing.assert_array_equal(block_work(TokenIds(*ids), block), dense_work(*ids, block))
+
+
+@given(st.one_of(packed_ids(), any_ids()), st.sampled_from([1, 2, 5, 30]))
+def test_work_in_windows_is_that_of_the_dense_mask(drawn, window):
+    ids, block = drawn
+    narrow = TokenIds(*ids).within(window)
+    np.testing.assert_array_equal(block_work(narrow, block), dense_work(*ids, block, window))
 
 
 def test_an_encoder_row_is_seen_in_both_directions():
@@ -176,7 +184,7 @@ def test_the_simple_ways():
 def test_the_parts_of_a_packed_row_do_equal_work():
     tokens = np.arange(4096, dtype=np.int32)
     ids = TokenIds(1 + tokens // 2500, np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32), tokens)
-    work = dense_work(*ids, 128)
+    work = dense_work(*ids[:3], 128)
     owner = assign_blocks(block_work(ids, 128), 4)
     load = np.bincount(owner, work, 4)
     assert load.max() <= 1.005 * load.mean()

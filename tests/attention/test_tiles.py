@@ -56,8 +56,16 @@ def any_rows(draw):
     return TokenIds(*np.repeat(ids, run, axis=1)[:, :SLOTS])
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.one_of(packed_rows(), any_rows()), st.sampled_from([1, 2, 4, 8, 24]))
+def windowed(rows):
+    """The same rows with a window."""
+    return st.builds(lambda ids, window: ids.within(window), rows, st.sampled_from([1, 2, 3, 7, 100, None]))
+
+
+all_rows = st.one_of(packed_rows(), any_rows(), windowed(packed_rows()), windowed(any_rows()))
+
+
+@settings(max_examples=250, deadline=None)
+@given(all_rows, st.sampled_from([1, 2, 4, 8, 24]))
 def test_lists_hold_exactly_the_visible_tiles(ids, block):
     tiles = tile_map(ids, block)
     assert listed(tiles.queries) == listed(tiles.keys, swap=True)
@@ -68,12 +76,12 @@ def test_lists_hold_exactly_the_visible_tiles(ids, block):
 
 
 @settings(max_examples=60, deadline=None)
-@given(packed_rows(), st.booleans())
-def test_both_ways_of_finding_tiles_agree(ids, rotate):
+@given(st.one_of(packed_rows(), windowed(packed_rows())))
+def test_both_ways_of_finding_tiles_agree(ids):
     """A row whose order is spoiled takes the other way; spoiling whole blocks only renames the tiles."""
     order = np.arange(SLOTS).reshape(-1, BLOCK)[::-1].reshape(-1)
     count = SLOTS // BLOCK
-    mirrored = visible_tiles(TokenIds(*(column[order] for column in ids)), BLOCK)
+    mirrored = visible_tiles(ids.at(order), BLOCK)
     renamed = {
         (count - 1 - i, count - 1 - j): full
         for i, j, full in zip(mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True)
@@ -85,7 +93,7 @@ def test_both_ways_of_finding_tiles_agree(ids, rotate):
 
 
 @settings(max_examples=60, deadline=None)
-@given(packed_rows(), st.integers(1, 20))
+@given(st.one_of(packed_rows(), windowed(packed_rows())), st.integers(1, 20))
 def test_lists_that_are_too_short_fall_back_to_ranges(ids, bound):
     expected = dense_tiles(ids, BLOCK)
     for lists, side in ((tile_map(ids, BLOCK, bound).queries, 0), (tile_map(ids, BLOCK, bound).keys, 1)):
@@ -126,6 +134,16 @@ def test_an_image_in_a_causal_row_is_seen_whole_by_itself():
         (3, 2): True,
         (3, 3): False,
     }
+
+
+def test_a_window_leaves_a_band():
+    """Blocks of 4: a window of 6 reaches two blocks back and fills no tile; one of 8 fills the one before."""
+    ids = causal_ids(np.ones(64, np.int32)).within(6)
+    tiles = listed(tile_map(ids, 4).queries)
+    assert set(tiles) == {(i, j) for i in range(16) for j in range(max(0, i - 2), i + 1)}
+    assert not any(tiles.values())
+    whole = listed(tile_map(ids.within(8), 4).queries)
+    assert {tile for tile, full in whole.items() if full} == {(i, i - 1) for i in range(1, 16)}
 
 
 def test_the_bound_holds_every_tile_until_the_largest_list():

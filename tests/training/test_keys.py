@@ -132,7 +132,8 @@ def encoder(phase: str) -> Observer:
 def language(config: Config, _: Scene) -> str:
     """The gradient of the decoder's loss."""
     made, step = model(config), step_of(config)
-    rows = abstract_language_rows(made.layout("language"), CAPACITY, 8, config.phases.language.block)
+    windows = "language" in config.model.windows
+    rows = abstract_language_rows(made.layout("language"), CAPACITY, 8, config.phases.language.block, windows)
     ranks, width = made.layout("language").ranks, config.model.language.width
     media = jax.ShapeDtypeStruct((ranks, CAPACITY, width), np.float32)
     valid = jax.ShapeDtypeStruct((ranks, CAPACITY), np.float32)
@@ -282,6 +283,8 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.language", decoder_weights, ("model.language.rope_sections=null",), head_size="16", kv_heads="4"),
     **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
     **effects("model.language", plan, bidirectional="[]"),
+    **effects("model.language", language, window="4"),
+    **effects("model.language", language, ("model.language.window=4",), full_layers="[1]"),
     **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),
     **effects("model.vision", encoder("vision"), **NORMS),
     **effects("model.vision", encoder("vision"), ("model.vision.layers=2",), window="4"),

@@ -25,31 +25,37 @@ from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
-NO_SQUARES: tuple[Fraction, ...] = (Fraction(0),)
+NO_SQUARES: tuple[Fraction, ...] = (Fraction(0), Fraction(0))
 
 
 @dataclass(frozen=True)
 class ItemCost:
-    """What one item of l slots costs, forward and backward: linear * l + quadratic * l**2.
+    """What one item of l slots costs, forward and backward, in FLOPs, or femtoseconds where they were measured.
 
-    In FLOPs, or femtoseconds where they were measured.
+        linear * l + quadratic * l**2 + windowed * (l**2 - max(0, l - window)**2)
+
+    The last term is of causal layers that attend in windows: of the triangle of all pairs they lack the one beyond.
     """
 
     linear: int
     quadratic: int
+    windowed: int = 0
+    window: int = 0  # slots that a windowed layer sees of an item
 
     def of(self, length: Any) -> Any:
         """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
         return self.linear * length + self.attention(length)
 
     def squares(self, length: Any) -> tuple[Any, ...]:
-        """What attention costs in proportion to, by kind of layer: squared lengths."""
-        return (length**2,)
+        """What attention costs in proportion to, by kind of layer: squared lengths, and as much of them as lies within
+        the window."""
+        beyond = (length > self.window) * (length - self.window)
+        return length**2, length**2 - beyond**2
 
     @property
     def per_square(self) -> tuple[int, ...]:
         """What attention costs for each of `squares`."""
-        return (self.quadratic,)
+        return self.quadratic, self.windowed
 
     def attention(self, length: Any) -> Any:
         """What pairs of slots cost, the part that is not linear in the length."""
@@ -68,15 +74,13 @@ class ItemCost:
 
     def shifted(self, bits: int) -> ItemCost:
         """The cost in units of 2**bits, rounded down."""
-        return ItemCost(self.linear >> bits, self.quadratic >> bits)
+        return ItemCost(self.linear >> bits, self.quadratic >> bits, self.windowed >> bits, self.window)
 
     def measured(self, linear: Decimal, mean_square: Decimal) -> ItemCost:
         """The same with measured costs per slot and per mean square."""
-        return ItemCost(_whole(linear), _whole(mean_square))
-
-
-def _whole(number: Decimal) -> int:
-    return int(number.to_integral_value())
+        share = Fraction(self.windowed, sum(self.per_square)) if self.windowed else Fraction(0)
+        windowed = share * Fraction(mean_square)
+        return ItemCost(round(linear), round(Fraction(mean_square) - windowed), round(windowed), self.window)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,9 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
             # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
-    return ItemCost(round(linear), *map(round, squares))
+    quadratic, windowed = squares
+    window = model.language.window if windowed else None
+    return ItemCost(round(linear), round(quadratic), round(windowed), window or 0)
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
@@ -181,8 +187,10 @@ def _language(config: LanguageConfig) -> tuple[Layer, ...]:
     vocabulary = config.vocab_size * config.width
     embedding = Layer(LANGUAGE, 0 if config.tie_embeddings else vocabulary, products=())
     causal = Fraction(2 * heads_width)  # half of the pairs
-    block = Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal,))
-    return (embedding, *[block] * config.layers, Layer(LANGUAGE, vocabulary, _product(vocabulary)))
+    full = Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal, Fraction(0)))
+    windowed = replace(full, attention_squares=(Fraction(0), causal))
+    blocks = [windowed if narrow else full for narrow in config.windowed]
+    return (embedding, *blocks, Layer(LANGUAGE, vocabulary, _product(vocabulary)))
 
 
 def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
@@ -217,7 +225,7 @@ def _encoder_block(phase: str, config: TowerConfig, per_token: int) -> Layer:
     """A layer that attends in both directions; `per_token` slots are one token of its attention."""
     weights = config.width * (4 * config.width + 2 * config.mlp_width)
     pairs = Fraction(4 * config.width, per_token**2)
-    return Layer(phase, weights, _product(weights, per_token=per_token), attention_squares=(pairs,))
+    return Layer(phase, weights, _product(weights, per_token=per_token), attention_squares=(pairs, Fraction(0)))
 
 
 def _projector(phase: str, features: int, per_token: int, width: int) -> Layer:

@@ -50,7 +50,7 @@ def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_forma
     stride = row_format.stride
     segments = row["segments"][:, ::stride]
     ids = [item_ids(of_rank) for of_rank in segments]
-    blocks = deal_blocks(ids, segments.shape[1], block, parts)
+    blocks = deal_blocks([(1, ids)], segments.shape[1], block, parts)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     moved = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
@@ -67,7 +67,8 @@ def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_forma
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) -> None:
-    """Add `tiles` and `order` to a causal row with groups, and deal its slots to the parts.
+    """Add `tiles`, `order` and, where layers attend in windows, `window_tiles` to a causal row with groups, and deal
+    its slots to the parts.
 
     Args:
       shared_by: ranks that share the row, a long one; each has the usual parts.
@@ -76,8 +77,14 @@ def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) 
     parts *= shared_by
     both = zip(row["segments"], row["groups"], strict=True)
     ids = [causal_ids(segments, groups) for segments, groups in both]
-    blocks = deal_blocks(ids, row["segments"].shape[1], block, parts)
-    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    layers = {"tiles": (1, ids)}
+    if LANGUAGE in attention.windows:
+        windows = attention.windows[LANGUAGE]
+        narrow = [of_rank.within(windows.window) for of_rank in ids]
+        windowed = sum(windows.windowed)
+        layers = {"tiles": (windows.layers - windowed, ids), "window_tiles": (windowed, narrow)}
+    blocks = deal_blocks(list(layers.values()), row["segments"].shape[1], block, parts)
+    row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
     if parts > 1:
         _reorder(row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"])
@@ -100,17 +107,18 @@ def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
     return numbers
 
 
-def deal_blocks(ids: list[TokenIds], tokens: int, block: int, parts: int) -> Ints:
+def deal_blocks(layers: list[tuple[int, list[TokenIds]]], tokens: int, block: int, parts: int) -> Ints:
     """Which block of each row stands at each place, those of a part together: [r, N].
 
     Args:
-      ids: of each row.
+      layers: of each kind, how many there are, and the ids of each row in them.
       tokens: attention tokens of a row.
     """
-    order = np.tile(np.arange(tokens // block, dtype=np.int32), (len(ids), 1))
+    ranks = len(layers[0][1])
+    order = np.tile(np.arange(tokens // block, dtype=np.int32), (ranks, 1))
     if parts > 1:
-        for rank, of_rank in enumerate(ids):
-            work = block_work(of_rank, block)
+        for rank in range(ranks):
+            work = sum(count * block_work(ids[rank], block) for count, ids in layers)
             order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
     return order
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -47,6 +48,36 @@ def test_language_forward_and_backward(n):
     assert cost(phase_flops(MODEL, "language", ALL), n) == 3 * (matrices + attention)
     aligned = phase_flops(MODEL, "language", {"projector.vision": 1})
     assert cost(aligned, n) == 2 * matrices + 3 * attention
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
+@pytest.mark.parametrize("trainable, passes", [(NOTHING, 1), (ALL, 3)])
+def test_a_window_counts_the_pairs_that_it_leaves(n, trainable, passes):
+    """Pairs of each token with itself and up to 7 before it. As of all causal pairs, half of the diagonal counts."""
+    config = LANGUAGE.model_copy(update={"window": 8, "full_layers": (1,)})
+    flops = phase_flops(MODEL.model_copy(update={"language": config}), "language", trainable)
+    full = sum(query + 0.5 for query in range(n))
+    windowed = sum(min(query, 8) + 0.5 - (query >= 8) * 0.5 for query in range(n))
+    per_pair = 2 * product(1, 8 * 16, 1)
+    assert flops.attention(n) == passes * per_pair * (full + 2 * windowed)
+    matrices = language_forward(n)[0]
+    assert flops.of(n) == passes * matrices + flops.attention(n)
+    if n <= 8:
+        assert flops.of(n) == phase_flops(MODEL, "language", trainable).of(n)
+    layers = phase_layers(MODEL.model_copy(update={"language": config}), "language")
+    forward = sum(layer.linear(n) + layer.attention(n, flops.squares(n)) for layer in layers)
+    assert forward * passes == flops.of(n)
+
+
+def test_measured_times_keep_the_shares_of_the_layers():
+    flops = ItemCost(100, quadratic=30, windowed=10, window=16)
+    time = flops.measured(Decimal("7.0"), Decimal("400"))
+    assert time == ItemCost(7, 300, 100, 16)
+    assert time.attention(50) == pytest.approx(400 * flops.mean_squares(50))
+    assert flops.shifted(1) == ItemCost(50, 15, 5, 16)
+    length = np.array([5, 16, 20, 50])
+    assert flops.of(length).tolist() == [flops.of(int(n)) for n in length]
+    assert flops.total(length) == flops.of(length).sum()
 
 
 @pytest.mark.parametrize("n", [16, 160])
@@ -112,7 +143,7 @@ def test_the_forward_pass_is_that_of_all_layers(model, phase):
     items = np.array([640, 256, 1280])
     slots, squares = int(items.sum()), int((items**2).sum())
     layers = phase_layers(model, phase)
-    forward = sum(layer.linear(slots) + layer.attention(slots, (squares,)) for layer in layers)
+    forward = sum(layer.linear(slots) + layer.attention(slots, (squares, 0)) for layer in layers)
     assert forward == pytest.approx(phase_flops(model, phase, NOTHING).total(items), rel=1e-9)
 
 

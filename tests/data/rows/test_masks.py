@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.attention.mask import causal_ids
 from jaxmllm.attention.tiles import visible_tiles
+from jaxmllm.config.model_sections import LayerWindows
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 from jaxmllm.row_format import RowFormat
 
@@ -63,6 +64,18 @@ def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
         mask = causal_ids(before["segments"][rank], before["groups"][rank])
         tiles = visible_tiles(mask, BLOCK)
         assert dense(row, rank, parts) == set(zip(tiles.query, tiles.key, tiles.full, strict=True))
+
+
+@given(segments(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 9, 50]))
+def test_windows_have_lists_of_their_own_in_the_same_order(ids, parts, window):
+    row = language_row([ids])
+    tiles = visible_tiles(causal_ids(ids, row["groups"][0].copy()).within(window), BLOCK)
+    layers = LayerWindows(layers=3, window=window, full_layers=(1,))
+    spec = AttentionSpec({"language": BLOCK}, {"language": parts}, windows={"language": layers})
+    finish_language_row(row, spec)
+    expected = set(zip(tiles.query, tiles.key, tiles.full, strict=True))
+    assert dense(row | {"tiles": row["window_tiles"]}, 0, parts) == expected
+    assert expected <= {(query, key, full) for query, key, _ in dense(row, 0, parts) for full in (True, False)}
 
 
 @given(segments(), st.sampled_from([1, 2, 3]))

@@ -1,0 +1,96 @@
+"""Whole steps of a model whose layers see windows or everything, packed and cut in every way."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.runtime.compilations import CompilationCounter
+from tests.support import Result, added, assert_close, assert_same, scaled
+from tests.training.programs.test_staged import computed
+
+EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
+MODEL = {
+    "model__language__layers": 4,
+    "model__language__window": 20,
+    "model__language__full_layers": [1],
+    "model__vision__layers": 2,
+    "model__vision__window": 4,
+    "model__vision__full_layers": [0],
+    "model__audio__layers": 2,
+}
+BLOCKS = {name: {"block": 16} for name in ("vision", "audio", "language")}
+LONG = BLOCKS | {"language": {"block": 16, "capacities": [96], "long_capacity": 1024}}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def one(setups, by_example):
+    return setups(by_example(phases=BLOCKS, **MODEL), 1)
+
+
+@pytest.fixture(scope="module")
+def whole(one) -> Result:
+    return one.gradients(one.step(EXAMPLES))
+
+
+def test_packed_equals_unpacked(one, whole):
+    steps = [one.step([example]) for example in EXAMPLES]
+    parts = [scaled(one.gradients(step).grads, step.targets) for step in steps]
+    assert_close(scaled(whole.grads, sum(step.targets for step in steps)), added(parts), 1e-5)
+
+
+def test_a_window_is_seen_in_the_loss(setups, by_example, whole):
+    full = setups(by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2]}), 1)
+    other = full.gradients(full.step(EXAMPLES))
+    assert abs(other.mean_loss - whole.mean_loss) > 1e-4
+
+
+def test_batches_compile_nothing_anew(one):
+    one.gradients(one.step(EXAMPLES))
+    counter = CompilationCounter()
+    for first in range(0, 48, 16):
+        one.gradients(one.step(range(first, first + 16)))
+    assert counter.names == []
+    counter.close()
+
+
+CASES = {  # devices, mesh, phases, pipeline
+    "data4": (4, {"data": 4}, BLOCKS, {}),
+    "context2": (2, {"data": 1, "context": 2}, BLOCKS, {}),
+    "context4-tensor2": (8, {"data": 1, "context": 4, "tensor": 2}, BLOCKS, {}),
+    "long": (4, {"data": 2, "tensor": 2}, LONG, {}),
+    "stages2": (2, {"data": 1}, BLOCKS, {"stages": 2, "layout": "chain"}),
+    "stages2-context2-segments": (4, {"data": 1, "context": 2}, BLOCKS, {"stages": 2, "layout": "segments"}),
+    "stages4-split": (4, {"data": 1}, BLOCKS, {"stages": 4, "layout": "parallel", "split_backward": True}),
+    "stages2-kept": (
+        2,
+        {"data": 1},
+        BLOCKS,
+        {"stages": 2, "layout": "segments", "schedule": "interleaved", "kept_residuals": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "devices, mesh, phases, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()]
+)
+def test_parts_long_rows_and_stages_leave_the_mathematics_alone(
+    setups, by_example, whole, devices, mesh, phases, pipeline
+):
+    changes = {"pipeline": pipeline} if pipeline else {}
+    setup = setups(by_example(mesh=mesh, phases=phases, **changes, **MODEL), devices)
+    step = setup.step(EXAMPLES)
+    if phases is LONG:
+        assert step.capacities["language"].count(1024) >= 2
+    result = computed(setup, step) if pipeline else setup.gradients(step)
+    assert_same(result, whole, 1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["jax", "gpu"])
+def test_both_kernels_compute_the_same(setups, by_example, whole, kernel):
+    """Heads of 16 numbers, for the GPU's kernel, which is interpreted here."""
+    wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+    setup = setups(by_example(phases=BLOCKS, components__language__attention=kernel, **MODEL, **wide), 1)
+    other = setups(by_example(phases=BLOCKS, components__language__attention="auto", **MODEL, **wide), 1)
+    assert_same(setup.gradients(setup.step(EXAMPLES[:4])), other.gradients(other.step(EXAMPLES[:4])), 1e-5)
+    assert jax.default_backend() == "cpu"
