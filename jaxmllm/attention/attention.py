@@ -94,7 +94,7 @@ def _choose(
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:
-    return kernel_gpu.unfit(q.dtype, q.shape[-1], mask.block)
+    return kernel_gpu.unsupported_reason(q.dtype, q.shape[-1], mask.block)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:

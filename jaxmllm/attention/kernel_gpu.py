@@ -68,7 +68,7 @@ class Cut(NamedTuple):
         return triton.CompilerParams(num_warps=max(1, self.own // 16), num_stages=2)
 
 
-def unfit(dtype: Any, head: int, block: int) -> str | None:
+def unsupported_reason(dtype: Any, head: int, block: int) -> str | None:
     """What the kernels need instead of such inputs; none if they take them."""
     if triton is None:
         return f"a JAX with Pallas's Triton backend, not {jax.__version__}"

@@ -8,12 +8,13 @@ and among all such shares one is sought whose heaviest rank is as light as can b
 
     ranks 2, work 1 2 3 4 | 1 2 3 4         owner 0 1 1 0 | 1 0 0 1         10 on each
 
-Letters: T tokens of a row, N blocks of it, R ranks, n = N / R blocks of a rank.
+Letters: T tokens of a row, N blocks of it, R ranks, n = N / R blocks per rank.
 """
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -24,20 +25,18 @@ from jaxmllm.attention.mask import TokenIds, seen_spans, visible
 from jaxmllm.attention.tiles import visible_tiles
 
 TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
-BLOCK, SMALLER_BLOCK = 128, 64  # tokens
-FEWEST_BLOCKS = 8  # of a rank; fewer and larger ones cannot be shared out evenly
-EVEN = 4096  # the heaviest rank need not be nearer to the least possible than one part in so many
-SWAPS = 8  # for each rank, at most
-PAIRS = 1 << 11  # of blocks of the lightest ranks that are looked at; with more blocks a rank, single ones suffice
+BLOCK = 128  # tokens
+SMALLER_BLOCK = 64
+MIN_BLOCKS = 8  # per rank: fewer and larger ones cannot be shared out evenly
 
 
-def block_size(tokens: int, ranks: int, block: int = BLOCK, fewest_blocks: int = FEWEST_BLOCKS) -> int:
-    """Tokens of a block: `block`, or 64 where a rank would otherwise have fewer than `fewest_blocks` or a part of one.
+def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> int:
+    """Tokens of a block: `block`, or 64 where a rank would otherwise have fewer than `min_blocks` or a part of one.
 
     Raises:
       ValueError: the tokens are no whole number of blocks on every rank.
     """
-    few = tokens < fewest_blocks * block * ranks
+    few = tokens < min_blocks * block * ranks
     size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
     if not tokens or tokens % (size * ranks):
         raise ValueError(
@@ -99,7 +98,21 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
 # ---------------------------------------------------------------------------- assignment
 
 
-def assign_blocks(work: ArrayLike, ranks: int) -> Ints:
+@dataclass(frozen=True)
+class Search:
+    """Constants of the search for parts of equal work."""
+
+    near_bound: int = 4096  # stop when the heaviest rank is less than 1/4096 above the least that is possible
+    swaps_per_rank: int = 8  # at most
+    # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks; where ranks have more, they
+    # hold so many blocks that swaps of one suffice.
+    pairs: int = 1 << 11
+
+
+DEFAULT_SEARCH = Search()
+
+
+def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) -> Ints:
     """Give every rank equally many blocks, and the heaviest rank as little work as can be found.
 
     Longest first, each to the lightest rank that has room; then the heaviest rank swaps one or two blocks with another
@@ -120,39 +133,47 @@ def assign_blocks(work: ArrayLike, ranks: int) -> Ints:
     amounts = np.asarray(work)
     _check(amounts, ranks)
     amounts = amounts.astype(np.int64)
-    blocks, each = len(amounts), len(amounts) // ranks
-    least = _least_load(amounts, ranks)
-    enough = least + least // EVEN
-    best, heaviest = _swapped(amounts, longest_first(amounts, ranks, each), ranks, enough)
+    blocks = len(amounts)
+    blocks_per_rank = blocks // ranks
+    bound = _load_bound(amounts, ranks)
+    enough = bound + bound // search.near_bound
+    best, max_load = _swapped(amounts, longest_first(amounts, ranks, blocks_per_rank), ranks, enough, search)
     starts = [(contiguous(blocks, ranks), False)]
-    if each % 2 == 0:
-        starts.append((zigzag(blocks, ranks), heaviest > enough))
+    if blocks_per_rank % 2 == 0:
+        starts.append((zigzag(blocks, ranks), max_load > enough))
     for start, promising in starts:
-        if promising or _loads(amounts, start, ranks).max() < heaviest:
-            owner, load = _swapped(amounts, start, ranks, enough)
-            if load < heaviest:
-                best, heaviest = owner, load
+        if promising or _loads(amounts, start, ranks).max() < max_load:
+            owner, load = _swapped(amounts, start, ranks, enough, search)
+            if load < max_load:
+                best, max_load = owner, load
     return best
 
 
-def _least_load(work: Longs, ranks: int) -> int:
-    """What the heaviest rank has at least: the mean, the largest block among the smallest; and all sums of as many
-    blocks are alike modulo the divisor that differences between blocks have in common."""
-    each, ordered = len(work) // ranks, np.sort(work)
-    least = max(-(-int(work.sum()) // ranks), int(ordered[: each - 1].sum() + ordered[-1]))
-    divisor = int(np.gcd.reduce(ordered - ordered[0]))
-    return least + (each * int(ordered[0]) - least) % divisor if divisor else least
+def _load_bound(work: Longs, ranks: int) -> int:
+    """Lower bound on the work of the heaviest rank.
+
+    It is at least the mean, and at least that of the largest block with the smallest. All sums of N / R blocks are also
+    equal modulo the divisor that the differences between blocks have in common.
+    """
+    blocks_per_rank = len(work) // ranks
+    ascending = np.sort(work)
+    largest_with_smallest = int(ascending[: blocks_per_rank - 1].sum() + ascending[-1])
+    bound = max(-(-int(work.sum()) // ranks), largest_with_smallest)
+    divisor = int(np.gcd.reduce(ascending - ascending[0]))
+    return bound + (blocks_per_rank * int(ascending[0]) - bound) % divisor if divisor else bound
 
 
 def _check(work: NDArray[np.integer], ranks: int) -> None:
     if work.ndim != 1 or not np.issubdtype(work.dtype, np.integer):
-        raise ValueError(f"work must be one integer a block, not {work.dtype} of shape {work.shape}")
+        raise ValueError(f"work must be one integer per block, not {work.dtype} of shape {work.shape}")
     if ranks < 1 or not len(work) or len(work) % ranks:
         raise ValueError(f"{len(work)} blocks cannot be shared out evenly over {ranks} ranks")
-    least, total = int(work.min()), sum(work.tolist())
-    if least < 0 or total * ranks >= 1 << 60:
+    smallest = int(work.min())
+    total = sum(work.tolist())
+    if smallest < 0 or total * ranks >= 1 << 60:
         raise ValueError(
-            f"work must be at least 0 and sum to less than 2**60 / {ranks}, but is {least} at least and sums to {total}"
+            f"work must be at least 0 and sum to less than 2**60 / {ranks}, "
+            f"but is {smallest} at least and sums to {total}"
         )
 
 
@@ -188,16 +209,16 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
 Swap: TypeAlias = tuple[int, list[int], list[int]]  # other rank, and places of blocks given to it and taken from it
 
 
-def _swapped(work: Longs, owner: Ints, ranks: int, enough: int) -> tuple[Ints, int]:
+def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:
     """The shares after swaps that unburden the heaviest rank until it has `enough` or less, and what it then has."""
     members = _members(work, owner, ranks)
     load = work[members].sum(axis=1)
-    for _ in range(SWAPS * ranks):
+    for _ in range(search.swaps_per_rank * ranks):
         heavy = int(load.argmax())
         if load[heavy] <= enough:
             break
         amounts, gap = work[members], load[heavy] - load
-        swap = _single_swap(amounts, gap, heavy) or _double_swap(amounts, gap, heavy)
+        swap = _single_swap(amounts, gap, heavy) or _double_swap(amounts, gap, heavy, search.pairs)
         if swap is None:
             break
         light, given, taken = swap
@@ -228,44 +249,45 @@ def _single_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
       gap: [R] how much more work the heaviest rank has.
       heavy: the heaviest rank.
     """
-    found = _closest(amounts[heavy], amounts, gap)
-    return found and (found[0], [found[1]], [found[2]])
+    swap = _closest(amounts[heavy], amounts, gap)
+    return swap and (swap[0], [swap[1]], [swap[2]])
 
 
-def _double_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
+def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap | None:
     """The same with two blocks of each, and with the lightest ranks only."""
-    one, two = np.triu_indices(amounts.shape[1], 1)
-    if not 0 < len(one) <= PAIRS:
+    first, second = np.triu_indices(amounts.shape[1], 1)
+    if not 0 < len(first) <= max_pairs:
         return None
-    light = np.argsort(-gap, kind="stable")[: PAIRS // len(one)]
-    pairs = amounts[:, one] + amounts[:, two]
+    light = np.argsort(-gap, kind="stable")[: max_pairs // len(first)]
+    pairs = amounts[:, first] + amounts[:, second]
     ascending = np.argsort(pairs[light], axis=1, kind="stable")
-    found = _closest(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
-    if found is None:
+    swap = _closest(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
+    if swap is None:
         return None
-    row, given, place = found
-    taken = ascending[row, place]
-    return int(light[row]), [int(one[given]), int(two[given])], [int(one[taken]), int(two[taken])]
+    row, given, rising = swap
+    taken = ascending[row, rising]
+    return int(light[row]), [int(first[given]), int(second[given])], [int(first[taken]), int(second[taken])]
 
 
-def _closest(mine: Longs, theirs: Longs, gap: Longs) -> tuple[int, int, int] | None:
-    """Row of `theirs` and places in `mine` and in that row, whose difference takes most off the higher of two loads.
+def _closest(heavy: Longs, others: Longs, gap: Longs) -> tuple[int, int, int] | None:
+    """Row of `others` and indices in `heavy` and in that row, whose difference takes most off the higher of two loads.
 
     Args:
-      mine: [a] amounts.
-      theirs: [rows, b] amounts, ascending in each row.
-      gap: [rows] how much higher the load of mine is than the row's.
+      heavy: [a] amounts of the heaviest rank.
+      others: [rows, b] amounts, ascending in each row.
+      gap: [rows] how much higher the load of the heaviest rank is than the row's.
     """
-    rows, width = theirs.shape
-    reach = int(max(mine.max(), theirs.max())) + 1
+    rows, width = others.shape
+    reach = int(max(heavy.max(), others.max())) + 1
     row = np.arange(rows)[:, None]
-    wanted = np.clip(mine - gap[:, None] // 2, 0, reach - 1)
-    right = np.searchsorted((theirs + row * reach).ravel(), wanted + row * reach) - row * width
-    place = np.clip(np.stack([right - 1, right]), 0, width - 1)
-    passed = mine - theirs[row, place]
+    # The best amount to take is half the gap below the one given: looked up in all rows at once, each in a range of
+    # its own.
+    wanted = np.clip(heavy - gap[:, None] // 2, 0, reach - 1)
+    right = np.searchsorted((others + row * reach).ravel(), wanted + row * reach) - row * width
+    taken = np.clip(np.stack([right - 1, right]), 0, width - 1)
+    passed = heavy - others[row, taken]
     gain = np.minimum(passed, gap[:, None] - passed)
-    best = int(gain.argmax())
-    side, chosen, given = np.unravel_index(best, gain.shape)
+    side, chosen, given = np.unravel_index(int(gain.argmax()), gain.shape)
     if gain[side, chosen, given] <= 0:
         return None
-    return int(chosen), int(given), int(place[side, chosen, given])
+    return int(chosen), int(given), int(taken[side, chosen, given])

@@ -84,8 +84,8 @@ def rotary_angles(
 ) -> Float[Array, "R C K/2"]:
     """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
 
-    The first sections[0] pairs turn with axis 0, and so on.
-    Frequencies run on through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
+    The first sections[0] pairs rotate with axis 0, and so on.
+    Frequencies continue through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
     the one-dimensional RoPE (arXiv 2104.09864) exactly.
     """
     pairs = sum(sections)
@@ -107,8 +107,9 @@ def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: An
 
 
 def rotate(x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"]) -> Float[Array, "R C H K"]:
-    """Turn pairs (x[i], x[i + K/2]) by their angles."""
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    """Rotate pairs (x[i], x[i + K/2]) by their angles."""
+    cos = jnp.cos(angles)[:, :, None]
+    sin = jnp.sin(angles)[:, :, None]
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -145,14 +146,15 @@ class SelfAttention(nnx.Module):
         k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
         v = self._project(x, self.value, self.value_bias, None, rows)
         q, k = rotate(q, rows.angles), rotate(k, rows.angles)
-        many, few = ("batch", "sequence", "heads", None), ("batch", "sequence", "kv_heads", None)
+        query_axes = ("batch", "sequence", "heads", None)
+        kv_axes = ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads"):  # a device lacks the keys of its own queries
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-            few = many
+            kv_axes = query_axes
         attend = layout.local(
             partial(_attend, layout.mesh_axes("sequence"), rows.kernel),
-            in_axes=(many, few, few, ("batch", "sequence"), ("batch", "sequence")),
-            out_axes=many,
+            in_axes=(query_axes, kv_axes, kv_axes, ("batch", "sequence"), ("batch", "sequence")),
+            out_axes=query_axes,
         )
         mixed = attend(q, k, v, rows.ids, rows.tiles)
         out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))

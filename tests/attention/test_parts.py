@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxmllm.attention import parts as context
 from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
 from jaxmllm.attention.parts import (
+    Search,
     assign_blocks,
     block_size,
     block_work,
@@ -154,11 +154,10 @@ def test_even_work_is_shared_out_evenly(work, ranks):
     assert heaviest(list(work), assign_blocks(list(work), ranks)) == total // ranks
 
 
-def test_two_blocks_at_a_time_are_swapped_where_one_does_not_help(monkeypatch):
+def test_two_blocks_at_a_time_are_swapped_where_one_does_not_help():
     work = [5, 7, 1, 5, 4, 10, 1, 5]
     assert heaviest(work, assign_blocks(work, 2)) == least_possible(work, 2) == 19
-    monkeypatch.setattr(context, "PAIRS", 0)
-    assert heaviest(work, assign_blocks(work, 2)) == 20
+    assert heaviest(work, assign_blocks(work, 2, Search(pairs=0))) == 20
 
 
 def test_the_least_load_knows_what_parity_and_the_largest_block_demand():
@@ -196,8 +195,8 @@ def test_the_parts_of_a_packed_row_do_equal_work():
     [
         (8192, 8, {}, 128),
         (8192, 16, {}, 64),
-        (8192, 16, {"fewest_blocks": 4}, 128),
-        (128 * 33, 2, {"fewest_blocks": 1}, 64),  # 16.5 blocks of 128 a rank
+        (8192, 16, {"min_blocks": 4}, 128),
+        (128 * 33, 2, {"min_blocks": 1}, 64),  # 16.5 blocks of 128 a rank
         (64, 2, {"block": 32}, 32),
     ],
 )
