@@ -5,7 +5,7 @@
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
-shapes: a language row 8,192 tokens, an encoder row (sub-microbatch) 8 images. They cost what all their slots cost, and
+shapes: a language row 8,192 tokens, an encoder row 8 images. They cost what all their slots cost, and
 the attention of what is in them: FLOPs by layer, everything recomputed. Every line of the table adds to the one before:
 
     chain by parameters   encoder, then language, cut into stages of equal parameters; 1F1B
@@ -78,7 +78,7 @@ MODES: Mapping[str, frozenset[str]] = {
 }
 PATCHES, TOKENS, FRAME = 576, 144, 2  # of an image: 24 x 24 patches; and two tokens around it
 MOST_IMAGES = 48  # of a microbatch
-ROW_IMAGES = 8  # of an encoder row, one sub-microbatch
+ROW_IMAGES = 8  # of an encoder row
 ROW_TOKENS = 8192
 EXAMPLES = 16  # of a microbatch
 FILL = (0.85, 0.97)  # of a language row, as examples are drawn

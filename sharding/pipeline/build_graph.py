@@ -53,7 +53,7 @@ def _check(ring: Ring, workload: Workload) -> None:
         for sub in range(workload.chains[encoder].shape[1]):
             if (encoder, sub) not in consumed:
                 raise PipelineError(
-                    f"no language microbatch consumes sub-microbatch {sub} of {chain.name}",
+                    f"no language microbatch consumes encoder row {sub} of {chain.name}",
                 )
 
 
@@ -86,18 +86,18 @@ def _check_inputs(ring: Ring, workload: Workload, microbatch: int) -> None:
     inputs = workload.inputs[microbatch]
     if len(set(inputs)) < len(inputs):
         raise PipelineError(
-            f"language microbatch {microbatch} names a sub-microbatch twice: {inputs}",
+            f"language microbatch {microbatch} names an encoder row twice: {inputs}",
         )
     for encoder, sub in inputs:
         if not (0 <= encoder < len(ring.encoders) and 0 <= sub < workload.chains[encoder].shape[1]):
             raise PipelineError(
-                f"language microbatch {microbatch} consumes sub-microbatch {sub} of encoder {encoder}, "
+                f"language microbatch {microbatch} consumes encoder row {sub} of encoder {encoder}, "
                 f"which does not exist",
             )
         trained = _goes_back(workload.chains[encoder], -1, sub)
         if trained and not _goes_back(workload.chains[-1], 0, microbatch):
             raise PipelineError(
-                f"sub-microbatch {sub} of {ring.chains[encoder].name} waits for a gradient from language "
+                f"encoder row {sub} of {ring.chains[encoder].name} waits for a gradient from language "
                 f"microbatch {microbatch}, which has no backward",
             )
 
@@ -124,7 +124,7 @@ class _Builder:
         self.fused = fused
         self.operations: list[tuple[int, int, int, int, int, int]] = []  # kind, chain, depth, microbatch, rank, time
         self.buffers: list[Buffer] = []
-        # By encoder and sub-microbatch: the language microbatches that read it.
+        # By encoder and row: the language microbatches that read it.
         self.consumers: list[list[list[int]]] = [[[] for _ in range(work.shape[1])] for work in workload.chains]
         for microbatch, inputs in enumerate(workload.inputs):
             for encoder, sub in inputs:

@@ -3,7 +3,7 @@
     Ring, Workload --build_graph--> Graph          build_graph.py
 
 Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component, N
-operations. Encoders have microbatches of their own, the sub-microbatches; each feeds one or more
+operations. Encoders have microbatches of their own, the encoder rows; each feeds one or more
 microbatches of the language model.
 """
 
@@ -87,8 +87,8 @@ class ChainWork:
 class Workload:
     """The work of one batch on a ring: `chains` as in the ring, the last one the language model's.
 
-    `inputs[m]` lists what language microbatch m consumes, as (encoder, sub-microbatch) pairs. With
-    deferral a sub-microbatch feeds two language microbatches, and its backward waits for the
+    `inputs[m]` lists what language microbatch m consumes, as (encoder, encoder row) pairs. With
+    deferral an encoder row feeds two language microbatches, and its backward waits for the
     gradients of both.
     """
 
@@ -134,8 +134,8 @@ class Graph:
 
     Columns have length N. `successors[n]` lists (operation, ticks): it may start that many ticks
     after n at the earliest, because an edge takes one tick per hop. `returns[n]` (backward of the
-    first language chunk) lists the (encoder, sub-microbatch, operation) that wait for a share of
-    n's token gradients. The last share of a sub-microbatch sends the sum, one per encoder and tick,
+    first language chunk) lists the (encoder, encoder row, operation) that wait for a share of
+    n's token gradients. The last share of an encoder row sends the sum, one per encoder and tick,
     over `ring.delivery_hops` places.
     """
 

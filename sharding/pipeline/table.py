@@ -34,7 +34,7 @@ class Table:
 def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     """A schedule as rows.
 
-    Raises `PipelineError` when it needs more slots, ticks or sub-microbatches of a language
+    Raises `PipelineError` when it needs more slots, ticks or encoder rows of a language
     microbatch than the spec has, or belongs to another ring.
     """
     graph = schedule.graph
@@ -78,7 +78,7 @@ def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
             count = sum(source == encoder for source, _ in inputs)
             if count > spec.rows_read[encoder]:
                 raise PipelineError(
-                    f"language microbatch {microbatch} consumes {count} sub-microbatches of {chain.name}, the tables "
+                    f"language microbatch {microbatch} consumes {count} encoder rows of {chain.name}, the tables "
                     f"have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the pipeline reads",
                 )
 
@@ -186,7 +186,7 @@ class _Writer:
             self._put(n, f"grad_is_first.{suffix}", int(n == earliest))
 
     def _input_index(self, n: int, buffer: Buffer) -> int:
-        """Which of the consumed sub-microbatches of its encoder this one is."""
+        """Which of the consumed encoder rows of its encoder this one is."""
         inputs = self.graph.workload.inputs[self.graph.microbatch[n]]
         return [sub for encoder, sub in inputs if encoder == buffer.chain].index(buffer.microbatch)
 

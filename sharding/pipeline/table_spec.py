@@ -62,7 +62,7 @@ class Wire:
 class TableSpec:
     """All that tables of one compiled program share.
 
-    `rows_read` is the most sub-microbatches of each encoder that one language microbatch consumes;
+    `rows_read` is the most rows of each encoder that one language microbatch consumes;
     `ticks` the most ticks of a table.
     """
 
@@ -98,7 +98,7 @@ class TableSpec:
         output: slot of a result that stays on the rank.
         features: input slot that the last layer's output replaces.
         count_loss: whether loss and sums count.
-        tokens, grad_slot, grad_is_first: for each consumed sub-microbatch its tokens, the sum that
+        tokens, grad_slot, grad_is_first: for each consumed encoder row its tokens, the sum that
           its gradient joins, and whether it is the first to do so.
         receive, send: slots by wire.
         """

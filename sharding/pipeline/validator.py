@@ -85,10 +85,8 @@ class _Proof:
         self.ring = graph.ring
         self.done: dict[int, int] = {}  # tick of each operation
         self.held: dict[SlotKey, Label] = {}
-        self.users: dict[
-            tuple[int, int],
-            frozenset[int],
-        ] = {}  # of the tokens of an encoder's sub-microbatch
+        # Language microbatches that read the tokens of each (encoder, encoder row).
+        self.users: dict[tuple[int, int], frozenset[int]] = {}
         for microbatch, inputs in enumerate(graph.workload.inputs):
             for pair in inputs:
                 self.users[pair] = self.users.get(pair, frozenset()) | {microbatch}
@@ -287,7 +285,7 @@ class _Proof:
     # ------------------------------------------------------------------------ tokens
 
     def _consumed(self, m: int) -> Iterator[tuple[int, int, int]]:
-        """(encoder, index among its consumed ones, sub-microbatch) of all that a language
+        """(encoder, index among its consumed ones, encoder row) of all that a language
         microbatch consumes."""
         indices = [0] * len(self.ring.encoders)
         for encoder, sub in self.graph.workload.inputs[m]:

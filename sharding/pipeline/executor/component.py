@@ -24,7 +24,7 @@ class Component:
 
     Encoders: first(outer, row, ()) -> x; layer(params, x, row) -> x; last(outer, x, row) -> tokens.
     Language: first(outer, row, media) -> x, where media[e] holds the tokens of the consumed
-    sub-microbatches of encoder e, [rows read, ...], zeros where there are fewer; last(outer, x,
+    rows of encoder e, [rows read, ...], zeros where there are fewer; last(outer, x,
     row) -> (loss, sums), float32 scalars. `outer` are the component's parameters outside its
     layers, `row` one microbatch of its rows. `activation` and `tokens` say how x and tokens lie on
     the automatic axes.

@@ -1,6 +1,6 @@
 """Fixed orders: GPipe, 1F1B and interleaved 1F1B. They know nothing of cost or slots.
 
-A unit is all that a rank does for one chunk and one language microbatch, with the sub-microbatches
+A unit is all that a rank does for one chunk and one language microbatch, with the encoder rows
 that belong to it; an order arranges forward and backward units of each rank.
 """
 

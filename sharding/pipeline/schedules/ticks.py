@@ -16,7 +16,7 @@ Orders = Sequence[Sequence[int]]  # operations of each rank in the order in whic
 class TickClock:
     """When operations become possible: tell it what was done in which tick, ticks ascending.
 
-    `sent[encoder, sub-microbatch]` is the tick in which the summed token gradient leaves the first
+    `sent[encoder, encoder row]` is the tick in which the summed token gradient leaves the first
     language rank.
     """
 

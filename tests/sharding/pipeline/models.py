@@ -24,7 +24,7 @@ from sharding.pipeline.validator import validate
 
 REPLICAS, PATCHES, TEXT, VOCABULARY = 2, 4, 8, 11
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
-SLOTS = PATCHES // 2  # tokens of a sub-microbatch on a replica
+SLOTS = PATCHES // 2  # tokens of an encoder row on a replica
 
 
 def layer(params: Params, x, row):
@@ -219,7 +219,7 @@ def workload_of(
     most: int | tuple[int, ...] = 2,
     defer: bool = True,
 ) -> Workload:
-    """Random numbers of sub-microbatches, none for some microbatches; with deferral some feed the next one too.
+    """Random numbers of encoder rows, none for some microbatches; with deferral some feed the next one too.
     `most` of an encoder for one microbatch."""
     most = most if isinstance(most, tuple) else (most,) * len(ring.encoders)
     random = np.random.default_rng(seed)

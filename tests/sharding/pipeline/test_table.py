@@ -26,7 +26,7 @@ def test_tables_that_do_not_fit():
     slots = slots_needed([schedule])
     with pytest.raises(PipelineError, match=f"{len(schedule.ticks)} ticks for tables of 7; raise the ticks"):
         make_table(schedule, TableSpec(RING, slots, 7, (4,)))
-    with pytest.raises(PipelineError, match="sub-microbatches of vision, the tables have room for 0"):
+    with pytest.raises(PipelineError, match="encoder rows of vision, the tables have room for 0"):
         make_table(schedule, TableSpec(RING, slots, 500, (0,)))
     with pytest.raises(PipelineError, match="another ring"):
         make_table(schedule, TableSpec(ring_of("chain", 4), slots, 500, (4,)))
