@@ -58,7 +58,7 @@ GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/conte
 
 def visible_pairs(ids: TokenIds) -> np.ndarray:
     """[C, C] bool, the mask of a row."""
-    pairs: np.ndarray = visible(TokenIds(*(column[:, None] for column in ids)), ids)
+    pairs: np.ndarray = visible(ids.map(lambda column: column[:, None]), ids)
     return pairs
 
 

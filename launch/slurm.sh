@@ -46,13 +46,12 @@ srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c
     train "$@" &
 tasks=$!
 
-code=0
-wait "$tasks" || code=$?
-# A trap ends `wait` early.
+# A trap ends `wait` early, perhaps in the moment in which the tasks end.
 while kill -0 "$tasks" 2>/dev/null; do
-    code=0
-    wait "$tasks" || code=$?
+    wait "$tasks" || :
 done
+code=0
+wait "$tasks" || code=$? # bash remembers how they ended
 # Saved, or done in that very moment: then the next job finds nothing left to do.
 if [[ $time_is_up == yes && $code == 0 ]]; then
     scontrol requeue "$SLURM_JOB_ID"

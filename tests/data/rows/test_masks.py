@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.attention.mask import causal_ids
 from jaxmllm.attention.tiles import visible_tiles
-from jaxmllm.config.model_sections import LayerWindows
+from jaxmllm.config.schema import LayerWindows
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 from jaxmllm.row_format import RowFormat
 
