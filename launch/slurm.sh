@@ -39,19 +39,25 @@ export JAXMLLM_PROCESSES=$SLURM_NTASKS
 tasks=
 time_is_up=no
 trap 'time_is_up=yes; kill -TERM ${tasks:-$!}' USR1 # srun passes it on to all processes
-trap : TERM # the processes have it from Slurm: wait for them
+# The processes have TERM from Slurm: wait for them. With a handler in place of '', a TERM in the moment in which the
+# tasks end makes bash forget how they ended.
+trap '' TERM
 # The process number is known only inside srun.
-srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
-    'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm train --resume=auto --config "$@"' \
-    train "$@" &
+(
+    trap - TERM
+    exec srun --kill-on-bad-exit=1 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
+        'export JAXMLLM_PROCESS_ID=$SLURM_PROCID; exec .venv/bin/python -m jaxmllm train --resume=auto --config "$@"' \
+        train "$@"
+) &
 tasks=$!
 
-# A trap ends `wait` early, perhaps in the moment in which the tasks end.
-while kill -0 "$tasks" 2>/dev/null; do
-    wait "$tasks" || :
-done
 code=0
-wait "$tasks" || code=$? # bash remembers how they ended
+wait "$tasks" || code=$?
+# The trap of USR1 ends `wait` early.
+while kill -0 "$tasks" 2>/dev/null; do
+    code=0
+    wait "$tasks" || code=$?
+done
 # Saved, or done in that very moment: then the next job finds nothing left to do.
 if [[ $time_is_up == yes && $code == 0 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
