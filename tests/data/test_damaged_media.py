@@ -347,11 +347,13 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
 LOAD = """
 import pathlib, sys
 from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.reference import File
 
 def peak():
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
-images, path = Images(14, 2, 784, 1024 * 1024), pathlib.Path(sys.argv[1])
+images = Images(14, 2, 784, 1024 * 1024)
+path = pathlib.Path(sys.argv[1])
 images.measure(File(path))
 before = peak()
 images.load(File(path), images.measure(File(path)))
