@@ -53,7 +53,9 @@ COLUMNS = [
 ]
 SLOPE_SLOTS = 16384
 SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
-GENERATOR = "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
+GENERATOR = (
+    "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
+)
 
 
 def visible_pairs(ids: TokenIds) -> np.ndarray:
@@ -120,7 +122,9 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
         visible = visible_pairs(ids)
         forms[0] = programs(dense_attention, q, k, v, jnp.asarray(visible))
         tiles[0] = 1
-    functions = {(name, block): run for block, passes in forms.items() for name, run in passes.items()}
+    functions = {
+        (name, block): run for block, passes in forms.items() for name, run in passes.items()
+    }
     seconds = median_seconds({("matmul", 0): matmul(random)} | functions, repeats)
     peak = 2 * MATMUL**3 / seconds["matmul", 0]
 
@@ -182,18 +186,29 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    records = [row for slots in options.slots for row in measure(options.seed, slots, options.blocks, options.repeats)]
+    records = [
+        row
+        for slots in options.slots
+        for row in measure(options.seed, slots, options.blocks, options.repeats)
+    ]
     print_table(
         "attention of one packed row: forward, and forward + backward (training), against the dense masked form",
         [*COLUMNS, "pairs", "difference"],
-        [[value if name != "block" else value or "dense" for name, value in record.items()] for record in records],
+        [
+            [value if name != "block" else value or "dense" for name, value in record.items()]
+            for record in records
+        ],
     )
-    slope = measure_slope(options.seed, min(SLOPE_SLOTS, max(options.slots)), options.blocks[0], options.repeats)
+    slope = measure_slope(
+        options.seed, min(SLOPE_SLOTS, max(options.slots)), options.blocks[0], options.repeats
+    )
     line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us per tile + {1e3 * slope['constant_seconds']:.3g} ms"
     print_table(
         f"causal rows of {slope['slots']} slots, blocks of {slope['block']}:\n{line}, R^2 {slope['r_squared']:.4f}",
         ["documents of", "tiles", "forward ms"],
-        zip(slope["documents_of"], slope["tiles"], [1e3 * s for s in slope["seconds"]], strict=True),
+        zip(
+            slope["documents_of"], slope["tiles"], [1e3 * s for s in slope["seconds"]], strict=True
+        ),
     )
     write_json(options.json, "attention", options.seed, GENERATOR, results=records, slope=slope)
 

@@ -60,7 +60,9 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
 
     def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         rows = (x.reshape(documents, -1, *x.shape[2:]) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(q.shape)
+        return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(
+            q.shape
+        )
 
     return {
         "gpu": lambda q, k, v: attention(q, k, v, mask, kernel="gpu"),
@@ -69,7 +71,9 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
     }
 
 
-def measure(attend: Attend, inputs: tuple[jax.Array, ...], repeats: int) -> tuple[dict[str, float], list[np.ndarray]]:
+def measure(
+    attend: Attend, inputs: tuple[jax.Array, ...], repeats: int
+) -> tuple[dict[str, float], list[np.ndarray]]:
     """Median seconds of the forward and the backward pass, and out, dq, dk and dv."""
     *qkv, d_out = inputs
     forward = jax.jit(attend)
@@ -97,14 +101,17 @@ def in_float32(mask: Mask, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
     """Out, dq, dk and dv of the JAX kernel; by default a GPU would round products of float32 to tf32."""
     *qkv, d_out = (x.astype(jnp.float32) for x in inputs)
     with jax.default_matmul_precision("highest"):
-        out, pullback = jax.vjp(jax.jit(lambda q, k, v: attention(q, k, v, mask, kernel="jax")), *qkv)
+        out, pullback = jax.vjp(
+            jax.jit(lambda q, k, v: attention(q, k, v, mask, kernel="jax")), *qkv
+        )
         return [np.asarray(x) for x in (out, *pullback(d_out))]
 
 
 def errors(results: list[np.ndarray], wants: list[np.ndarray]) -> dict[str, float]:
     """Relative error of the forward and of the backward pass."""
     out, *gradients = (
-        float(np.linalg.norm(got - want) / np.linalg.norm(want)) for got, want in zip(results, wants, strict=True)
+        float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        for got, want in zip(results, wants, strict=True)
     )
     return {"forward": out, "backward": max(gradients)}
 
@@ -114,7 +121,9 @@ def random_inputs(
 ) -> tuple[jax.Array, ...]:
     """q, k, v and the gradient of the output, in bfloat16."""
     return tuple(
-        jnp.asarray(random.standard_normal((1, slots, heads_, size), dtype=np.float32), jnp.bfloat16)
+        jnp.asarray(
+            random.standard_normal((1, slots, heads_, size), dtype=np.float32), jnp.bfloat16
+        )
         for heads_ in (heads, key_heads, key_heads, heads)
     )
 
@@ -131,14 +140,18 @@ def record(
     cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
     for direction, flops in FLOPS.items():
         cells[f"{direction} ms"] = 1e3 * seconds[direction]
-        cells[f"{direction} TFLOP/s"] = flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[direction] / 1e12
+        cells[f"{direction} TFLOP/s"] = (
+            flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[direction] / 1e12
+        )
         cells[f"{direction} error"] = error[direction]
     return cells
 
 
 def main() -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}"
+    )
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(
@@ -148,7 +161,9 @@ def main() -> int:
         return 2
     rows = []
     for slots in options.slots:
-        inputs = random_inputs(np.random.default_rng([options.seed, slots]), slots, HEADS, KEY_HEADS, SIZE)
+        inputs = random_inputs(
+            np.random.default_rng([options.seed, slots]), slots, HEADS, KEY_HEADS, SIZE
+        )
         for documents in DOCUMENTS:
             mask, tiles = equal_documents(slots, documents, BLOCK)
             wants = in_float32(mask, inputs)

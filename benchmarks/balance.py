@@ -76,10 +76,14 @@ MEASURED_EXAMPLES = 1 << 13  # of a setting, in batches with these bounds
 FEWEST_MEASURED = 3
 MOST_MEASURED = 16
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
-GENERATOR = "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
+GENERATOR = (
+    "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
+)
 
 
-def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes: int) -> list[dict[str, Any]]:
+def measure(
+    setting: Setting, batches: int, repeats: int, seed: int, row_classes: int
+) -> list[dict[str, Any]]:
     """One record for every phase, then one for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
@@ -90,7 +94,9 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     for mode in MODES if per_rank <= COMPARED else (BALANCED,):
         spec = make_spec(ranks, samples, mode, row_classes, ranks_per_node=NODE, backend="ragged")
         plans = [plan_step(batch, spec) for batch in held_out]
-        figures = [step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)]
+        figures = [
+            step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)
+        ]
         proxy[mode] = _reduce(figures, statistics.fmean)
     # BALANCED is the last of the modes: `spec` and `plans` are its own.
     setting_record = {"ranks": ranks, "per_rank": per_rank, "batches": batches}
@@ -105,7 +111,9 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
 
     routes = [route_figures(plan, ranks) for plan in plans]
     times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
-    padded = replace(spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()})
+    padded = replace(
+        spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()}
+    )
     routes += [padded_figures(plan_step(batch, padded)) for batch in held_out]
     times += [
         {f"{name}_padded": value for name, value in plan_time(batch, padded).items()}
@@ -116,7 +124,9 @@ def measure(setting: Setting, batches: int, repeats: int, seed: int, row_classes
     for name in PROXIES:
         step[name] = {mode: figures[name] for mode, figures in proxy.items()}
         balanced = proxy[BALANCED][name]
-        step[f"{name}_over_{BALANCED}"] = {mode: figures[name] / balanced for mode, figures in proxy.items()}
+        step[f"{name}_over_{BALANCED}"] = {
+            mode: figures[name] / balanced for mode, figures in proxy.items()
+        }
     step["workload"] = describe(held_out[0])
     return [*records, step]
 
@@ -134,7 +144,8 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
         "max_over_mean": float(by_rank.max()) / mean,
         "floor": max(mean, largest) / mean,
         "synchronised": float(cost.max(axis=1).sum()) / mean,
-        "real_token_fraction": float(items.real.sum()) / (float(plan.capacity.sum(dtype=np.int64)) * spec.ranks),
+        "real_token_fraction": float(items.real.sum())
+        / (float(plan.capacity.sum(dtype=np.int64)) * spec.ranks),
         "inner_padding": 1 - float(items.real.sum()) / float(items.length.sum()),
         "rows": plan.microbatches,
     }
@@ -143,7 +154,9 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
 def row_costs(plan: PhasePlan, length: np.ndarray, spec: PhaseSpec) -> np.ndarray:
     """Cost of every row: [M, R], exact integers."""
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    return sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
+    return sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(
+        -1, spec.ranks
+    )
 
 
 def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
@@ -157,7 +170,11 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
         np.add.at(slots, (rows.microbatch, rows.rank), length)
         np.add.at(attention, (rows.microbatch, rows.rank), phase.cost.attention(length))
         bare += (phase.cost.linear * slots + attention).max(axis=1, initial=0).sum()
-        padded += (phase.cost.linear * rows.capacity[:, None].astype(float) + attention).max(axis=1, initial=0).sum()
+        padded += (
+            (phase.cost.linear * rows.capacity[:, None].astype(float) + attention)
+            .max(axis=1, initial=0)
+            .sum()
+        )
     return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
 
 
@@ -183,7 +200,11 @@ def padded_figures(plan: StepPlan) -> dict[str, float]:
 
 def _routed(plan: StepPlan, name: str) -> float:
     """A statistic of the routes, summed over the phases that carry an exchange."""
-    return sum(value for key, value in plan.statistics.items() if key.startswith("route/") and key.endswith(f"/{name}"))
+    return sum(
+        value
+        for key, value in plan.statistics.items()
+        if key.startswith("route/") and key.endswith(f"/{name}")
+    )
 
 
 def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
@@ -224,15 +245,21 @@ def measured_batches(setting: Setting) -> int:
 
 def parse_setting(text: str) -> Setting:
     ranks, separator, per_rank = text.partition("x")
-    if not (separator and ranks.isdecimal() and per_rank.isdecimal() and int(ranks) and int(per_rank)):
+    if not (
+        separator and ranks.isdecimal() and per_rank.isdecimal() and int(ranks) and int(per_rank)
+    ):
         raise ArgumentTypeError(f"{text!r} is not of the form RANKSxEXAMPLES, 64x32 for one")
     return int(ranks), int(per_rank)
 
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all")
-    parser.add_argument("--batches", type=int, help="measured batches of each setting (default: 3 to 16)")
+    parser.add_argument(
+        "--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all"
+    )
+    parser.add_argument(
+        "--batches", type=int, help="measured batches of each setting (default: 3 to 16)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
     parser.add_argument("--row-classes", type=int, default=ROW_CLASSES)
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")
@@ -270,7 +297,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     table = [[phase, *(workload.get(f"{phase}/{name}") for name in names)] for phase in PHASES]
     title = f"Workload: first batch of {steps[-1]['ranks']} x {steps[-1]['per_rank']} examples, lengths of items"
     print_table(title, ["phase", "items", "mean", "CV", "max/mean", "inner padding"], table)
-    pairs = {name.removeprefix("correlation/"): r for name, r in workload.items() if name.startswith("correlation/")}
+    pairs = {
+        name.removeprefix("correlation/"): r
+        for name, r in workload.items()
+        if name.startswith("correlation/")
+    }
     print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
 
     setting = ("ranks", "per_rank", "batches")
@@ -317,7 +348,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "slots / needed": "slots_moved_over_needed",
         "slots / moved": "slots_moved_over_moved",
     }
-    table = [[*(row[name] for name in setting), *(row.get(name) for name in costs.values())] for row in steps]
+    table = [
+        [*(row[name] for name in setting), *(row.get(name) for name in costs.values())]
+        for row in steps
+    ]
     print_table("Steps", ["ranks", "per rank", "batches", *costs], table)
 
 

@@ -57,8 +57,12 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         balance = config.balance.model_copy(update={"mode": mode})
         spec = plan_spec(config.model_copy(update={"balance": balance}), inputs)
         attention = attention_spec(config, inputs.model, inputs.corpus.formats, spec)
-        functions = StepFunctions(inputs.model, config.optimizer, config.decay_steps, len(inputs.corpus.sources))
-        programs[mode] = PhasedPrograms(functions, spec, inputs.corpus.formats, attention, config.run.param_dtype)
+        functions = StepFunctions(
+            inputs.model, config.optimizer, config.decay_steps, len(inputs.corpus.sources)
+        )
+        programs[mode] = PhasedPrograms(
+            functions, spec, inputs.corpus.formats, attention, config.run.param_dtype
+        )
         fillers[mode] = StepFiller(inputs.corpus, spec, programs[mode].local_share, attention)
 
     state = programs[MODES[0]].init(config.run.seed)
@@ -78,7 +82,9 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
             if step >= WARM_UP:
                 seconds[mode].append(took)
                 spec = programs[mode].spec
-                predicted[mode].append(step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"])
+                predicted[mode].append(
+                    step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"]
+                )
     workload = describe(inputs.samples[0])
     return {"seconds": seconds, "predicted": predicted, "workload": workload}
 
@@ -89,7 +95,8 @@ def summarise(seconds: dict[str, list[float]], predicted: dict[str, list[float]]
     return {
         **{mode: quartiles(times) for mode, times in seconds.items()},
         "ratio": quartiles(ratios),
-        "ratio_of_medians": statistics.median(seconds["none"]) / statistics.median(seconds["phases"]),
+        "ratio_of_medians": statistics.median(seconds["none"])
+        / statistics.median(seconds["phases"]),
         "predicted_ratio": sum(predicted["none"]) / sum(predicted["phases"]),
     }
 
@@ -111,7 +118,9 @@ def main(command: Sequence[str] | None = None) -> int:
         parser.error("--processes, --per-rank and --steps must be positive")
     if PROCESS_ID not in os.environ:
         arguments = sys.argv[1:] if command is None else command
-        return run_local([sys.executable, "-m", "benchmarks.balance_step", *arguments], options.processes, 1)
+        return run_local(
+            [sys.executable, "-m", "benchmarks.balance_step", *arguments], options.processes, 1
+        )
 
     pin_to_core(int(os.environ[PROCESS_ID]))
     reserve_cpu_threads()

@@ -75,7 +75,8 @@ MODEL: Final = ModelConfig(
 )
 COLUMNS = ["tokens", "ranks", "block", "generator", "method", "tiles", "layer", "plan ms"]
 GENERATOR = (
-    "numpy default_rng([seed, tokens]) and generate([seed, tokens], ..) of the workload; see benchmarks/context.py"
+    "numpy default_rng([seed, tokens]) and generate([seed, tokens], ..) of the workload; "
+    "see benchmarks/context.py"
 )
 EXAMPLES_PER_TOKEN = 1 / 64  # drawn for a packed row, which takes those that fit
 FRAME_TOKENS = (64, 144, 256, 576)
@@ -103,12 +104,16 @@ def video(random: np.random.Generator, tokens: int) -> TokenIds:
     words = random.integers(*TIME_WORDS, tokens)
     pieces = np.stack([words, np.full(tokens, random.choice(FRAME_TOKENS))], axis=1)
     frames = tokens - tokens // 10
-    return _document(np.concatenate([_alternating(pieces, frames), np.zeros(tokens - frames, np.int32)]))
+    return _document(
+        np.concatenate([_alternating(pieces, frames), np.zeros(tokens - frames, np.int32)])
+    )
 
 
 def packed(random: np.random.Generator, tokens: int) -> TokenIds:
     """Documents in the order drawn, without those that no longer fit; what is left is padding."""
-    batch = generate(random.integers(2**31, size=4).tolist(), max(16, int(tokens * EXAMPLES_PER_TOKEN)))
+    batch = generate(
+        random.integers(2**31, size=4).tolist(), max(16, int(tokens * EXAMPLES_PER_TOKEN))
+    )
     document, group, position = np.zeros((3, tokens), np.int32)
     start = np.full(len(batch.examples), -1)
     end = 0
@@ -168,7 +173,9 @@ def _runs(*columns: Ints) -> tuple[Ints, Ints]:
 # ---------------------------------------------------------------------------- methods
 
 WorkOf = Callable[[TokenIds, int], Longs]  # as `block_work`: work of each block
-METHODS: Final[dict[str, Callable[[Callable[[], Longs], int, int], Ints]]] = {  # of work (a thunk), blocks, ranks
+METHODS: Final[
+    dict[str, Callable[[Callable[[], Longs], int, int], Ints]]
+] = {  # of work (a thunk), blocks, ranks
     "contiguous": lambda work, blocks, ranks: contiguous(blocks, ranks),
     "zigzag": lambda work, blocks, ranks: zigzag(blocks, ranks),
     "longest_first": lambda work, blocks, ranks: longest_first(work(), ranks),
@@ -206,7 +213,9 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
       blocks: [R] blocks of query tokens.
     """
     layer = phase_layers(MODEL, "language")[1]
-    pair = 2 * layer.attention(slots=1, squares=(1, 0))  # that of a causal sequence counts half of its pairs
+    pair = 2 * layer.attention(
+        slots=1, squares=(1, 0)
+    )  # that of a causal sequence counts half of its pairs
     return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
 
 
@@ -214,7 +223,9 @@ def _over_mean(load: NDArray[Any]) -> float:
     return float(load.max() / load.mean())
 
 
-def measure(tokens: int, ranks: Sequence[int], seeds: int, seed: int, work_of: WorkOf) -> list[dict[str, Any]]:
+def measure(
+    tokens: int, ranks: Sequence[int], seeds: int, seed: int, work_of: WorkOf
+) -> list[dict[str, Any]]:
     """One record for every number of ranks, generator and method."""
     rows = {
         name: [make(np.random.default_rng([seed + k, tokens]), tokens) for k in range(seeds)]
@@ -242,7 +253,9 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The worst of `equal`, and in how many cells another method has a lighter heaviest rank."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for record in records:
-        cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[record["method"]] = record
+        cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[
+            record["method"]
+        ] = record
     equal = [cell["equal"] for cell in cells.values()]
     return {
         "worst_layer": max(record["layer"] for record in equal),
@@ -285,7 +298,10 @@ def main(command: Sequence[str] | None = None) -> int:
         f"max / mean over context ranks, mean of {options.seeds} seeds; images see {seen}",
         COLUMNS,
         [
-            [f"{value:.4f}" if name in ("tiles", "layer") else value for name, value in record.items()]
+            [
+                f"{value:.4f}" if name in ("tiles", "layer") else value
+                for name, value in record.items()
+            ]
             for record in records
         ],
     )
@@ -294,7 +310,9 @@ def main(command: Sequence[str] | None = None) -> int:
         f"{summary['worst_tiles']:.4f}, planning {summary['worst_plan_ms']:.2f} ms"
     )
     for method, better in summary["better"].items():
-        print(f"{method} is better in {better['layer']} cells by layer, in {better['tiles']} by tiles")
+        print(
+            f"{method} is better in {better['layer']} cells by layer, in {better['tiles']} by tiles"
+        )
     write_json(
         options.json,
         "context",

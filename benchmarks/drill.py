@@ -35,9 +35,13 @@ import yaml
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 
-GENERATOR = "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
+GENERATOR = (
+    "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
+)
 MARKER = "JAXMLLM_DRILL"  # environment variable that all processes of a run inherit
-TOLERANCE = 2e-4  # of a loss: rounding differs with the number of devices, and training carries it on
+TOLERANCE = (
+    2e-4  # of a loss: rounding differs with the number of devices, and training carries it on
+)
 END_WITHIN = 180.0  # seconds in which all that a kill has left over must have ended
 START_WITHIN = 600.0  # seconds in which a run must come to its next step, on a busy machine
 SHARED_MEMORY = Path("/dev/shm")
@@ -82,7 +86,9 @@ class Drill:
         self.outcome = Outcome()
         make_sample(folder / "data", train=96, test=24)
         self.config = folder / "config.yaml"
-        self.config.write_text(yaml.safe_dump(tiny_config(folder / "data", steps)), encoding="utf-8")
+        self.config.write_text(
+            yaml.safe_dump(tiny_config(folder / "data", steps)), encoding="utf-8"
+        )
         self.shared_memory = set(shared_memory())
         self.startup = 0.0  # seconds until the first step of the reference
 
@@ -113,12 +119,18 @@ class Drill:
         if self.random.random() < WHILE_STARTING:
             time.sleep(self.random.uniform(0, self.startup))
         else:
-            self.wait_for_step(process, directory, last_step(directory) + int(self.random.integers(1, 9)))
+            self.wait_for_step(
+                process, directory, last_step(directory) + int(self.random.integers(1, 9))
+            )
             time.sleep(self.random.uniform(0, 0.5))
-        candidates = [(pid, role) for pid, role in self.members() if role in ("launcher", "trainer")]
+        candidates = [
+            (pid, role) for pid, role in self.members() if role in ("launcher", "trainer")
+        ]
         if process.poll() is not None or not candidates:
             if process.wait():
-                self.violation(directory, f"ended with code {process.returncode} though nobody killed it")
+                self.violation(
+                    directory, f"ended with code {process.returncode} though nobody killed it"
+                )
             self.end(process, directory)
             return last_step(directory) < self.steps
         pid, role = candidates[int(self.random.integers(len(candidates)))]
@@ -175,7 +187,9 @@ class Drill:
         deadline = time.monotonic() + START_WITHIN
         while last_step(directory) < min(step, self.steps) and process.poll() is None:
             if time.monotonic() > deadline:
-                self.violation(directory, f"step {step} was not reached within {START_WITHIN:.0f} s")
+                self.violation(
+                    directory, f"step {step} was not reached within {START_WITHIN:.0f} s"
+                )
                 self.kill_all()
             time.sleep(0.02)
 
@@ -210,7 +224,9 @@ class Drill:
             difference = abs(loss - record["loss"]) / record["loss"]
             self.outcome.largest_difference = max(self.outcome.largest_difference, difference)
             if not difference <= TOLERANCE:
-                self.violation(directory, f"step {record['step']}: loss {loss} instead of {record['loss']}")
+                self.violation(
+                    directory, f"step {record['step']}: loss {loss} instead of {record['loss']}"
+                )
 
     def violation(self, directory: Path, what: str) -> None:
         self.outcome.violations.append(f"{directory.name}, kill {self.outcome.kills}: {what}")
@@ -310,7 +326,9 @@ def main(command: Sequence[str] | None = None) -> int:
     if options.kills < 1 or options.steps < 2:
         parser.error("--kills must be at least 1, --steps at least 2")
     with tempfile.TemporaryDirectory() as temporary:
-        outcome = Drill(options.folder or Path(temporary), options.steps, options.seed).run(options.kills)
+        outcome = Drill(options.folder or Path(temporary), options.steps, options.seed).run(
+            options.kills
+        )
     row = {
         "kills": outcome.kills,
         "runs": outcome.runs,
@@ -323,7 +341,9 @@ def main(command: Sequence[str] | None = None) -> int:
         list(row),
         [list(row.values())],
     )
-    write_json(options.json, "drill", options.seed, GENERATOR, rows=[row], violations=outcome.violations)
+    write_json(
+        options.json, "drill", options.seed, GENERATOR, rows=[row], violations=outcome.violations
+    )
     return 1 if outcome.violations else 0
 
 

@@ -69,7 +69,9 @@ from sharding.pipeline.slots import slots_needed
 MODEL = WORKLOAD_MODEL.model_copy(
     update={
         "audio": None,
-        "vision": VisionConfig(width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2),
+        "vision": VisionConfig(
+            width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2
+        ),
     }
 )
 MODES: Mapping[str, frozenset[str]] = {
@@ -134,9 +136,17 @@ def generate(seed: int, microbatches: int) -> Batch:
     images, text = [], []
     for total in random.integers(0, MOST_IMAGES + 1, microbatches):
         images.append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
-        left = int(ROW_TOKENS * random.uniform(*FILL)) - int(total) * (TOKENS + FRAME) - LEAST_TEXT * EXAMPLES
-        text.append(LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES))))
-    return Batch(np.repeat(np.arange(microbatches), EXAMPLES), np.concatenate(images), np.concatenate(text))
+        left = (
+            int(ROW_TOKENS * random.uniform(*FILL))
+            - int(total) * (TOKENS + FRAME)
+            - LEAST_TEXT * EXAMPLES
+        )
+        text.append(
+            LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES)))
+        )
+    return Batch(
+        np.repeat(np.arange(microbatches), EXAMPLES), np.concatenate(images), np.concatenate(text)
+    )
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,9 @@ def chains(trainable: frozenset[str], images: int, squares: int) -> dict[str, li
     }
 
 
-def make_ring(trainable: frozenset[str], stages: int, layout: LayoutName, cut_by: CutBy = "cost") -> Ring:
+def make_ring(
+    trainable: frozenset[str], stages: int, layout: LayoutName, cut_by: CutBy = "cost"
+) -> Ring:
     """Stages for the average microbatch."""
     average = chains(trainable, ROW_IMAGES, ROW_TOKENS**2 // EXAMPLES)
     return partition(average, stages, layout, {"vision": MOST_IMAGES / 2 / ROW_IMAGES}, cut_by)
@@ -226,7 +238,10 @@ def make_workload(ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload
     vision = [costs(images, 0)["vision"] for images in rows.images]
     language = [costs(0, squares)[LANGUAGE] for squares in rows.squares]
     return Workload(
-        tuple(chain_work(chain, each) for chain, each in zip(ring.chains, (vision, language), strict=True)),
+        tuple(
+            chain_work(chain, each)
+            for chain, each in zip(ring.chains, (vision, language), strict=True)
+        ),
         tuple(tuple((0, row) for row in sorted(each)) for each in rows.inputs),
     )
 
@@ -249,7 +264,9 @@ def make_slots(graph: Graph, live: int | None = None) -> Slots:
     return slots
 
 
-def make_schedule(variant: Variant, graph: Graph, live: int | None = None, rollouts: int = ROLLOUTS) -> Schedule:
+def make_schedule(
+    variant: Variant, graph: Graph, live: int | None = None, rollouts: int = ROLLOUTS
+) -> Schedule:
     """The schedule that a variant stands for."""
     slots = make_slots(graph, live)
     return scheduler_of(variant.schedule).make(graph, slots, rollouts)
@@ -307,11 +324,18 @@ def measure(
         seconds = time.perf_counter() - began
         ticks, time_ = len(schedule.ticks), lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
-        found.append((*shares, efficiency(schedule, time_), ticks, waiting_bytes(schedule) / 1e9, seconds))
+        found.append(
+            (*shares, efficiency(schedule, time_), ticks, waiting_bytes(schedule) / 1e9, seconds)
+        )
     means = [statistics.fmean(column) for column in zip(*found, strict=True)]
     names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
     worst = min(each[2] for each in found)
-    return {"mode": mode, "variant": variant.name, **dict(zip(names, means, strict=True)), "efficiency_worst": worst}
+    return {
+        "mode": mode,
+        "variant": variant.name,
+        **dict(zip(names, means, strict=True)),
+        "efficiency_worst": worst,
+    }
 
 
 # ---------------------------------------------------------------------------- search alone
@@ -337,12 +361,20 @@ def measure_search(
         ready = time.process_time()
         searched = search(graph, fixed_orders(), slots, rollouts=rollouts)
         seconds, start = time.process_time() - ready, ready - began
-        best = min(searched.lockstep, search(graph, fixed_orders(), slots, rollouts=long, seed=1).lockstep)
+        best = min(
+            searched.lockstep, search(graph, fixed_orders(), slots, rollouts=long, seed=1).lockstep
+        )
         near = [number for number, cost in enumerate(searched.history) if cost <= WITHIN * best]
-        wait = start + (seconds - start) * near[0] / max(1, searched.rollouts) if near else float("inf")
+        wait = (
+            start + (seconds - start) * near[0] / max(1, searched.rollouts)
+            if near
+            else float("inf")
+        )
         gaps = simple / best - 1, searched.lockstep / best - 1, best / lower_bound(graph) - 1
         found.append((*gaps, seconds, wait))
-    greedy_gap, search_gap, best_gap, seconds_, _ = (statistics.fmean(column) for column in zip(*found, strict=True))
+    greedy_gap, search_gap, best_gap, seconds_, _ = (
+        statistics.fmean(column) for column in zip(*found, strict=True)
+    )
     times = [each[-1] for each in found if each[-1] != float("inf")]
     return {
         "mode": mode,
@@ -378,7 +410,10 @@ def measure_microbatches(
         random = np.random.default_rng(seed)
         vision, text = np.exp(random.uniform(0, np.log([[40.0], [20.0]]), (2, examples)))
         work = {"vision": np.rint(1e9 * vision), "language": np.rint(5e8 * (vision + text))}
-        loads = {name: PhaseLoad(each.astype(np.int64), each.astype(np.int64)) for name, each in work.items()}
+        loads = {
+            name: PhaseLoad(each.astype(np.int64), each.astype(np.int64))
+            for name, each in work.items()
+        }
         began = time.process_time()
         plan = plan_microbatches({"vision": loads["vision"]}, loads[LANGUAGE], replicas, count)
         milliseconds.append(1e3 * (time.process_time() - began))
@@ -398,9 +433,13 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10, help="batches")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--live", type=int, help="language microbatches that have room on a rank (default: all)")
+    parser.add_argument(
+        "--live", type=int, help="language microbatches that have room on a rank (default: all)"
+    )
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of a search")
-    parser.add_argument("--long", type=int, default=LONG, help="rollouts of a search that is taken for the best")
+    parser.add_argument(
+        "--long", type=int, default=LONG, help="rollouts of a search that is taken for the best"
+    )
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     options = parser.parse_args(command)
     seeds = range(options.seed, options.seed + options.seeds)
@@ -410,7 +449,9 @@ def main(command: Sequence[str] | None = None) -> int:
         rows += [measure(mode, variant, *shape) for variant in VARIANTS]
         show(mode, [row for row in rows if row["mode"] == mode])
     quality = [measure_search(mode, *shape, options.long) for mode in options.modes]
-    print_table("Search against the best known", [*quality[0]], [[*row.values()] for row in quality])
+    print_table(
+        "Search against the best known", [*quality[0]], [[*row.values()] for row in quality]
+    )
     even = measure_microbatches(seeds)
     print_table("Microbatches against random order", [*even], [[*even.values()]])
     write_json(
@@ -434,9 +475,29 @@ def main(command: Sequence[str] | None = None) -> int:
 def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """The table of one mode."""
     first = rows[0]["lockstep"]
-    names = ("lockstep", "asynchronous", "efficiency", "efficiency_worst", "ticks", "waiting_gb", "seconds")
-    table = [[row["variant"], *(row[name] for name in names), first / row["lockstep"]] for row in rows]
-    columns = ["variant", "lockstep", "asynchronous", "efficiency", "worst", "ticks", "GB", "seconds", "gain"]
+    names = (
+        "lockstep",
+        "asynchronous",
+        "efficiency",
+        "efficiency_worst",
+        "ticks",
+        "waiting_gb",
+        "seconds",
+    )
+    table = [
+        [row["variant"], *(row[name] for name in names), first / row["lockstep"]] for row in rows
+    ]
+    columns = [
+        "variant",
+        "lockstep",
+        "asynchronous",
+        "efficiency",
+        "worst",
+        "ticks",
+        "GB",
+        "seconds",
+        "gain",
+    ]
     print_table(f"{mode}: PFLOP of a step, mean of the seeds", columns, table)
 
 

@@ -40,7 +40,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "chain 1F1B": {"layout": "chain", "schedule": "1f1b", "deferral": False},
     "segments": {"layout": "segments", "schedule": "greedy", "deferral": False},
     "+ search, deferral": {"layout": "segments", "schedule": "search", "deferral": True},
-    "+ split": {"layout": "segments", "schedule": "search", "deferral": True, "split_backward": True},
+    "+ split": {
+        "layout": "segments",
+        "schedule": "search",
+        "deferral": True,
+        "split_backward": True,
+    },
 }
 YARDSTICK = "chain 1F1B"
 WARM_UP = 2  # steps, not counted
@@ -53,16 +58,22 @@ def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[
     programs, fillers, states = {}, {}, {}
     for name in plans:
         pipeline = config.pipeline.model_copy(update=PLANS[name])
-        programs[name], sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
+        programs[name], sizes = make_programs(
+            config.model_copy(update={"pipeline": pipeline}), inputs
+        )
         assert sizes is not None, "a pipeline has at least two stages"
         spec, ranks = programs[name].spec, programs[name].local_share
-        fillers[name] = StepFiller(inputs.corpus, spec, ranks, programs[name].attention, sizes.training)
+        fillers[name] = StepFiller(
+            inputs.corpus, spec, ranks, programs[name].attention, sizes.training
+        )
         states[name] = programs[name].init(config.run.seed)
     found: dict[str, dict[str, list[float]]] = {
         name: {"seconds": [], "cost": [], "idle": [], "ticks": [], "plan_ms": []} for name in plans
     }
     for number in range(WARM_UP + steps):
-        examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + number)
+        examples = batch_examples(
+            inputs.order, config.data.batch_size, len(inputs.samples) + number
+        )
         for name in plans if number % 2 else plans[::-1]:
             host = fillers[name](number, examples)
             batch: Any = programs[name].put(host)
@@ -74,7 +85,11 @@ def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[
             took = time.perf_counter() - began
             if number >= WARM_UP:
                 told = host.statistics
-                row = [took, *(told[f"pipeline/{key}"] for key in ("cost", "idle_share", "ticks")), told["plan_ms"]]
+                row = [
+                    took,
+                    *(told[f"pipeline/{key}"] for key in ("cost", "idle_share", "ticks")),
+                    told["plan_ms"],
+                ]
                 for values, value in zip(found[name].values(), row, strict=True):
                     values.append(value)
     return found
@@ -104,13 +119,17 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=2, help="and processes")
     parser.add_argument("--batch", type=int, default=16, help="examples of a step")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each plan")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS], help="the first is the yardstick")
+    parser.add_argument(
+        "--plans", nargs="+", choices=PLANS, default=[*PLANS], help="the first is the yardstick"
+    )
     options = parse(parser, command)
     if options.stages < 2 or min(options.batch, options.steps) < 1:
         parser.error("--stages must be at least 2, --batch and --steps positive")
     if PROCESS_ID not in os.environ:
         own = sys.argv[1:] if command is None else command
-        return run_local([sys.executable, "-m", "benchmarks.pipeline_step", *own], options.stages, 1)
+        return run_local(
+            [sys.executable, "-m", "benchmarks.pipeline_step", *own], options.stages, 1
+        )
 
     pin_to_core(int(os.environ[PROCESS_ID]))
     reserve_cpu_threads()
@@ -118,7 +137,9 @@ def main(command: Sequence[str] | None = None) -> int:
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     shape = [f"pipeline.stages={options.stages}", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"]
     try:
-        config = load_config(options.config, [*shape, f"data.batch_size={options.batch}", *seed, *options.overrides])
+        config = load_config(
+            options.config, [*shape, f"data.batch_size={options.batch}", *seed, *options.overrides]
+        )
         measured = measure(config, options.plans, options.steps)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
@@ -132,12 +153,30 @@ def main(command: Sequence[str] | None = None) -> int:
             "steps": options.steps,
             "stages": options.stages,
         }
-        write_json(options.json, "pipeline_step", config.run.seed, GENERATOR, **settings, rows=rows, measured=measured)
+        write_json(
+            options.json,
+            "pipeline_step",
+            config.run.seed,
+            GENERATOR,
+            **settings,
+            rows=rows,
+            measured=measured,
+        )
     return 0
 
 
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
-    columns = ["plan", "step [s]", "ratio", "quarter below", "quarter above", "predicted", "idle", "ticks", "plan [ms]"]
+    columns = [
+        "plan",
+        "step [s]",
+        "ratio",
+        "quarter below",
+        "quarter above",
+        "predicted",
+        "idle",
+        "ticks",
+        "plan [ms]",
+    ]
     print_table(
         title,
         columns,

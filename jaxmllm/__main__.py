@@ -25,10 +25,18 @@ VERBS = {
         "jaxmllm.tools.balance_report",
         "draw load and padding of every rank, before and after balancing",
     ),
-    "timeline": Verb("jaxmllm.tools.timeline", "draw a pipeline's schedule: operations of every rank over time"),
-    "calibrate": Verb("jaxmllm.tools.calibrate", "measure what rows take on these devices, to balance by it"),
-    "waste": Verb("jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"),
-    "sample-data": Verb("jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"),
+    "timeline": Verb(
+        "jaxmllm.tools.timeline", "draw a pipeline's schedule: operations of every rank over time"
+    ),
+    "calibrate": Verb(
+        "jaxmllm.tools.calibrate", "measure what rows take on these devices, to balance by it"
+    ),
+    "waste": Verb(
+        "jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"
+    ),
+    "sample-data": Verb(
+        "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
+    ),
 }
 
 

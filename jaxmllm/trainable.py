@@ -29,7 +29,9 @@ class Trainable:
     """The mask of a model: paths of its trained parameters, and how much of each component these are."""
 
     paths: frozenset[str]
-    shares: Mapping[str, Fraction]  # by component of which anything is trained: share of its numbers that are
+    shares: Mapping[
+        str, Fraction
+    ]  # by component of which anything is trained: share of its numbers that are
 
     @classmethod
     def of(cls, shapes: Params, patterns: Mapping[str, Sequence[str]]) -> Trainable:
@@ -58,7 +60,9 @@ class Trainable:
                 chosen |= matched
             if chosen:
                 paths |= {f"{component}.{path}" for path in chosen}
-                shares[component] = Fraction(sum(sizes[path] for path in chosen), sum(sizes.values()))
+                shares[component] = Fraction(
+                    sum(sizes[path] for path in chosen), sum(sizes.values())
+                )
         return cls(frozenset(paths), shares)
 
     @property

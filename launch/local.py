@@ -83,7 +83,11 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
                 children.append(child)
                 tell_guard(child.pid)
                 assert child.stdout is not None
-                printers.append(threading.Thread(target=_print_lines, args=(child.stdout, process, lock), daemon=True))
+                printers.append(
+                    threading.Thread(
+                        target=_print_lines, args=(child.stdout, process, lock), daemon=True
+                    )
+                )
                 printers[-1].start()
             return _wait(children)
         finally:
@@ -91,7 +95,9 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
             for child in children:
                 tell_guard(child.pid)
             for printer in printers:
-                printer.join(timeout=1.0)  # a worker that a killed process left behind may hold its output open
+                printer.join(
+                    timeout=1.0
+                )  # a worker that a killed process left behind may hold its output open
 
 
 @contextmanager
@@ -161,7 +167,9 @@ def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None
 def _print_lines(stream: IO[str], process: int, lock: threading.Lock) -> None:
     for line in stream:
         with lock:
-            sys.stdout.write(f"[{process}] {line}" if line.endswith("\n") else f"[{process}] {line}\n")
+            sys.stdout.write(
+                f"[{process}] {line}" if line.endswith("\n") else f"[{process}] {line}\n"
+            )
             sys.stdout.flush()
 
 
@@ -172,7 +180,9 @@ def _free_port() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.local", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, default=4, help="forced CPU devices of each process")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- command and its arguments")

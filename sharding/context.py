@@ -38,7 +38,9 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
 
-    return layout.local(on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",))(x, slots)
+    return layout.local(
+        on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
+    )(x, slots)
 
 
 def gathered_attention(

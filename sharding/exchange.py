@@ -95,11 +95,15 @@ class Exchange(LayoutPair):
         """
         return self._hop(encoder_pool, buffer, number, tables, self.encoder)
 
-    def hop_back(self, d_language_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+    def hop_back(
+        self, d_language_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array
+    ) -> Pool:
         """One hop on the way back; as `hop`."""
         return self._hop(d_language_pool, buffer, number, tables, self.language)
 
-    def deliver(self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, gather: jax.Array) -> Pool:
+    def deliver(
+        self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, gather: jax.Array
+    ) -> Pool:
         """Add what has arrived to `language_pool`, which is zero where it arrives.
 
         Args:
@@ -114,7 +118,9 @@ class Exchange(LayoutPair):
             summed=self.encoder_only,
         )
 
-    def deliver_back(self, d_language_pool: Pool, buffer: Pool, d_encoder_pool: Pool, gather: jax.Array) -> Pool:
+    def deliver_back(
+        self, d_language_pool: Pool, buffer: Pool, d_encoder_pool: Pool, gather: jax.Array
+    ) -> Pool:
         """Add the gradients that have come back to `d_encoder_pool`; as `deliver`."""
         return self._deliver(
             d_language_pool,
@@ -125,7 +131,9 @@ class Exchange(LayoutPair):
             summed=self.language_only,
         )
 
-    def _hop(self, source: Pool, buffer: Pool, number: jax.Array, tables: Tables, layout: Layout) -> Pool:
+    def _hop(
+        self, source: Pool, buffer: Pool, number: jax.Array, tables: Tables, layout: Layout
+    ) -> Pool:
         def on_device(source: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
             own_tables = tuple(table[0] for table in tables)
 
@@ -169,7 +177,12 @@ class Exchange(LayoutPair):
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(source_layout.rows.spec, by_exchange_rank, target_layout.rows.spec, by_exchange_rank),
+            in_specs=(
+                source_layout.rows.spec,
+                by_exchange_rank,
+                target_layout.rows.spec,
+                by_exchange_rank,
+            ),
             out_specs=target_layout.rows.spec,
             check_vma=False,
         )(source, buffer, target, gather)

@@ -43,7 +43,9 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
     free = [name for name, size in sizes.items() if size == -1]
     wrong = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if wrong or len(free) > 1:
-        raise MeshError(f"mesh sizes {dict(sizes)} must be positive; -1 is allowed once, for 'the rest'")
+        raise MeshError(
+            f"mesh sizes {dict(sizes)} must be positive; -1 is allowed once, for 'the rest'"
+        )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices % fixed or (not free and fixed != devices):
         raise MeshError(

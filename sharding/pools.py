@@ -38,7 +38,9 @@ def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[ja
     return take_rows(layout, pool, index), (pool, index)
 
 
-def _take_backward(layout: Layout, residuals: Residuals, d_rows: jax.Array) -> tuple[jax.Array, None]:
+def _take_backward(
+    layout: Layout, residuals: Residuals, d_rows: jax.Array
+) -> tuple[jax.Array, None]:
     pool, index = residuals
     return put_rows(layout, d_rows, index, jnp.zeros_like(pool)), None
 

@@ -94,7 +94,10 @@ class Layout:
         What these axes split is one part there.
         """
         mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
-        rules = tuple((name, tuple(axis for axis in mesh_axes if axis not in axes)) for name, mesh_axes in self.rules)
+        rules = tuple(
+            (name, tuple(axis for axis in mesh_axes if axis not in axes))
+            for name, mesh_axes in self.rules
+        )
         return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), rules)
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
@@ -108,7 +111,9 @@ class Layout:
         kept = tuple(name if name in COMPUTE_AXES else None for name in axes)
         return self.constrain(weight, kept)
 
-    def local(self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any) -> Callable[..., Any]:
+    def local(
+        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any
+    ) -> Callable[..., Any]:
         """Run `function` on each device's own part.
 
         That serves a kernel whose loop bounds are the data of its rank, for one.
@@ -133,7 +138,9 @@ class Layout:
         used = [mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis)]
         twice = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if twice:
-            raise MeshError(f"{name}: two of its axes {axes} are split over {twice}; change this component's layout")
+            raise MeshError(
+                f"{name}: two of its axes {axes} are split over {twice}; change this component's layout"
+            )
         for length, axis in zip(shape, axes, strict=True):
             if axis is not None and length % self.size(axis):
                 raise MeshError(
@@ -169,11 +176,16 @@ def make_layout(
             if axis not in mesh.axis_names:
                 known = ", ".join(mesh.axis_names)
                 raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {known}")
-    rules = {name: _in_mesh_order(mesh, overrides.get(name, axes)) for name, axes in DEFAULT_RULES.items()}
+    rules = {
+        name: _in_mesh_order(mesh, overrides.get(name, axes))
+        for name, axes in DEFAULT_RULES.items()
+    }
     for name in COMPUTE_AXES:
         clash = set(rules[name]) & set(rules["batch"])
         if clash and name in overrides:
-            raise MeshError(f"{where}: mesh axes {sorted(clash)} are named for both 'batch' and {name!r}")
+            raise MeshError(
+                f"{where}: mesh axes {sorted(clash)} are named for both 'batch' and {name!r}"
+            )
         rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
     return Layout(mesh, tuple(rules.items()))
 
@@ -197,7 +209,9 @@ def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarra
     else:
         nodes = np.array([device.id // devices_per_node for device in mesh.devices.flat])
     numbered = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
-    first_devices = tuple(slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names)
+    first_devices = tuple(
+        slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names
+    )
     return numbered[first_devices].reshape(-1).astype(np.int32)
 
 

@@ -31,7 +31,9 @@ from jaxmllm.setup.prepare import prepare
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
-ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}  # encoders are data-parallel over tensor, too
+ENCODER_LAYOUT = {
+    "batch": ["data", "fsdp", "tensor"]
+}  # encoders are data-parallel over tensor, too
 
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
@@ -43,7 +45,14 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
         "run": {"directory": str(data / "run"), "steps": 4},
         "model": {
             "vision": {"width": 16, "layers": 1, "heads": 2, "mlp_width": 32, "patch_size": 14},
-            "audio": {"width": 16, "layers": 1, "heads": 2, "mlp_width": 32, "mel_bins": 8, "chunk_frames": 32},
+            "audio": {
+                "width": 16,
+                "layers": 1,
+                "heads": 2,
+                "mlp_width": 32,
+                "mel_bins": 8,
+                "chunk_frames": 32,
+            },
             "language": {
                 "width": 32,
                 "layers": 2,
@@ -127,7 +136,10 @@ class Setup:
         """The rows of these examples on all ranks; `spec` replaces fields of the plan's spec, such as mode."""
         local = LocalRanks(
             phases={phase: tuple(range(rows.ranks)) for phase, rows in self.spec.phases.items()},
-            exchange={phase: tuple(range(math.prod(route.grid.shape))) for phase, route in self.spec.routes.items()},
+            exchange={
+                phase: tuple(range(math.prod(route.grid.shape)))
+                for phase, route in self.spec.routes.items()
+            },
         )
         plan = dataclasses.replace(self.spec, **spec)
         pipeline = self.pipeline and self.pipeline.training

@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}  # at the bottom: what rooms tell one another in
+RECORDS = {
+    "config",
+    "phases",
+    "trainable",
+    "arrays",
+    "row_format",
+}  # at the bottom: what rooms tell one another in
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
     "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
-    "jaxmllm/tools": RECORDS | {"runtime", "balance", "data", "models", "training", "setup", "sharding"},
+    "jaxmllm/tools": RECORDS
+    | {"runtime", "balance", "data", "models", "training", "setup", "sharding"},
     "jaxmllm/train.py": {"config", "runtime", "training", "setup"},
-    "jaxmllm/setup": RECORDS | {"runtime", "attention", "balance", "data", "models", "training", "sharding"},
+    "jaxmllm/setup": RECORDS
+    | {"runtime", "attention", "balance", "data", "models", "training", "sharding"},
     "jaxmllm/training": RECORDS | {"runtime", "balance", "data", "models", "sharding"},
     "jaxmllm/models": {"config", "phases", "trainable", "attention", "row_format", "sharding"},
     "jaxmllm/data": RECORDS | {"attention", "balance"},
@@ -55,9 +63,14 @@ DATA = {  # and inside jaxmllm/data
 }
 INNER = {"balance": PLANNER, "data": DATA}
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
-MEASURED = {"attention.py", "context.py"}  # a benchmark may have the name of the file that it measures
+MEASURED = {
+    "attention.py",
+    "context.py",
+}  # a benchmark may have the name of the file that it measures
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-MENTION = re.compile(r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b")
+MENTION = re.compile(
+    r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b"
+)
 OF_USERS = {"configs/my.yaml", "configs/x.yaml"}
 
 
@@ -109,12 +122,19 @@ def test_imports_follow_the_arrows_inside_a_room(name):
 def test_arrows_go_one_way(arrows):
     rooms = [Path(room).stem for room in arrows]
     for index, (room, below) in enumerate(arrows.items()):
-        assert below <= set(rooms[index + 1 :]), f"{room} imports a room that does not stand below it"
+        assert below <= set(rooms[index + 1 :]), (
+            f"{room} imports a room that does not stand below it"
+        )
 
 
 def test_every_room_has_its_arrows():
-    rooms = {*ROOT.glob("jaxmllm/*.py"), *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py"))}
-    assert {ROOT / room for room in ARROWS} - {ROOT / "sharding"} == rooms - {ROOT / "jaxmllm/__init__.py"}
+    rooms = {
+        *ROOT.glob("jaxmllm/*.py"),
+        *(path.parent for path in ROOT.glob("jaxmllm/*/__init__.py")),
+    }
+    assert {ROOT / room for room in ARROWS} - {ROOT / "sharding"} == rooms - {
+        ROOT / "jaxmllm/__init__.py"
+    }
 
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])
@@ -147,7 +167,11 @@ def texts() -> Iterator[tuple[Path, str]]:
 def all_files() -> list[Path]:
     folders = (*OURS, "docs", "configs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return sorted(path for path in [*files, *ROOT.glob("*.*"), ROOT / "Makefile"] if "__pycache__" not in path.parts)
+    return sorted(
+        path
+        for path in [*files, *ROOT.glob("*.*"), ROOT / "Makefile"]
+        if "__pycache__" not in path.parts
+    )
 
 
 def test_files_of_one_name_have_one_subject():
@@ -157,12 +181,18 @@ def test_files_of_one_name_have_one_subject():
             by_name[file.name].append(file.relative_to(ROOT).as_posix())
     del by_name["__init__.py"]
     for name, paths in by_name.items():
-        rooms = [path for path in paths if not (name in MEASURED and path.startswith("benchmarks/"))]
+        rooms = [
+            path for path in paths if not (name in MEASURED and path.startswith("benchmarks/"))
+        ]
         assert len(rooms) == 1, f"{name} means several things: {', '.join(paths)}"
 
 
 def test_every_file_that_a_text_names_exists():
-    ends = {"/".join(file.parts[start:]) for file in all_files() for start in range(len(file.parts))}
+    ends = {
+        "/".join(file.parts[start:]) for file in all_files() for start in range(len(file.parts))
+    }
     for file, text in texts():
         for name in MENTION.findall(text):
-            assert name in ends or name in OF_USERS, f"{file.relative_to(ROOT)} names {name}, which does not exist"
+            assert name in ends or name in OF_USERS, (
+                f"{file.relative_to(ROOT)} names {name}, which does not exist"
+            )

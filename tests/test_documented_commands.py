@@ -25,13 +25,24 @@ from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launch/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "launch/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FILES = [*PROSE, *sorted((ROOT / "configs").glob("*.yaml"))]
 EXAMPLE = ROOT / "configs/quickstart.yaml"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
-COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:jaxmllm \S|\S*python -m (?:jaxmllm \S|jaxmllm\.|benchmarks\.|launch\.))")
-MODULES = {"jaxmllm", "jaxmllm.train", "launch.local"}  # that `python -m` may name; and all of benchmarks/
+COMMAND = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(?:jaxmllm \S|\S*python -m (?:jaxmllm \S|jaxmllm\.|benchmarks\.|launch\.))"
+)
+MODULES = {
+    "jaxmllm",
+    "jaxmllm.train",
+    "launch.local",
+}  # that `python -m` may name; and all of benchmarks/
 KEY = re.compile(rf"^({'|'.join(Config.model_fields)})(\.[a-z_0-9.<>*]+)(=\S*)?$")
 OTHER_PROGRAMS = {"--nodes"}  # options of programs that are not ours
 FILE = re.compile(r"\.(py|jsonl?|npz|png|html|yaml|lock)$")  # `data.json` is a file, not a key
@@ -70,7 +81,9 @@ def commands(file: Path) -> list[str]:
 
 def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> Parsed:
     """Hand a command's words to its own parser; several processes run a command after `--`, which is parsed as well."""
-    words = [word for word in shlex.split(command, comments=True) if not re.match(r"^[A-Z_]+=", word)]
+    words = [
+        word for word in shlex.split(command, comments=True) if not re.match(r"^[A-Z_]+=", word)
+    ]
     if words[0].endswith("python"):
         module, arguments = words[2], words[3:]
         assert module in MODULES or module.startswith("benchmarks."), f"{module} is no command"
@@ -102,14 +115,20 @@ def test_documented_commands_parse(file, stop_at_parser, monkeypatch):
         config = getattr(parsed.options, "config", None)
         overrides = [*getattr(parsed.options, "set", []), *getattr(parsed.options, "overrides", [])]
         if config is not None:
-            path = Path(config) if Path(config).exists() else EXAMPLE  # configs/my.yaml stands for the user's own
+            path = (
+                Path(config) if Path(config).exists() else EXAMPLE
+            )  # configs/my.yaml stands for the user's own
             load_config(path, overrides)
 
 
 def test_commands_are_found():
     """Had the search a fault, there would be nothing to be wrong."""
     found = {file.relative_to(ROOT).as_posix(): len(commands(file)) for file in FILES}
-    assert found["README.md"] >= 5 and found["docs/balancing.md"] >= 5 and found["configs/quickstart.yaml"]
+    assert (
+        found["README.md"] >= 5
+        and found["docs/balancing.md"] >= 5
+        and found["configs/quickstart.yaml"]
+    )
     assert sum(found.values()) > 25
 
 
@@ -117,8 +136,13 @@ def test_every_command_that_reads_a_config_takes_the_same_overrides(stop_at_pars
     modules = [verb.module for name, verb in VERBS.items() if name != "sample-data"]
     for module in [*modules, "benchmarks.balance_step", "benchmarks.pipeline_step"]:
         with pytest.raises(Parsed) as parsed:
-            importlib.import_module(module).main(["a=1", "--config", "x.yaml", "--set", "b=2", "c=3"])
-        assert (parsed.value.options.set, parsed.value.options.overrides) == (["b=2", "c=3"], ["a=1"]), module
+            importlib.import_module(module).main(
+                ["a=1", "--config", "x.yaml", "--set", "b=2", "c=3"]
+            )
+        assert (parsed.value.options.set, parsed.value.options.overrides) == (
+            ["b=2", "c=3"],
+            ["a=1"],
+        ), module
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
@@ -127,7 +151,9 @@ def test_documented_keys_are_known(file):
         for word in span.split():
             if (match := KEY.match(word)) and not FILE.search(word):
                 key = match[1] + match[2]
-                assert is_key(Config, key.split(".")), f"{file.name} names `{key}`, which the config does not have"
+                assert is_key(Config, key.split(".")), (
+                    f"{file.name} names `{key}`, which the config does not have"
+                )
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
@@ -140,10 +166,18 @@ def test_documented_sections_are_valid(file):
 def test_documented_options_are_known(stop_at_parser, monkeypatch):
     known = set(OTHER_PROGRAMS) | {"--help"}
     modules = {verb.module for verb in VERBS.values()} | {"launch.local"}
-    modules |= {f"benchmarks.{file.stem}" for file in (ROOT / "benchmarks").glob("[!_]*.py") if file.stem != "common"}
+    modules |= {
+        f"benchmarks.{file.stem}"
+        for file in (ROOT / "benchmarks").glob("[!_]*.py")
+        if file.stem != "common"
+    }
     taken = re.compile(r'add_argument\(\s*"(--[a-z-]+)')
     for module in [*modules, "jaxmllm.config.command_line", "jaxmllm.tools.output"]:
-        known |= set(taken.findall(Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")))
+        known |= set(
+            taken.findall(
+                Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
+            )
+        )
     for file in PROSE:
         for span in SPAN.findall(BLOCK.sub("", file.read_text(encoding="utf-8"))):
             for option in re.findall(r"(?:^| )(--[a-z][a-z-]*)", span):
@@ -157,7 +191,9 @@ def is_key(section: type[BaseModel], names: list[str]) -> bool:
     chosen = list(fields) if name == "*" or name.startswith("<") else [name]
     if not rest:
         return any(key in fields for key in chosen)
-    return any(is_key(child, rest) for key in chosen if key in fields for child in sections(fields[key]))
+    return any(
+        is_key(child, rest) for key in chosen if key in fields for child in sections(fields[key])
+    )
 
 
 def sections(annotation: typing.Any) -> Iterator[type[BaseModel]]:

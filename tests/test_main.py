@@ -37,6 +37,9 @@ def test_every_verb_tells_its_options(verb, capsys):
 
 def test_the_help_is_told_without_loading_jax():
     code = (
-        "import sys; from jaxmllm.__main__ import main; main(['--help']); assert not {'jax', 'numpy'} & {*sys.modules}"
+        "import sys; from jaxmllm.__main__ import main; main(['--help']); "
+        "assert not {'jax', 'numpy'} & {*sys.modules}"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+    )

@@ -11,8 +11,22 @@ from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
-from jaxmllm.config.schema import AudioConfig, BalanceConfig, LanguageConfig, ModelConfig, PhaseConfig, VisionConfig
-from jaxmllm.phases import LANGUAGE, Phase, component_names, decoder_phase, encoder_phase, make_phases
+from jaxmllm.config.schema import (
+    AudioConfig,
+    BalanceConfig,
+    LanguageConfig,
+    ModelConfig,
+    PhaseConfig,
+    VisionConfig,
+)
+from jaxmllm.phases import (
+    LANGUAGE,
+    Phase,
+    component_names,
+    decoder_phase,
+    encoder_phase,
+    make_phases,
+)
 
 TOWER = {"width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
 DECODER = LanguageConfig(width=16, layers=1, heads=2, kv_heads=2, head_size=8, mlp_width=16)
@@ -21,7 +35,10 @@ RANKS = 4
 PER_TOKEN = {"vision": 4, "audio": 8, "video": 16}  # slots of one language token
 ENCODERS = tuple(PER_TOKEN)
 GENERATOR = Phase("generator", components=("generator",), reads=(LANGUAGE,), has_loss=True)
-PHASES = {phase.name: phase for phase in (*map(encoder_phase, ENCODERS), decoder_phase(ENCODERS), GENERATOR)}
+PHASES = {
+    phase.name: phase
+    for phase in (*map(encoder_phase, ENCODERS), decoder_phase(ENCODERS), GENERATOR)
+}
 
 NODES = dict.fromkeys(PHASES, np.arange(RANKS, dtype=np.int32) // 2)
 
@@ -34,7 +51,13 @@ def test_a_model_has_its_encoders_and_then_the_decoder_that_reads_them():
     for encoder in model.encoders:
         assert not phases[encoder].has_loss and phases[encoder].reads == ()
     assert phases[LANGUAGE].has_loss and phases[LANGUAGE].reads == model.encoders
-    assert component_names(phases) == ("vision", "projector.vision", "audio", "projector.audio", "language")
+    assert component_names(phases) == (
+        "vision",
+        "projector.vision",
+        "audio",
+        "projector.audio",
+        "language",
+    )
     alone = ModelConfig(language=DECODER)
     assert make_phases(alone) == {LANGUAGE: Phase(LANGUAGE, (LANGUAGE,), reads=(), has_loss=True)}
 
@@ -45,7 +68,9 @@ def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
     text = random.integers(1, 40, examples)
     phases = {}
     for name, per_token in PER_TOKEN.items():
-        example = np.flatnonzero(random.random(examples) < 0.5)  # at most one item of a kind per example
+        example = np.flatnonzero(
+            random.random(examples) < 0.5
+        )  # at most one item of a kind per example
         tokens = random.integers(1, 20, len(example))
         phases[name] = items_of(tokens * per_token, example, tokens, text[example])
         text[example] += tokens
@@ -57,15 +82,23 @@ def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
 
 def items_of(length, example, tokens=0, slot=0) -> PhaseItems:
     zero = np.zeros_like(example)
-    return PhaseItems(length, length, *((zero + column).astype(np.int32) for column in (example, tokens, slot)))
+    return PhaseItems(
+        length, length, *((zero + column).astype(np.int32) for column in (example, tokens, slot))
+    )
 
 
-@pytest.mark.parametrize(("mode", "nodes"), [*((mode, None) for mode in get_args(Mode)), ("phases", NODES)])
-def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and_balanced(mode, nodes):
+@pytest.mark.parametrize(
+    ("mode", "nodes"), [*((mode, None) for mode in get_args(Mode)), ("phases", NODES)]
+)
+def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and_balanced(
+    mode, nodes
+):
     """The third encoder's tokens are routed as those of the others. What the generator reads has no route yet."""
     samples = [made_up_batch(seed) for seed in range(4)]
     inputs = [
-        SizingInputs(phase, RANKS, 16, PER_TOKEN.get(name, 1), 320, ItemCost(1000, 3), PhaseConfig())
+        SizingInputs(
+            phase, RANKS, 16, PER_TOKEN.get(name, 1), 320, ItemCost(1000, 3), PhaseConfig()
+        )
         for name, phase in PHASES.items()
     ]
     ranks = np.arange(RANKS, dtype=np.int32)[:, None]
@@ -85,4 +118,6 @@ def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and
     else:
         rank_of_example = np.empty(len(batch.examples), np.int32)
         rank_of_example[sequences.example] = plan.phases[LANGUAGE].rank
-        np.testing.assert_array_equal(plan.phases["generator"].rank, rank_of_example[generated.example])
+        np.testing.assert_array_equal(
+            plan.phases["generator"].rank, rank_of_example[generated.example]
+        )

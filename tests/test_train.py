@@ -17,7 +17,10 @@ def test_overrides_and_flags_stand_in_any_order(resume):
             options = parse_arguments([word for words in order for word in words])
             assert sorted(options.overrides) == ["a=1", "b=2"], order
             assert options.config == "x.yaml"
-            assert options.resume == {"": False, "--resume": True, "--resume=auto": "auto"}["".join(resume)]
+            assert (
+                options.resume
+                == {"": False, "--resume": True, "--resume=auto": "auto"}["".join(resume)]
+            )
 
 
 def test_overrides_keep_their_order_so_that_the_last_one_wins():

@@ -10,7 +10,10 @@ from jaxmllm.config.schema import ConfigError
 from jaxmllm.trainable import EVERYTHING, Trainable, join
 
 PARAMS = {
-    "tower": {"layers": {"mlp": {"up": np.ones((2, 3)), "up_bias": np.ones(3)}}, "norm": {"scale": np.ones(1)}},
+    "tower": {
+        "layers": {"mlp": {"up": np.ones((2, 3)), "up_bias": np.ones(3)}},
+        "norm": {"scale": np.ones(1)},
+    },
     "projector.tower": {"mlp": {"up": np.ones((3, 2))}},
 }
 
@@ -26,7 +29,11 @@ def paths(tree, prefix=""):
         ({}, set(), {}),
         ({"tower": ()}, set(), {}),
         ({"projector.tower": EVERYTHING}, {"projector.tower.mlp.up"}, {"projector.tower": 1}),
-        ({"tower": ("*bias", "norm.*")}, {"tower.layers.mlp.up_bias", "tower.norm.scale"}, {"tower": Fraction(4, 10)}),
+        (
+            {"tower": ("*bias", "norm.*")},
+            {"tower.layers.mlp.up_bias", "tower.norm.scale"},
+            {"tower": Fraction(4, 10)},
+        ),
         (dict.fromkeys(PARAMS, EVERYTHING), set(paths(PARAMS)), {"tower": 1, "projector.tower": 1}),
     ],
 )
@@ -47,7 +54,10 @@ def test_whole_components_are_not_copied():
 
 
 def test_a_pattern_without_a_parameter_is_refused_by_its_key():
-    with pytest.raises(ConfigError, match=r"components\.tower\.train: 'mlp' matches no parameter .* layers\.mlp\.up,"):
+    with pytest.raises(
+        ConfigError,
+        match=r"components\.tower\.train: 'mlp' matches no parameter .* layers\.mlp\.up,",
+    ):
         Trainable.of(PARAMS, {"tower": ("norm.*", "mlp")})
 
 

@@ -66,7 +66,9 @@ def _attention(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask:
     return _forward(kernel, scale, q, k, v, mask)[0]
 
 
-def _forward(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
+) -> tuple[Array, tuple[Any, ...]]:
     forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
     out, logsumexp = forward(q, k, v, mask)
     return out, (q, k, v, mask, out, logsumexp)
@@ -84,13 +86,20 @@ _attention.defvjp(_forward, _backward)
 
 
 def _choose(
-    kernel: Kernel, scale: float, q: Array, mask: Mask, plain: Callable[..., Any], gpu: Callable[..., Any]
+    kernel: Kernel,
+    scale: float,
+    q: Array,
+    mask: Mask,
+    plain: Callable[..., Any],
+    gpu: Callable[..., Any],
 ) -> Callable[..., Any]:
     if kernel == "jax" or _gpu_needs(q, mask):
         return partial(plain, scale)
     elsewhere = plain if kernel == "auto" else partial(gpu, interpret=True)
     # The platform is known only when the program is lowered, perhaps on a machine of another platform.
-    return partial(jax.lax.platform_dependent, cuda=partial(gpu, scale), default=partial(elsewhere, scale))
+    return partial(
+        jax.lax.platform_dependent, cuda=partial(gpu, scale), default=partial(elsewhere, scale)
+    )
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:
@@ -104,11 +113,16 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
             f"attention: q {q.shape} needs k and v of one shape [{rows}, keys, divisor of {heads}, {size}], "
             f"got k {k.shape} and v {v.shape}"
         )
-    for side, ids, expected in (("queries", mask.queries, (rows, slots)), ("keys", mask.keys, (rows, keys))):
+    for side, ids, expected in (
+        ("queries", mask.queries, (rows, slots)),
+        ("keys", mask.keys, (rows, keys)),
+    ):
         for path, column in jax.tree.leaves_with_path(ids):
             if column.shape != expected:
                 name = jax.tree_util.keystr(path)
-                raise ValueError(f"attention: mask.{side}{name} must be {expected}, got {column.shape}")
+                raise ValueError(
+                    f"attention: mask.{side}{name} must be {expected}, got {column.shape}"
+                )
     counts = mask.query_tiles.spans.shape[1], mask.key_tiles.spans.shape[1]
     if not all(counts) or slots % counts[0] or keys * counts[0] != slots * counts[1]:
         raise ValueError(
@@ -118,7 +132,11 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
     for name, lists, count in zip(
         ("query_tiles", "key_tiles"), (mask.query_tiles, mask.key_tiles), counts, strict=True
     ):
-        if lists.spans.shape != (rows, count, 3) or lists.blocks.ndim != 2 or lists.blocks.shape[0] != rows:
+        if (
+            lists.spans.shape != (rows, count, 3)
+            or lists.blocks.ndim != 2
+            or lists.blocks.shape[0] != rows
+        ):
             raise ValueError(
                 f"attention: mask.{name} must be spans [{rows}, blocks, 3] and blocks [{rows}, any], "
                 f"got {lists.spans.shape} and {lists.blocks.shape}"

@@ -75,13 +75,17 @@ def unsupported_reason(dtype: Any, head: int, block: int) -> str | None:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"bfloat16, float16 or float32, not {jnp.dtype(dtype)}"
     if not SMALLEST <= head <= LARGEST_HEAD // jnp.dtype(dtype).itemsize:
-        return f"heads of {SMALLEST} numbers to {LARGEST_HEAD} bytes, not {head} of {jnp.dtype(dtype)}"
+        return (
+            f"heads of {SMALLEST} numbers to {LARGEST_HEAD} bytes, not {head} of {jnp.dtype(dtype)}"
+        )
     if block % SMALLEST:
         return f"attention blocks of a multiple of {SMALLEST} slots, not {block}"
     return None
 
 
-def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask, *, interpret: bool = False) -> tuple[Array, Array]:
+def forward(
+    scale: float, q: Array, k: Array, v: Array, mask: Mask, *, interpret: bool = False
+) -> tuple[Array, Array]:
     """As `kernel_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
     rows, slots, heads, _ = q.shape
     cut = _cut(q, mask, step=64)
@@ -91,7 +95,10 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask, *, interpret
         grid=(slots // cut.own, heads, rows),
         in_specs=[own, keys, keys, *_mask_specs(cut, mask.queries, mask.keys, mask.query_tiles)],
         out_specs=[own, sums],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, slots), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((rows, heads, slots), jnp.float32),
+        ],
         compiler_params=cut.compiler_params,
         interpret=interpret,
         name="attention_forward",
@@ -124,7 +131,15 @@ def backward(
     dq = call(
         partial(_queries_kernel, scale, cut),
         grid=(slots // cut.own, heads, rows),
-        in_specs=[own, keys, keys, own, sums, sums, *_mask_specs(cut, mask.queries, mask.keys, mask.query_tiles)],
+        in_specs=[
+            own,
+            keys,
+            keys,
+            own,
+            sums,
+            sums,
+            *_mask_specs(cut, mask.queries, mask.keys, mask.query_tiles),
+        ],
         out_specs=own,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="attention_queries",
@@ -136,7 +151,15 @@ def backward(
     dk, dv = call(
         partial(_keys_kernel, scale, cut, group),
         grid=(key_slots // cut.own, key_heads, rows),
-        in_specs=[queries, own, own, queries, sums, sums, *_mask_specs(cut, mask.keys, mask.queries, mask.key_tiles)],
+        in_specs=[
+            queries,
+            own,
+            own,
+            queries,
+            sums,
+            sums,
+            *_mask_specs(cut, mask.keys, mask.queries, mask.key_tiles),
+        ],
         out_specs=[own, own],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         name="attention_keys",
@@ -147,10 +170,14 @@ def backward(
 def _cut(q: Array, mask: Mask, step: int) -> Cut:
     # Chosen on paper for 99 KiB of shared memory and 255 registers a thread with heads of 256 bytes; not measured.
     head, shrink = q.shape[-1], 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
-    return Cut(head, mask.block, math.gcd(mask.block, 128 // shrink), math.gcd(mask.block, step // shrink))
+    return Cut(
+        head, mask.block, math.gcd(mask.block, 128 // shrink), math.gcd(mask.block, step // shrink)
+    )
 
 
-def _query_specs(cut: Cut, group: int, keys: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+def _query_specs(
+    cut: Cut, group: int, keys: int
+) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """For programs (tile of queries, head, row): the tile, the keys of its head, one number a query."""
     return (
         pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0)),
@@ -187,7 +214,9 @@ def _forward_kernel(
     q = _load(cut, q_ref, slice(None))
     ids = _column(query_ids, slice(None))
 
-    def meet(masked: bool, slots: Any, sums: tuple[Array, Array, Columns]) -> tuple[Array, Array, Columns]:
+    def meet(
+        masked: bool, slots: Any, sums: tuple[Array, Array, Columns]
+    ) -> tuple[Array, Array, Columns]:
         maximum, total, out = sums
         logits = scale * LOG2_E * _dot_transposed(q, _load(cut, k_ref, slots))
         if masked:
@@ -195,7 +224,11 @@ def _forward_kernel(
         new = jnp.maximum(maximum, logits.max(axis=1))
         shrink, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new[:, None])
         out = [x * shrink[:, None] for x in out]
-        return new, total * shrink + weights.sum(axis=1), _add_dot(out, weights, _load(cut, v_ref, slots))
+        return (
+            new,
+            total * shrink + weights.sum(axis=1),
+            _add_dot(out, weights, _load(cut, v_ref, slots)),
+        )
 
     # The first maximum is finite, so that exp2(-inf - maximum) is 0 and not NaN where nothing has been seen yet.
     maximum = jnp.full((cut.own,), np.finfo(np.float32).min, jnp.float32)
@@ -257,11 +290,15 @@ def _keys_kernel(
     ids = _column(key_ids, slice(None))
 
     def of_head(head: Array, sums: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
-        def meet(masked: bool, slots: Any, sums: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
+        def meet(
+            masked: bool, slots: Any, sums: tuple[Columns, Columns]
+        ) -> tuple[Columns, Columns]:
             dk, dv = sums
             q, d_out = (_load(cut, ref, slots, head) for ref in (q_ref, d_out_ref))
             # Tiles are transposed, [keys, queries]: both sums then take them as they are.
-            weights = jnp.exp2(scale * LOG2_E * _dot_transposed(k, q) - logsumexp_ref[head, slots][None])
+            weights = jnp.exp2(
+                scale * LOG2_E * _dot_transposed(k, q) - logsumexp_ref[head, slots][None]
+            )
             if masked:
                 weights = jnp.where(visible(_row(query_ids, slots), ids), weights, 0.0)
             d_weights = _dot_transposed(v, d_out)
@@ -290,7 +327,9 @@ def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
         return pl.ds(block * cut.block + lax.rem(t, steps) * cut.step, cut.step)
 
     sums = lax.fori_loop(0, partial * steps, lambda t, sums: meet(True, slots(t), sums), sums)
-    return lax.fori_loop(partial * steps, (partial + full) * steps, lambda t, sums: meet(False, slots(t), sums), sums)
+    return lax.fori_loop(
+        partial * steps, (partial + full) * steps, lambda t, sums: meet(False, slots(t), sums), sums
+    )
 
 
 def _column(ids: TokenIds, slots: Any) -> TokenIds:
@@ -302,7 +341,10 @@ def _row(ids: TokenIds, slots: Any) -> TokenIds:
 
 
 def _load(cut: Cut, ref: Ref, *where: Any) -> Columns:
-    return [triton.load(ref.at[*where, columns], **padding) for columns, padding in _pieces(cut, other=0)]
+    return [
+        triton.load(ref.at[*where, columns], **padding)
+        for columns, padding in _pieces(cut, other=0)
+    ]
 
 
 def _store(cut: Cut, ref: Ref, x: Columns) -> None:
@@ -315,7 +357,9 @@ def _pieces(cut: Cut, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
     pieces = []
     for first, count in cut.pieces:
         masked = first + count > cut.head
-        padding = {"mask": (first + jnp.arange(count) < cut.head)[None], **options} if masked else {}
+        padding = (
+            {"mask": (first + jnp.arange(count) < cut.head)[None], **options} if masked else {}
+        )
         pieces.append((pl.ds(first, count), padding))
     return pieces
 
@@ -332,11 +376,17 @@ def _dot_transposed(x: Columns, y: Columns) -> Array:
 
 def _add_dot(sums: Columns, x: Array, y: Columns) -> Columns:
     """sums + x y, with x rounded to the dtype of y."""
-    return [total + _dot(x.astype(piece.dtype), piece, 0) for total, piece in zip(sums, y, strict=True)]
+    return [
+        total + _dot(x.astype(piece.dtype), piece, 0) for total, piece in zip(sums, y, strict=True)
+    ]
 
 
 def _dot(x: Array, y: Array, axis: int) -> Array:
     # Highest: float32 is not rounded to tf32. Narrower types are multiplied exactly in any case.
     return lax.dot_general(
-        x, y, (((1,), (axis,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        x,
+        y,
+        (((1,), (axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )

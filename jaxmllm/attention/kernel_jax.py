@@ -35,7 +35,9 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     def query_block(block: tuple[Any, ...]) -> tuple[Array, Array]:
         q_i, ids_i, span = block
 
-        def key_block(partial: Array, j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def key_block(
+            partial: Array, j: Array, sums: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
             maximum, total, out = sums
             logits = _masked(scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids[:, j])
             new = jnp.maximum(maximum, logits.max(axis=-1))
@@ -58,7 +60,14 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
 
 
 def backward(
-    scale: float, q: Array, k: Array, v: Array, mask: Mask, out: Array, logsumexp: Array, d_out: Array
+    scale: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    out: Array,
+    logsumexp: Array,
+    d_out: Array,
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v from what `forward` returned and the gradient of `out`."""
     dtype, block, key_heads = _sum_dtype(q), mask.block, k.shape[2]
@@ -74,9 +83,13 @@ def backward(
     def key_block(dq: Array, block: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         k_j, v_j, ids_j, span = block
 
-        def query_block(partial: Array, i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def query_block(
+            partial: Array, i: Array, sums: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
             dq, dk, dv = sums
-            logits = _masked(scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids[:, i], ids_j)
+            logits = _masked(
+                scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids[:, i], ids_j
+            )
             weights = jnp.exp(logits - logsumexp[i])
             dv = dv + _dot("gmb,gmk->gbk", weights.astype(d_out.dtype), d_out[i])
             d_weights = _dot("gmk,gbk->gmb", d_out[i], v_j)
@@ -89,12 +102,16 @@ def backward(
         dq, dk, dv = _over_tiles(span, tiles.blocks, query_block, sums)
         return dq, ((scale * dk).astype(k.dtype), dv.astype(v.dtype))
 
-    dq, (dk, dv) = lax.scan(key_block, jnp.zeros_like(q, dtype=dtype), (k, v, key_ids.swapaxes(0, 1), tiles.spans))
+    dq, (dk, dv) = lax.scan(
+        key_block, jnp.zeros_like(q, dtype=dtype), (k, v, key_ids.swapaxes(0, 1), tiles.spans)
+    )
     dq = (scale * dq).astype(q.dtype)
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 
 
-def _over_tiles(span: Array, blocks: Array, step: Callable[[Array, Array, Any], Any], sums: Any) -> Any:
+def _over_tiles(
+    span: Array, blocks: Array, step: Callable[[Array, Array, Any], Any], sums: Any
+) -> Any:
     """`step(partial, block, sums)` for every block that a span lists; `partial`: only some of its pairs are visible."""
     first, partial, full = span
 
@@ -115,7 +132,9 @@ def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> 
     # every head and every use of the logits, which took four times as long where most tiles are partial.
     whole = (query_ids.shape[-1], key_ids.shape[-1])
     mask = lax.cond(partial, bias, lambda: jnp.zeros(whole, logits.dtype))
-    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(logits.shape)  # M is heads times slots
+    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(
+        logits.shape
+    )  # M is heads times slots
 
 
 def _blocks(x: Array, block: int, key_heads: int) -> Array:
@@ -142,7 +161,9 @@ def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
     the number of blocks that a row has on the listed side."""
     row = jnp.arange(len(lists.blocks), dtype=jnp.int32)
     first = lists.spans[..., 0]
-    first = jnp.where(first >= 0, first + lists.blocks.shape[1] * row[:, None], first - others * row[:, None])
+    first = jnp.where(
+        first >= 0, first + lists.blocks.shape[1] * row[:, None], first - others * row[:, None]
+    )
     spans = lists.spans.at[..., 0].set(first).reshape(-1, 3)
     return TileLists(spans, (lists.blocks + others * row[:, None]).reshape(-1))
 

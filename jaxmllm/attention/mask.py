@@ -26,7 +26,9 @@ class TokenIds(NamedTuple):
     document: Any  # 0: padding, which sees nothing and is not seen
     group: Any  # > 0: image or clip, unique in its document; 0: seen only from later on
     position: Any  # order inside the document
-    first: Any = None  # the first position it sees, at most its own, but for its group; none: all before it
+    first: Any = (
+        None  # the first position it sees, at most its own, but for its group; none: all before it
+    )
 
     def map(self, function: Callable[[Any], Any]) -> TokenIds:
         """The ids with a function applied to every column that there is."""
@@ -34,7 +36,9 @@ class TokenIds(NamedTuple):
 
     def within(self, window: int | None) -> TokenIds:
         """The same tokens, which see no more than `window` positions up to their own; none: as many as there are."""
-        return self._replace(first=0 * self.position if window is None else self.position - (window - 1))
+        return self._replace(
+            first=0 * self.position if window is None else self.position - (window - 1)
+        )
 
     def at(self, index: Any) -> TokenIds:
         """The ids at an index of every column."""
@@ -101,7 +105,9 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         return None
     document_starts, group_starts = _starts(new_document), _starts(new_group)
     media = group_starts[group[group_starts] > 0]
-    if _repeats(document[document_starts]) or _repeats(document[media].astype(np.int64) << 32 | group[media]):
+    if _repeats(document[document_starts]) or _repeats(
+        document[media].astype(np.int64) << 32 | group[media]
+    ):
         return None
     tokens = np.arange(1, count + 1, dtype=np.int32)
     first = np.repeat(document_starts, np.diff(document_starts, append=count))
@@ -110,7 +116,9 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         if (window > position).any():
             return None
         # Positions ascend in a document, and documents are numbered in the order of the row: both in one key.
-        number = np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=count)) << 32
+        number = (
+            np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=count)) << 32
+        )
         first = np.searchsorted(number | position, number | np.maximum(window, 0)).astype(np.int32)
         group_start = np.repeat(group_starts, np.diff(group_starts, append=count))
         first = np.where(group > 0, np.minimum(first, group_start), first)
@@ -133,11 +141,15 @@ class Pieces(NamedTuple):
     def see(self, query: Longs, key: Longs) -> tuple[Bools, Bools]:
         """Whether some pair, and whether every pair, of tokens of two pieces of one document is visible."""
         if self.first.first is None:
-            return visible(self.last.at(query), self.first.at(key)), visible(self.first.at(query), self.last.at(key))
+            return visible(self.last.at(query), self.first.at(key)), visible(
+                self.first.at(query), self.last.at(key)
+            )
         earliest, latest = self.first.at(key), self.last.at(key)
         widest = self.last._replace(first=self.first.first).at(query)
         narrowest = self.first._replace(first=self.last.first).at(query)
-        nearest = latest._replace(position=np.clip(widest.position, earliest.position, latest.position))
+        nearest = latest._replace(
+            position=np.clip(widest.position, earliest.position, latest.position)
+        )
         return visible(widest, nearest), visible(narrowest, earliest) & visible(narrowest, latest)
 
 

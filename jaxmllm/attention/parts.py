@@ -91,7 +91,9 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     tiles = held_before[-(-high // block)] - held_before[low // block]
     token = np.arange(len(stop), dtype=np.int32).reshape(-1, block)
     last = np.where(real, token, -1).max(axis=1)
-    looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last[:, None])).any(axis=1)
+    looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last[:, None])).any(
+        axis=1
+    )
     return np.where(held, TILE * tiles - ~looks_ahead, 0)
 
 
@@ -102,7 +104,9 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
 class Search:
     """Constants of the search for parts of equal work."""
 
-    near_bound: int = 4096  # stop when the heaviest rank is less than 1/4096 above the least that is possible
+    near_bound: int = (
+        4096  # stop when the heaviest rank is less than 1/4096 above the least that is possible
+    )
     swaps_per_rank: int = 8  # at most
     # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks; where ranks have more, they
     # hold so many blocks that swaps of one suffice.
@@ -137,7 +141,9 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
     blocks_per_rank = blocks // ranks
     bound = _load_bound(amounts, ranks)
     enough = bound + bound // search.near_bound
-    best, max_load = _swapped(amounts, longest_first(amounts, ranks, blocks_per_rank), ranks, enough, search)
+    best, max_load = _swapped(
+        amounts, longest_first(amounts, ranks, blocks_per_rank), ranks, enough, search
+    )
     starts = [(contiguous(blocks, ranks), False)]
     if blocks_per_rank % 2 == 0:
         starts.append((zigzag(blocks, ranks), max_load > enough))
@@ -165,7 +171,9 @@ def _load_bound(work: Longs, ranks: int) -> int:
 
 def _check(work: NDArray[np.integer], ranks: int) -> None:
     if work.ndim != 1 or not np.issubdtype(work.dtype, np.integer):
-        raise ValueError(f"work must be one integer per block, not {work.dtype} of shape {work.shape}")
+        raise ValueError(
+            f"work must be one integer per block, not {work.dtype} of shape {work.shape}"
+        )
     if ranks < 1 or not len(work) or len(work) % ranks:
         raise ValueError(f"{len(work)} blocks cannot be shared out evenly over {ranks} ranks")
     smallest = int(work.min())
@@ -206,7 +214,9 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
     return owner
 
 
-Swap: TypeAlias = tuple[int, list[int], list[int]]  # other rank, and places of blocks given to it and taken from it
+Swap: TypeAlias = tuple[
+    int, list[int], list[int]
+]  # other rank, and places of blocks given to it and taken from it
 
 
 def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:
@@ -266,7 +276,11 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
         return None
     row, given, rising = swap
     taken = ascending[row, rising]
-    return int(light[row]), [int(first[given]), int(second[given])], [int(first[taken]), int(second[taken])]
+    return (
+        int(light[row]),
+        [int(first[given]), int(second[given])],
+        [int(first[taken]), int(second[taken])],
+    )
 
 
 def _closest(heavy: Longs, others: Longs, gap: Longs) -> tuple[int, int, int] | None:

@@ -51,7 +51,9 @@ def list_bound(query_blocks: int, key_blocks: int) -> int:
     return min(query_blocks * key_blocks, LARGEST_LIST)
 
 
-def tile_lists(tiles: Tiles, query_blocks: int, key_blocks: int, bound: int | None = None) -> TileMap:
+def tile_lists(
+    tiles: Tiles, query_blocks: int, key_blocks: int, bound: int | None = None
+) -> TileMap:
     """Lists of both sides from the visible tiles.
 
     Args:
@@ -77,7 +79,10 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
     key = places[tiles.key].astype(np.int64)
     part, query = np.divmod(places[tiles.query].astype(np.int64), blocks_per_part)
     members = (np.flatnonzero(part == number) for number in range(parts))
-    return [tile_lists(Tiles(query[m], key[m], tiles.full[m]), blocks_per_part, blocks, bound) for m in members]
+    return [
+        tile_lists(Tiles(query[m], key[m], tiles.full[m]), blocks_per_part, blocks, bound)
+        for m in members
+    ]
 
 
 def visible_tiles(ids: TokenIds, block: int) -> Tiles:
@@ -129,7 +134,9 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     partners = np.searchsorted(document, document, side="right") - begin
     seen = np.zeros(blocks * blocks, np.bool_)
     pairs = np.zeros(blocks * blocks, np.int64)  # of tokens, in wholly visible pairs of pieces
-    edges = np.searchsorted(np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right")
+    edges = np.searchsorted(
+        np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right"
+    )
     for low, high in zip(edges, np.append(edges[1:], len(document)), strict=True):
         count = partners[low:high]
         query = np.repeat(np.arange(low, high), count)
@@ -137,7 +144,9 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
         tile = at_block[query] * blocks + at_block[key]
         some, every = pieces.see(query, key)
         seen[tile[some]] = True
-        pairs += np.bincount(tile[every], (pieces.size[query] * pieces.size[key])[every], len(pairs)).astype(np.int64)
+        pairs += np.bincount(
+            tile[every], (pieces.size[query] * pieces.size[key])[every], len(pairs)
+        ).astype(np.int64)
     tiles = np.flatnonzero(seen)
     return Tiles(tiles // blocks, tiles % blocks, pairs[tiles] == block * block)
 

@@ -121,7 +121,9 @@ class RouteSpec:
     """
 
     grid: ExchangeGrid
-    encoder_pool: int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
+    encoder_pool: (
+        int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
+    )
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
     pair_slots: int  # Q: tokens one exchange rank sends another in one hop
     hops: int = 16  # H: most hops of a round, at least 2
@@ -133,7 +135,9 @@ def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
     equal grid."""
     owners: dict[str, str] = {}
     for phase, route in routes.items():
-        with_equal_grid = (owner for owner in owners.values() if _equal(routes[owner].grid, route.grid))
+        with_equal_grid = (
+            owner for owner in owners.values() if _equal(routes[owner].grid, route.grid)
+        )
         owners[phase] = next(with_equal_grid, phase)
     return owners
 
@@ -149,7 +153,9 @@ class PlanSpec:
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder phase
     mode: Mode = "phases"
-    nodes: dict[str, Ints] = field(default_factory=dict)  # node of each rank [R], by phase; empty: not known
+    nodes: dict[str, Ints] = field(
+        default_factory=dict
+    )  # node of each rank [R], by phase; empty: not known
 
 
 @dataclass(frozen=True)
@@ -274,7 +280,9 @@ class StepPlan:
 
     phases: dict[str, PhasePlan]
     routes: dict[str, RoutePlan]
-    statistics: dict[str, float] = field(default_factory=dict)  # e.g. "vision/max_over_mean", "plan_ms"
+    statistics: dict[str, float] = field(
+        default_factory=dict
+    )  # e.g. "vision/max_over_mean", "plan_ms"
     runs: tuple[PipelineRun, ...] = ()
 
     def digest(self, examples: Longs) -> str:

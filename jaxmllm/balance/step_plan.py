@@ -98,7 +98,9 @@ def place_items(
     return plans
 
 
-def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan | None = None) -> Longs:
+def example_ranks(
+    items: BatchItems, ranks: int, mode: Mode, language: PhasePlan | None = None
+) -> Longs:
     """Language rank of each example when its media stay with it: [B].
 
     Args:
@@ -122,7 +124,9 @@ def example_ranks(items: BatchItems, ranks: int, mode: Mode, language: PhasePlan
     return example_rank
 
 
-def item_ranks(items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]) -> Longs:
+def item_ranks(
+    items: BatchItems, phase: str, example_rank: Longs, grids: Mapping[str, ExchangeGrid]
+) -> Longs:
     """Rank of each item of a phase when it stays with its example: [N].
 
     Media go to the encoder ranks on the devices of their example, one after another where there are

@@ -83,7 +83,9 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     _require(int(plan.segment.max()) <= spec.max_segments, phase, "a row has too many segments")
 
 
-def _token_slots(phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec) -> tuple[Longs, Longs]:
+def _token_slots(
+    phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec
+) -> tuple[Longs, Longs]:
     """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach:
     [n, 3] each."""
     encoder = plan.phases[phase]
@@ -102,7 +104,9 @@ def _token_slots(phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec) 
     return departure, arrival
 
 
-def _validate_pools(phase: str, plan: PhasePlan, spec: PlanSpec, departure: Longs, arrival: Longs) -> None:
+def _validate_pools(
+    phase: str, plan: PhasePlan, spec: PlanSpec, departure: Longs, arrival: Longs
+) -> None:
     route = spec.routes[shared_exchange(spec.routes)[phase]]
     row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
     _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
@@ -113,7 +117,9 @@ def _validate_pools(phase: str, plan: PhasePlan, spec: PlanSpec, departure: Long
     )
 
 
-def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Longs, arrival: Longs) -> None:
+def _validate_rounds(
+    owner: str, plan: StepPlan, route: RouteSpec, departure: Longs, arrival: Longs
+) -> None:
     """Run the tables of all ranks on numbered tokens: `departure` and `arrival` are [n, 3] of
     (pool, rank, slot)."""
     grid = route.grid
@@ -128,10 +134,14 @@ def _validate_rounds(owner: str, plan: StepPlan, route: RouteSpec, departure: Lo
         _validate_round(owner, round_, route)
         tables = route_tables(round_, route, range(len(encoder_rank)))
         tokens = encoder_pools[round_.source][encoder_rank]
-        received = run_hops(tokens, tables.send_forward, tables.gather_forward, route=route, direction=0)
+        received = run_hops(
+            tokens, tables.send_forward, tables.gather_forward, route=route, direction=0
+        )
         np.add.at(arrived[round_.target], language_rank, received)
         gradients = language_pools[round_.target][language_rank]
-        received = run_hops(gradients, tables.send_backward, tables.gather_backward, route=route, direction=1)
+        received = run_hops(
+            gradients, tables.send_backward, tables.gather_backward, route=route, direction=1
+        )
         np.add.at(returned[round_.source], encoder_rank, received)
     complete = all(np.array_equal(arrived[pool], tokens) for pool, tokens in language_pools.items())
     _require(complete, owner, "the rounds do not bring every token to its arrival")

@@ -10,14 +10,23 @@ OVERRIDE = "dotted.key=value"
 
 def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Give a parser `--config FILE` and overrides, which `parse` reads."""
-    parser.add_argument("--config", required=required, help="YAML file of a run; configs/ has examples")
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar=OVERRIDE, help="replace values of the file"
+        "--config", required=required, help="YAML file of a run; configs/ has examples"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar=OVERRIDE,
+        help="replace values of the file",
     )
     parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="the same, without --set")
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
     """Parse a command line of `add_config`; `overrides` holds all of them in the order given, those of --set first.
 
     Overrides may stand before, between and after the flags.

@@ -29,7 +29,9 @@ class LayerWindows(Section):
     @model_validator(mode="after")
     def _check_windows(self) -> Self:
         if self.window is None and self.full_layers:
-            raise ValueError(f"full_layers {list(self.full_layers)} need a window; without one, all layers are full")
+            raise ValueError(
+                f"full_layers {list(self.full_layers)} need a window; without one, all layers are full"
+            )
         if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
             raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
         if self.window is not None and not any(self.windowed):
@@ -68,12 +70,18 @@ class LanguageConfig(LayerWindows):
     @model_validator(mode="after")
     def _check(self) -> LanguageConfig:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
         pairs, odd = divmod(self.head_size, 2)
         if odd:
-            raise ValueError(f"head_size ({self.head_size}) must be even: rotary positions rotate pairs")
+            raise ValueError(
+                f"head_size ({self.head_size}) must be even: rotary positions rotate pairs"
+            )
         if self.rope_sections is not None and sum(self.rope_sections) != pairs:
-            raise ValueError(f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}")
+            raise ValueError(
+                f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}"
+            )
         return self
 
 
@@ -162,7 +170,11 @@ class ModelConfig(Section):
     def windows(self) -> dict[str, LayerWindows]:
         """The attention windows of phases whose layers have any."""
         sections = {phase: getattr(self, phase) for phase in self.phases}
-        return {phase: section for phase, section in sections.items() if getattr(section, "window", None) is not None}
+        return {
+            phase: section
+            for phase, section in sections.items()
+            if getattr(section, "window", None) is not None
+        }
 
 
 # ---------------------------------------------------------------------------- components
@@ -188,9 +200,13 @@ class ComponentConfig(Section):
     @model_validator(mode="after")
     def _check_train(self) -> ComponentConfig:
         if not self.train:
-            raise ValueError("train is empty: freeze the component (freeze: true), or name some of its parameters")
+            raise ValueError(
+                "train is empty: freeze the component (freeze: true), or name some of its parameters"
+            )
         if self.freeze and self.train != ("*",):
-            raise ValueError(f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out")
+            raise ValueError(
+                f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out"
+            )
         return self
 
 
@@ -202,7 +218,9 @@ class ProjectorConfig(ComponentConfig):
     @model_validator(mode="after")
     def _check_attention(self) -> ProjectorConfig:
         if self.attention != "auto":
-            raise ValueError(f"attention ({self.attention}): a projector has none; leave the key out")
+            raise ValueError(
+                f"attention ({self.attention}): a projector has none; leave the key out"
+            )
         return self
 
 

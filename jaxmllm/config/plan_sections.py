@@ -46,7 +46,9 @@ class PhasesConfig(Section):
     def _check(self) -> PhasesConfig:
         for name in ("vision", "audio"):
             if getattr(self, name).long_capacity is not None:
-                raise ValueError(f"{name}.long_capacity: only the language phase has long rows; use mesh.context there")
+                raise ValueError(
+                    f"{name}.long_capacity: only the language phase has long rows; use mesh.context there"
+                )
         return self
 
 
@@ -81,7 +83,9 @@ class MeshConfig(Section):
     def _check_rest(self) -> MeshConfig:
         free = [name for name, size in self.model_dump().items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"{' and '.join(free)} are -1, but only one axis can take the rest of the devices")
+            raise ValueError(
+                f"{' and '.join(free)} are -1, but only one axis can take the rest of the devices"
+            )
         return self
 
 
@@ -100,6 +104,8 @@ class PipelineConfig(Section):
     deferral: bool = True  # examples may run their language part one microbatch after their media
     microbatches: PositiveInt | Auto = "auto"  # of the language model per step; auto: 4 * stages
     microbatches_in_flight: PositiveInt | Auto = "auto"  # on a rank at a time; auto: 4 * stages
-    encoder_rows_per_microbatch: PositiveInt | Auto = "auto"  # that one microbatch reads, by encoder
+    encoder_rows_per_microbatch: PositiveInt | Auto = (
+        "auto"  # that one microbatch reads, by encoder
+    )
     # Forwards of each component whose residuals a rank keeps for the backward.
     kept_residuals: int = Field(0, ge=0)

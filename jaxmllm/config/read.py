@@ -37,7 +37,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except strict_yaml.YamlError as error:
         raise ConfigError(f"config file {path} {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(tree).__name__}")
+        raise ConfigError(
+            f"config file {path} must hold a mapping of sections, not {type(tree).__name__}"
+        )
     for override in overrides:
         _apply(tree, override)
     return parse_config(tree, where=str(path))

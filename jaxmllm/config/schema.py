@@ -13,7 +13,13 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from jaxmllm.config.data_sections import AudioDataConfig, DataConfig, ImageDataConfig, SourceConfig, Targets
+from jaxmllm.config.data_sections import (
+    AudioDataConfig,
+    DataConfig,
+    ImageDataConfig,
+    SourceConfig,
+    Targets,
+)
 from jaxmllm.config.model_sections import (
     AudioConfig,
     ComponentConfig,
@@ -28,7 +34,13 @@ from jaxmllm.config.model_sections import (
     TowerConfig,
     VisionConfig,
 )
-from jaxmllm.config.plan_sections import BalanceConfig, MeshConfig, PhaseConfig, PhasesConfig, PipelineConfig
+from jaxmllm.config.plan_sections import (
+    BalanceConfig,
+    MeshConfig,
+    PhaseConfig,
+    PhasesConfig,
+    PipelineConfig,
+)
 from jaxmllm.config.run_sections import (
     CheckpointConfig,
     DistributedConfig,

@@ -16,7 +16,10 @@ import yaml
 MAX_FILE = 1 << 20  # bytes
 MAX_VALUES = 100_000  # once aliases are written out
 MAX_NUMBER = 64  # characters: reading YAML's 1:30:00 takes quadratic time
-KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge"))
+KINDS = tuple(
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge")
+)
 
 
 class YamlError(ValueError):
@@ -35,7 +38,9 @@ def read_file(path: Path) -> Any:
     except FileNotFoundError as error:
         raise YamlError("does not exist") from error
     except UnicodeDecodeError as error:
-        raise YamlError(f"is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
+        raise YamlError(
+            f"is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from error
     except OSError as error:
         raise YamlError(f"cannot be read: {error.strerror}") from error
     return read_text(text)
@@ -99,7 +104,10 @@ def _check(root: yaml.Node) -> None:
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
     if node.tag not in KINDS:
-        raise _error(node, f"no value of the kind {node.tag.replace('tag:yaml.org,2002:', '!!')} is read here")
+        raise _error(
+            node,
+            f"no value of the kind {node.tag.replace('tag:yaml.org,2002:', '!!')} is read here",
+        )
     if isinstance(node, yaml.SequenceNode):
         return node.value
     if isinstance(node, yaml.MappingNode):

@@ -38,7 +38,9 @@ class Segment:
     weights: tuple[float, ...]
 
 
-def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | None = None) -> grain.MapDataset[int]:
+def example_order(
+    members: Sequence[Member], seed: int, taken: Sequence[int] | None = None
+) -> grain.MapDataset[int]:
     """Endless weighted mixture of the sources, each reshuffled every epoch: random access to
     example numbers.
 
@@ -48,7 +50,9 @@ def example_order(members: Sequence[Member], seed: int, taken: Sequence[int] | N
     sources = []
     for number, (name, _, examples) in enumerate(members):
         if not len(examples):
-            raise DataError(f"source {name!r} of data.sources has no usable example; remove it, or see its refusals")
+            raise DataError(
+                f"source {name!r} of data.sources has no usable example; remove it, or see its refusals"
+            )
         source = grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, number)).repeat()
         sources.append(source[taken[number] :] if taken else source)
     return grain.MapDataset.mix(sources, [weight for _, weight, _ in members])
@@ -110,7 +114,10 @@ def steps(filler: StepFiller, batch_size: int, seed: int) -> Steps:
 
 
 def continued_steps(
-    filler: Callable[[int, Longs], HostStep], members: Sequence[Member], seed: int, history: Sequence[Segment]
+    filler: Callable[[int, Longs], HostStep],
+    members: Sequence[Member],
+    seed: int,
+    history: Sequence[Segment],
 ) -> Steps:
     """Endless training steps from the last segment's first one on; the segments before it say where
     the order stands.
@@ -129,17 +136,23 @@ def continued_steps(
             weights = following.weights
             first = 0
         segment = following
-    weighted = [(name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)]
+    weighted = [
+        (name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)
+    ]
     order = example_order(weighted, seed, taken if any(taken) else None)
     return Steps(order, segment.batch_size, filler, "step", segment.step, first)
 
 
 def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> Steps:
     """Every example (or `limit` of them) once, in a fixed order; the last step may be short."""
-    return Steps(evaluation_order(filler.corpus.members, limit), batch_size, filler, "held-out batch")
+    return Steps(
+        evaluation_order(filler.corpus.members, limit), batch_size, filler, "held-out batch"
+    )
 
 
-def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int, begin: int = 0) -> Longs:
+def batch_examples(
+    order: grain.MapDataset[int], batch_size: int, step: int, begin: int = 0
+) -> Longs:
     """Example numbers [B] of any step, without planning or loading; the last batch of a finite
     order may be short.
 
@@ -147,14 +160,21 @@ def batch_examples(order: grain.MapDataset[int], batch_size: int, step: int, beg
     """
     first = begin + step * batch_size
     if step < 0 or not first < len(order):
-        raise IndexError(f"step {step} of {batch_size} examples is outside an order of {len(order)}")
+        raise IndexError(
+            f"step {step} of {batch_size} examples is outside an order of {len(order)}"
+        )
     return _numbers([order[i] for i in range(first, min(first + batch_size, len(order)))])
 
 
-def sample_batches(order: grain.MapDataset[int], corpus: Lengths, batch_size: int, count: int) -> list[BatchItems]:
+def sample_batches(
+    order: grain.MapDataset[int], corpus: Lengths, batch_size: int, count: int
+) -> list[BatchItems]:
     """Lengths of the first `count` batches (fewer if the order ends), for capacity statistics."""
     available = -(-len(order) // batch_size)
-    return [corpus.gather(batch_examples(order, batch_size, step)) for step in range(min(count, available))]
+    return [
+        corpus.gather(batch_examples(order, batch_size, step))
+        for step in range(min(count, available))
+    ]
 
 
 def _source_seed(seed: int, number: int) -> int:

@@ -32,7 +32,10 @@ from jaxmllm.row_format import RowFormat
 
 SHOWN = 5  # refusals quoted in an error
 
-_RESIZED_BY = {"vision": "lower data.images.max_pixels", "audio": "lower data.audio.max_seconds or split the clip"}
+_RESIZED_BY = {
+    "vision": "lower data.images.max_pixels",
+    "audio": "lower data.audio.max_seconds or split the clip",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Corpus:
     weights: tuple[float, ...]  # of the indexes, for mixing
     tokenizer: Tokenizer
     modalities: Mapping[str, Modality]
-    names: tuple[str, ...] = ()  # source labels to number by, where there are more than those of `indexes`
+    names: tuple[
+        str, ...
+    ] = ()  # source labels to number by, where there are more than those of `indexes`
 
     @classmethod
     def open(
@@ -59,7 +64,9 @@ class Corpus:
     ) -> Corpus:
         """Read or build the index of every source (see `build_index`). Raises `DataError`."""
         folder = None if cache is None else Path(cache)
-        indexes = tuple(build_index(source, tokenizer, modalities, folder, progress) for source in sources)
+        indexes = tuple(
+            build_index(source, tokenizer, modalities, folder, progress) for source in sources
+        )
         return cls(indexes, tuple(source.weight for source in sources), tokenizer, modalities)
 
     def __len__(self) -> int:
@@ -75,14 +82,18 @@ class Corpus:
         """(name, weight, example numbers) of each configured source."""
         return tuple(
             (index.name, weight, np.arange(start, start + len(index)))
-            for index, weight, start in zip(self.indexes, self.weights, self._starts[:-1].tolist(), strict=True)
+            for index, weight, start in zip(
+                self.indexes, self.weights, self._starts[:-1].tolist(), strict=True
+            )
         )
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The labels by which losses are reported: the records' own "source", else the configured
         name. Sorted."""
-        return self.names or tuple(sorted({label for index in self.indexes for label in index.labels}))
+        return self.names or tuple(
+            sorted({label for index in self.indexes for label in index.labels})
+        )
 
     def with_sources(self, names: tuple[str, ...]) -> Corpus:
         """The corpus with its sources numbered as in `names`, so that two corpora can share their
@@ -127,7 +138,9 @@ class Corpus:
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
         phases[LANGUAGE] = PhaseItems(length, length, numbers, tokens=nothing, slot=nothing)
-        return BatchItems(np.asarray(examples, np.int64), int(columns["targets"][examples].sum()), phases)
+        return BatchItems(
+            np.asarray(examples, np.int64), int(columns["targets"][examples].sum()), phases
+        )
 
     def example(self, example: int) -> Rendered:
         """Read and render one example; shapes come from the index, no media file is touched.
@@ -147,7 +160,9 @@ class Corpus:
             )
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
-            raise DataError(f"{_not_indexed(index, local)}: {error}; start the run again") from error
+            raise DataError(
+                f"{_not_indexed(index, local)}: {error}; start the run again"
+            ) from error
         if conversation.id != id or len(rendered.tokens) != index.language_length[local]:
             raise DataError(f"{_not_indexed(index, local)}; start the run again")
         return rendered
@@ -165,12 +180,17 @@ class Corpus:
         or a source has no record at all."""
         for index in self.indexes:
             if not len(index) and not index.rejected:
-                raise DataError(f"source {index.name!r}: {shown(index.source.path)} holds no record; see data.sources")
+                raise DataError(
+                    f"source {index.name!r}: {shown(index.source.path)} holds no record; see data.sources"
+                )
         rejected = self.rejected
         total = len(self) + len(rejected)
         if len(self) and len(rejected) <= max_rejected * total:
             return
-        counts = ", ".join(f"{count} {reason}" for reason, count in self.rejected_counts().items()) or "none"
+        counts = (
+            ", ".join(f"{count} {reason}" for reason, count in self.rejected_counts().items())
+            or "none"
+        )
         quoted = "".join(f"\n  {refusal}" for refusal in rejected[:SHOWN])
         others = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
         raise DataError(
@@ -196,7 +216,9 @@ class Corpus:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((list(self.modalities), self.tokenizer.fingerprint)).encode())
         for index in self.indexes:
-            digest.update(repr((index.name, len(index), len(index.item_shape), index.labels)).encode())
+            digest.update(
+                repr((index.name, len(index), len(index.item_shape), index.labels)).encode()
+            )
             digest.update(index.id.tobytes() + index.label.tobytes() + index.offset.tobytes())
             digest.update(_flat_shapes(index.item_shape).tobytes())
         digest.update(b"".join(self._columns[name].tobytes() for name in _FINGERPRINTED))
@@ -204,24 +226,41 @@ class Corpus:
 
     @cached_property
     def _starts(self) -> Longs:
-        return np.concatenate([[0], np.cumsum([len(index) for index in self.indexes], dtype=np.int64)]).astype(np.int64)
+        return np.concatenate(
+            [[0], np.cumsum([len(index) for index in self.indexes], dtype=np.int64)]
+        ).astype(np.int64)
 
     @cached_property
     def _label(self) -> Ints:
         number = {label: n for n, label in enumerate(self.sources)}
-        tables = [np.array([number[label] for label in index.labels], np.int32)[index.label] for index in self.indexes]
+        tables = [
+            np.array([number[label] for label in index.labels], np.int32)[index.label]
+            for index in self.indexes
+        ]
         return np.concatenate([np.zeros(0, np.int32), *tables])
 
     @cached_property
     def _columns(self) -> dict[str, Longs]:
         """Example and item columns of all indexes on end; item_start counts over all items."""
-        names = ("language_length", "targets", "item_phase", "item_length", "item_real", "item_tokens", "item_slot")
+        names = (
+            "language_length",
+            "targets",
+            "item_phase",
+            "item_length",
+            "item_real",
+            "item_tokens",
+            "item_slot",
+        )
         none = np.zeros(0, np.int64)
         columns = {
-            name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(np.int64)
+            name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(
+                np.int64
+            )
             for name in names
         }
-        columns["item_count"] = np.concatenate([none, *(np.diff(index.item_start) for index in self.indexes)])
+        columns["item_count"] = np.concatenate(
+            [none, *(np.diff(index.item_start) for index in self.indexes)]
+        )
         columns["item_start"] = np.cumsum(columns["item_count"]) - columns["item_count"]
         return columns
 
@@ -249,7 +288,14 @@ def _not_indexed(index: LengthIndex, example: int) -> str:
     return f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed"
 
 
-_FINGERPRINTED = ("language_length", "targets", "item_phase", "item_tokens", "item_slot", "item_count")
+_FINGERPRINTED = (
+    "language_length",
+    "targets",
+    "item_phase",
+    "item_tokens",
+    "item_slot",
+    "item_count",
+)
 
 
 def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
@@ -259,7 +305,9 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
     for number, phase in enumerate(index.phases):
         if phase not in limits:
             continue
-        for item in np.flatnonzero((index.item_phase == number) & (index.item_length > limits[phase])):
+        for item in np.flatnonzero(
+            (index.item_phase == number) & (index.item_length > limits[phase])
+        ):
             example = int(np.searchsorted(index.item_start, item, side="right")) - 1
             media = index.source.media(index.media.address[index.item_media[item]])
             refused.setdefault(

@@ -20,4 +20,6 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

@@ -40,7 +40,9 @@ class HalvingConvolution(nnx.Module):
         before = jnp.pad(odd[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
         before = jnp.where(first[..., None], 0, before)
         windows = jnp.concatenate([before, even, odd], axis=-1)
-        return jax.nn.gelu(windows @ weight(self.kernel, layout, x.dtype) + weight(self.bias, layout, x.dtype))
+        return jax.nn.gelu(
+            windows @ weight(self.kernel, layout, x.dtype) + weight(self.bias, layout, x.dtype)
+        )
 
 
 class AudioTower(nnx.Module):
@@ -72,14 +74,20 @@ class AudioTower(nnx.Module):
         x = rows.features.astype(dtype).reshape(ranks, -1, span, mels)
         first = rows.positions[:, ::stride, 0] % (self.config.chunk_frames // stride) == 0
         first = first.reshape(ranks, -1, span // stride)
-        first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(ranks, -1, span // 2)
+        first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(
+            ranks, -1, span // 2
+        )
         x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
         return layout.constrain(x.reshape(ranks, slots // stride, -1), ("batch", "sequence", None))
 
-    def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+    def context(
+        self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
         stride = self.config.stem_stride
         sections = (self.config.head_size // 2,)
-        angles = rotary_angles(rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype)
+        angles = rotary_angles(
+            rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype
+        )
         ids = item_ids(rows.segments[:, ::stride])
         return RowContext(layout, ids, rows.tiles, angles, settings.attention)

@@ -45,7 +45,9 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
         qk_norm=config.qk_norm,
         epsilon=config.norm_epsilon,
     )
-    return Block(config.width, config.norm_epsilon, attention, GatedMLP(rngs, config.width, config.mlp_width))
+    return Block(
+        config.width, config.norm_epsilon, attention, GatedMLP(rngs, config.width, config.mlp_width)
+    )
 
 
 class Decoder(nnx.Module):
@@ -54,7 +56,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: LanguageConfig, vocab_size: int, rngs: nnx.Rngs):
         self.config = config
         # Small entries: a tied head then starts with logits of unit size, and the first norm sets the scale anyway.
-        self.embedding = parameter(rngs, (vocab_size, config.width), ("vocab", "embed"), config.width)
+        self.embedding = parameter(
+            rngs, (vocab_size, config.width), ("vocab", "embed"), config.width
+        )
         self.layers = stacked(lambda rngs: decoder_block(config, rngs), config.layers, rngs)
         self.norm = RMSNorm(config.width, config.norm_epsilon)
         self.head = (
@@ -63,7 +67,9 @@ class Decoder(nnx.Module):
             else parameter(rngs, (config.width, vocab_size), ("embed", "vocab"), config.width)
         )
 
-    def embed(self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
+    def embed(
+        self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype
+    ) -> Float[Array, "R C D"]:
         # Cast after the lookup: the gradient of a frequent token is a long sum.
         table = weight(self.embedding, layout, self.embedding[...].dtype)
         return layout.constrain(table[tokens].astype(dtype), ("batch", "sequence", None))
@@ -75,15 +81,23 @@ class Decoder(nnx.Module):
         return weight(self.head, layout, dtype)
 
     def __call__(
-        self, x: Float[Array, "R C D"], rows: LanguageRows, layout: Layout, settings: ComponentConfig
+        self,
+        x: Float[Array, "R C D"],
+        rows: LanguageRows,
+        layout: Layout,
+        settings: ComponentConfig,
     ) -> Float[Array, "R C D"]:
         """Embedded rows -> normed hidden states."""
         context = self.context(rows, layout, x.dtype, settings)
         return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
 
-    def context(self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+    def context(
+        self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
-        angles = rotary_angles(rows.positions, rope_sections(self.config), self.config.rope_theta, dtype)
+        angles = rotary_angles(
+            rows.positions, rope_sections(self.config), self.config.rope_theta, dtype
+        )
         ids = TokenIds(rows.segments, rows.groups, rows.order)
         windows = None
         if rows.window_tiles is not None:

@@ -36,7 +36,9 @@ class RowContext:
     tiles: RowTiles
     angles: Float[Array, "R C K/2"]
     kernel: Kernel = "auto"  # of attention
-    windows: tuple[TokenIds, RowTiles] | None = None  # ids and tiles of layers that attend in windows, instead
+    windows: tuple[TokenIds, RowTiles] | None = (
+        None  # ids and tiles of layers that attend in windows, instead
+    )
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
@@ -80,7 +82,10 @@ class RMSNorm(nnx.Module):
 
 
 def rotary_angles(
-    positions: Int[Array, "R C A"], sections: tuple[int, ...], theta: float, dtype: Any = jnp.float32
+    positions: Int[Array, "R C A"],
+    sections: tuple[int, ...],
+    theta: float,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "R C K/2"]:
     """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
 
@@ -111,7 +116,9 @@ def rotate(x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"]) -> Float
     cos = jnp.cos(angles)[:, :, None]
     sin = jnp.sin(angles)[:, :, None]
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 class SelfAttention(nnx.Module):
@@ -131,8 +138,12 @@ class SelfAttention(nnx.Module):
     ):
         self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
         self.key = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
-        self.value = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
-        self.out = parameter(rngs, (heads, head_size, width), ("heads", None, "embed"), heads * head_size)
+        self.value = parameter(
+            rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width
+        )
+        self.out = parameter(
+            rngs, (heads, head_size, width), ("heads", None, "embed"), heads * head_size
+        )
         self.query_bias = bias((heads, head_size), ("heads", None)) if qkv_bias else None
         self.key_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
         self.value_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
@@ -148,7 +159,9 @@ class SelfAttention(nnx.Module):
         q, k = rotate(q, rows.angles), rotate(k, rows.angles)
         query_axes = ("batch", "sequence", "heads", None)
         kv_axes = ("batch", "sequence", "kv_heads", None)
-        if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads"):  # a device lacks the keys of its own queries
+        if layout.mesh_axes("heads") != layout.mesh_axes(
+            "kv_heads"
+        ):  # a device lacks the keys of its own queries
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             kv_axes = query_axes
         attend = layout.local(
@@ -164,7 +177,11 @@ class SelfAttention(nnx.Module):
 
     @staticmethod
     def _project(
-        x: Array, p: nnx.Param[Array], b: nnx.Param[Array] | None, norm: RMSNorm | None, rows: RowContext
+        x: Array,
+        p: nnx.Param[Array],
+        b: nnx.Param[Array] | None,
+        norm: RMSNorm | None,
+        rows: RowContext,
     ) -> Array:
         y = jnp.einsum("rcd,dhk->rchk", x, weight(p, rows.layout, x.dtype))
         if b is not None:
@@ -174,7 +191,13 @@ class SelfAttention(nnx.Module):
 
 
 def _attend(
-    split: tuple[str, ...], kernel: Kernel, q: Array, k: Array, v: Array, ids: TokenIds, tiles: RowTiles
+    split: tuple[str, ...],
+    kernel: Kernel,
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: TokenIds,
+    tiles: RowTiles,
 ) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
     keys = ids.map(lambda column: gather_parts(column, split))
@@ -192,9 +215,13 @@ class GatedMLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
-        hidden = jax.nn.silu(x @ weight(self.gate, layout, x.dtype)) * (x @ weight(self.up, layout, x.dtype))
+        hidden = jax.nn.silu(x @ weight(self.gate, layout, x.dtype)) * (
+            x @ weight(self.up, layout, x.dtype)
+        )
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        return layout.constrain(hidden @ weight(self.down, layout, x.dtype), ("batch", "sequence", None))
+        return layout.constrain(
+            hidden @ weight(self.down, layout, x.dtype), ("batch", "sequence", None)
+        )
 
 
 class MLP(nnx.Module):
@@ -208,7 +235,9 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        hidden = jax.nn.gelu(x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype))
+        hidden = jax.nn.gelu(
+            x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype)
+        )
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         out = hidden @ weight(self.down, layout, x.dtype) + weight(self.down_bias, layout, x.dtype)
         return layout.constrain(out, ("batch", "sequence", None))
@@ -239,7 +268,9 @@ def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
         qkv_bias=True,
         out_bias=True,
     )
-    return Block(config.width, config.norm_epsilon, attention, MLP(rngs, config.width, config.mlp_width))
+    return Block(
+        config.width, config.norm_epsilon, attention, MLP(rngs, config.width, config.mlp_width)
+    )
 
 
 def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs) -> Block:
@@ -249,7 +280,11 @@ def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs
 
 
 def run_stack(
-    blocks: Block, x: Float[Array, "R C D"], rows: RowContext, remat: Remat, windowed: Sequence[bool] | None = None
+    blocks: Block,
+    x: Float[Array, "R C D"],
+    rows: RowContext,
+    remat: Remat,
+    windowed: Sequence[bool] | None = None,
 ) -> Float[Array, "R C D"]:
     """Scan over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`).
 

@@ -79,7 +79,9 @@ class MLLM:
 
     def with_layout(self, name: str, layout: Layout) -> MLLM:
         """The same model with a component's activations laid out otherwise; its parameters lie as before."""
-        return replace(self, components=self.components | {name: replace(self.components[name], layout=layout)})
+        return replace(
+            self, components=self.components | {name: replace(self.components[name], layout=layout)}
+        )
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
         """Fresh parameters on the mesh, by default as `abstract` says, else in shardings `places`.
@@ -87,7 +89,9 @@ class MLLM:
         Each component's depend on (seed, its name) alone.
         """
         return {
-            name: _init(component, seed, dtype, shardings(component) if places is None else places[name])
+            name: _init(
+                component, seed, dtype, shardings(component) if places is None else places[name]
+            )
             for name, component in self.components.items()
         }
 
@@ -114,10 +118,14 @@ class MLLM:
         component = self.components[f"projector.{phase}"]
 
         def tokens_of(params: Params, features: Array) -> Array:
-            tokens: Array = component.module(params)(features.astype(component.dtype), component.layout)
+            tokens: Array = component.module(params)(
+                features.astype(component.dtype), component.layout
+            )
             return tokens
 
-        tokens = checkpointed(tokens_of, component.settings.remat)({component.name: params[component.name]}, features)
+        tokens = checkpointed(tokens_of, component.settings.remat)(
+            {component.name: params[component.name]}, features
+        )
         return take_slots(component.layout, tokens, places)
 
     def hidden(
@@ -126,7 +134,9 @@ class MLLM:
         """Normed hidden states of language rows, and the head's matrix. `media` holds the routed tokens."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
-        hidden = decoder(self.embed(params, rows, media), rows, component.layout, component.settings)
+        hidden = decoder(
+            self.embed(params, rows, media), rows, component.layout, component.settings
+        )
         return hidden, decoder.output_weight(component.layout, component.dtype)
 
     # ------------------------------------------------------------------ piece by piece, for pipelines
@@ -137,7 +147,9 @@ class MLLM:
         x: Array = component.module(params).embed(rows, component.layout, component.dtype)
         return x
 
-    def embed(self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
+    def embed(
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+    ) -> Float[Array, "R C D"]:
         """What the first layer of the decoder reads: text, and the routed tokens `media` in their places."""
         component = self.components[LANGUAGE]
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
@@ -176,7 +188,9 @@ class MLLM:
         return matrix
 
 
-def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
+def build_model(
+    config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh
+) -> MLLM:
     """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be,
     and `ConfigError` for a pattern of `train` that names no parameter."""
     language = config.language
@@ -206,13 +220,17 @@ def build_model(config: ModelConfig, vocab_size: int, settings: ComponentsConfig
         layout = make_layout(mesh, overrides, f"components.{name}.layout")
         components[name] = _component(name, make, layout, setting)
     shapes = {name: component.shapes for name, component in components.items()}
-    patterns = {name: part.settings.train for name, part in components.items() if not part.settings.freeze}
+    patterns = {
+        name: part.settings.train for name, part in components.items() if not part.settings.freeze
+    }
     return MLLM(config, vocab_size, components, Trainable.of(shapes, patterns))
 
 
 def shardings(component: Component) -> Any:
     """Shardings of a component's parameters."""
-    return jax.tree.map(lambda leaf, axes: component.layout.sharding(axes.names), component.shapes, component.axes)
+    return jax.tree.map(
+        lambda leaf, axes: component.layout.sharding(axes.names), component.shapes, component.axes
+    )
 
 
 @dataclass(frozen=True)
@@ -227,8 +245,12 @@ def _component(
 ) -> Component:
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     shapes = nnx.to_pure_dict(state)
-    axes = nnx.to_pure_dict(jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
-    for (path, leaf), names in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(axes), strict=True):
+    axes = nnx.to_pure_dict(
+        jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    )
+    for (path, leaf), names in zip(
+        jax.tree.leaves_with_path(shapes), jax.tree.leaves(axes), strict=True
+    ):
         layout.check(f"{name}{jax.tree_util.keystr(path)}", leaf.shape, names.names)
     return Component(name, make, graph, axes, shapes, layout, settings)
 

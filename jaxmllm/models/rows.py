@@ -38,11 +38,15 @@ class EncoderRows(NamedTuple):
     features: Shaped[Array, "R C F"]
     segments: Int[Array, "R C"]  # item number in the row, 0 for padding
     positions: Int[Array, "R C P"]
-    valid: Bool[Array, "R C/g"]  # tokens that come from data which could be decoded, in the order of the pool
+    valid: Bool[
+        Array, "R C/g"
+    ]  # tokens that come from data which could be decoded, in the order of the pool
     failed: Int[Array, " R"]  # items that could not
     places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
     tiles: RowTiles
-    windows: Int[Array, "R C"] | None = None  # window number in the row, for towers that attend in windows
+    windows: Int[Array, "R C"] | None = (
+        None  # window number in the row, for towers that attend in windows
+    )
     window_tiles: RowTiles | None = None  # of these windows
 
     @classmethod
@@ -79,7 +83,9 @@ class LanguageRows(NamedTuple):
     def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
-        by_slots: LanguageRows = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), self)
+        by_slots: LanguageRows = jax.tree.map(
+            lambda _: layout.sharding(("batch", "sequence")), self
+        )
         return by_slots._replace(sources=rows)
 
 
@@ -156,7 +162,9 @@ def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
 
 
 def _on_ranks(layout: Layout, rows: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, rows.shardings(layout))
+    return jax.tree.map(
+        lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, rows.shardings(layout)
+    )
 
 
 def _on_rank(layout: Layout, leaf: Any, sharding: NamedSharding) -> Any:

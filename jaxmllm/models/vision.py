@@ -46,10 +46,16 @@ class VisionTower(nnx.Module):
         x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
 
-    def context(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig) -> RowContext:
+    def context(
+        self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
-        angles = rotary_angles_2d(rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype)
+        angles = rotary_angles_2d(
+            rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
+        )
         windows = None
         if rows.windows is not None and rows.window_tiles is not None:
             windows = item_ids(rows.windows), rows.window_tiles
-        return RowContext(layout, item_ids(rows.segments), rows.tiles, angles, settings.attention, windows)
+        return RowContext(
+            layout, item_ids(rows.segments), rows.tiles, angles, settings.attention, windows
+        )

@@ -139,5 +139,7 @@ def gather(
         for line in by_process(board.key_value_dir_get(f"{ENDED}/")).values():
             raise HostsError(line)
         if time.monotonic() > deadline:
-            raise HostsError(say([process for process in range(processes) if process not in values]))
+            raise HostsError(
+                say([process for process in range(processes) if process not in values])
+            )
         time.sleep(POLL_SECONDS)

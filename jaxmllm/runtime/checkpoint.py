@@ -89,7 +89,9 @@ class Checkpoints:
             self._writer.save(self.directory / str(step), args=SealedSave(state))
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None, say: Callable[[str], None] = print) -> Any:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, say: Callable[[str], None] = print
+    ) -> Any:
         """Read checkpoint `step` (default: the latest) into the structure of `abstract_state`.
 
         Its leaves are `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have, or
@@ -114,14 +116,18 @@ class Checkpoints:
         if fresh:
             say(f"optimizer state of {', '.join(fresh)}: begins at zero from step {step}")
         if unused:
-            say(f"optimizer state of {', '.join(unused)}: dropped from step {step}, the components are frozen")
+            say(
+                f"optimizer state of {', '.join(unused)}: dropped from step {step}, the components are frozen"
+            )
         state = read_arrays(location, target)
         if fresh:
             begun = _zeros({name: fields["optimizer"][name] for name in fresh})
             state["optimizer"] = dict(sorted((state.get("optimizer", {}) | begun).items()))
         return state if isinstance(abstract_state, dict) else type(abstract_state)(**state)
 
-    def restore_latest(self, abstract_state: Any, say: Callable[[str], None] = print) -> tuple[Any, int] | None:
+    def restore_latest(
+        self, abstract_state: Any, say: Callable[[str], None] = print
+    ) -> tuple[Any, int] | None:
         """(state, step) of the latest usable checkpoint; none in a new folder.
 
         Damaged ones before it are named in a line each and put aside, as `<step>.damaged`, so that
@@ -188,7 +194,11 @@ class Checkpoints:
             step = self._writing
             self._writing = None
             complete = [saved for saved in self.steps if saved != step]
-            latest = f"the latest complete one is {complete[-1]}" if complete else "there is no complete one"
+            latest = (
+                f"the latest complete one is {complete[-1]}"
+                if complete
+                else "there is no complete one"
+            )
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self.directory}: {one_line(error)}; {latest}: make room or "
                 "fix the folder, then --resume"
@@ -230,7 +240,10 @@ def saved_steps(directory: Path) -> list[int]:
 
 def state_bytes(abstract_state: Any) -> int:
     """Bytes of all arrays of a state."""
-    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(abstract_state))
+    return sum(
+        int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(abstract_state)
+    )
 
 
 def check_space(directory: Path, needed: int) -> None:

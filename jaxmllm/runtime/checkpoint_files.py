@@ -59,7 +59,11 @@ class SealedHandler(ocp.StandardCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
         folder = Path(directory)
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNSEALED]
+        files = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name not in UNSEALED
+        ]
         with ThreadPoolExecutor(READ_THREADS) as threads:
             sums = list(threads.map(_checksum, files))
         content = {
@@ -81,9 +85,13 @@ class SealedSave(ocp.args.StandardSave):
 def write_small_arrays_whole() -> None:
     """Replicas share the writing of an array by slicing it, which compiles a program for every
     shape and device: worth it for large arrays alone."""
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES)
+    handler = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES
+    )
     verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns of any handler that replaces its own
+    absl.logging.set_verbosity(
+        absl.logging.ERROR
+    )  # orbax warns of any handler that replaces its own
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
     absl.logging.set_verbosity(verbosity)
 
@@ -162,7 +170,9 @@ def read_arrays(location: Path, abstract: Any) -> Any:
     try:
         with quiet():
             arguments = ocp.checkpoint_utils.construct_restore_args(target)
-            arguments = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+            arguments = ocp.args.PyTreeRestore(
+                item=target, restore_args=arguments, partial_restore=True
+            )
             arrays = ocp.PyTreeCheckpointHandler().restore(location, args=arguments)
     except Exception as error:  # a damaged file can fail anywhere in orbax, tensorstore and JSON
         problem = one_line(error)
@@ -189,7 +199,10 @@ def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
 def array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
     """Shape and dtype by path; a namedtuple's field and a dict's key read alike, as they are stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
+    return {
+        tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name)
+        for path, leaf in leaves
+    }
 
 
 def _key_name(key: Any) -> str:

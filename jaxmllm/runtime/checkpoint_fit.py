@@ -18,7 +18,11 @@ def with_trained_components(
     optimizer = fields.get("optimizer")
     if not isinstance(optimizer, dict):
         optimizer = {}
-    there = {path[1] for path in saved if path[0] == "optimizer" and len(path) > 1} if optimizer else set()
+    there = (
+        {path[1] for path in saved if path[0] == "optimizer" and len(path) > 1}
+        if optimizer
+        else set()
+    )
     fresh = sorted(optimizer.keys() - there)
     unused = sorted(there - optimizer.keys())
     left_out = {("optimizer", name) for name in (*fresh, *unused)}
@@ -35,7 +39,9 @@ def with_trained_components(
     return remaining | ({"optimizer": kept} if kept else {}), fresh, unused
 
 
-def differences(saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]) -> Iterator[str]:
+def differences(
+    saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]
+) -> Iterator[str]:
     """A line for each array that one side lacks, or has in another shape or dtype."""
     for path in sorted(saved.keys() | expected.keys()):
         left = saved.get(path)

@@ -22,7 +22,9 @@ from typing import Any
 
 ENDED = "ended"  # below it, by process: the line that says why that process has ended
 RECONNECT_SECONDS = 3.0  # that a process may be without a connection before it counts as dead
-LINGER_SECONDS = 15.0  # that the board stays after the death of process 0, for the others to read of it
+LINGER_SECONDS = (
+    15.0  # that the board stays after the death of process 0, for the others to read of it
+)
 LINE_BYTES = 16 << 20  # of one request, such as the facts of a process
 
 
@@ -70,7 +72,9 @@ class BoardServer:
     def miss(self, process: int) -> None:
         """Note that a process is dead, unless it has said goodbye or is connected again."""
         if process in self.hosts and not self.connections[process]:
-            line = f"process {process} ({self.hosts[process].partition(' ')[0]}) was killed or crashed"
+            line = (
+                f"process {process} ({self.hosts[process].partition(' ')[0]}) was killed or crashed"
+            )
             self.values.setdefault(f"{ENDED}/{process}", line)
 
     def answer(self, verb: str, key: str, value: str = "", overwrite: bool = False) -> Any:

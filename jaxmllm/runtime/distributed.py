@@ -52,7 +52,9 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
     different collectives, for ever. The client takes the number of its threads from NPROC, which is
     left alone where it is set.
     """
-    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
+    forced = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", "")
+    )
     if forced:
         environment.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * int(forced[1])))
 
@@ -109,7 +111,11 @@ def stopped_code(environment: Mapping[str, str] = os.environ) -> int:
 
 def facts_of(config: Config) -> dict[str, str]:
     """What must be equal on all processes before anything is read: the config by dotted key, versions, the code."""
-    facts = {key: repr(value) for key, value in dotted_values(config_tree(config)) if key not in HOST_KEYS}
+    facts = {
+        key: repr(value)
+        for key, value in dotted_values(config_tree(config))
+        if key not in HOST_KEYS
+    }
     facts["Python's version"] = platform.python_version()
     for package in PACKAGES:
         facts[f"{package}'s version"] = importlib.metadata.version(package)
@@ -119,7 +125,9 @@ def facts_of(config: Config) -> dict[str, str]:
 
 def _code_digest() -> str:
     root = Path(__file__).parents[2]
-    files = sorted(path for package in ("jaxmllm", "sharding") for path in (root / package).rglob("*.py"))
+    files = sorted(
+        path for package in ("jaxmllm", "sharding") for path in (root / package).rglob("*.py")
+    )
     return hosts.digest_of([(str(path.relative_to(root)), path.read_bytes()) for path in files])
 
 
@@ -134,7 +142,9 @@ def _join(
 ) -> None:
     heartbeat_seconds = int(limits.peer_timeout) + JAX_SLACK_SECONDS
     if process == 0:
-        start_coordinator(bind or (host if host in LOOPBACK else ""), port, processes, heartbeat_seconds)
+        start_coordinator(
+            bind or (host if host in LOOPBACK else ""), port, processes, heartbeat_seconds
+        )
     board = RemoteBoard((host, port), process, limits.start_timeout)
     titles = _meet(board, process, processes, socket.gethostname(), f"{host}:{port}", limits)
     # From here on the coordinator is there, and its silence is that of process 0.
@@ -173,7 +183,10 @@ def _meet(
             f"{COORDINATOR}={place}, or raise distributed.start_timeout"
         )
 
-    here = {p: json.loads(told) for p, told in gather(board, "here", processes, limits.start_timeout, missing).items()}
+    here = {
+        p: json.loads(told)
+        for p, told in gather(board, "here", processes, limits.start_timeout, missing).items()
+    }
     for other, (host, count) in sorted(here.items()):
         if count != processes:
             raise HostsError(
@@ -194,8 +207,12 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
     if jax.process_count() == 1:
         return
     board = multihost.get_jax_distributed_client()
-    titles = _meet(board, jax.process_index(), jax.process_count(), socket.gethostname(), AUTO, limits)
-    hosts.joined(hosts.Hosts(jax.process_index(), titles, board, limits.start_timeout, limits.peer_timeout))
+    titles = _meet(
+        board, jax.process_index(), jax.process_count(), socket.gethostname(), AUTO, limits
+    )
+    hosts.joined(
+        hosts.Hosts(jax.process_index(), titles, board, limits.start_timeout, limits.peer_timeout)
+    )
     hosts.compare(
         "config, code and versions",
         lambda: facts,
@@ -203,7 +220,9 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
     )
 
 
-def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: int) -> subprocess.Popen[bytes]:
+def start_coordinator(
+    bind: str, port: int, processes: int, heartbeat_seconds: int
+) -> subprocess.Popen[bytes]:
     """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen."""
     command = [
         sys.executable,
@@ -215,7 +234,9 @@ def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: i
         str(heartbeat_seconds),
     ]
     # Signals to the group of this process must not end the coordinator: what is blocked here stays blocked in it.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    blocked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
     try:
         child = subprocess.Popen(
             command,
@@ -229,19 +250,26 @@ def start_coordinator(bind: str, port: int, processes: int, heartbeat_seconds: i
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], COORDINATOR_SECONDS)
     line = child.stdout.readline() if ready else b""
-    answer = json.loads(line) if line else {"error": f"it did not start within {COORDINATOR_SECONDS:.0f} s"}
+    answer = (
+        json.loads(line)
+        if line
+        else {"error": f"it did not start within {COORDINATOR_SECONDS:.0f} s"}
+    )
     if "error" in answer:
         child.kill()
         child.wait()
         raise LaunchError(
             f"the coordinator cannot listen on port {port} of {bind or 'this host'} ({socket.gethostname()}): "
-            f"{answer['error']}; choose a free port in {COORDINATOR}" + (f", or another {BIND}" if bind else "")
+            f"{answer['error']}; choose a free port in {COORDINATOR}"
+            + (f", or another {BIND}" if bind else "")
         )
     _coordinators.append(child)
     return child
 
 
-_coordinators: list[subprocess.Popen[bytes]] = []  # kept, for each ends when the pipe to it is closed
+_coordinators: list[
+    subprocess.Popen[bytes]
+] = []  # kept, for each ends when the pipe to it is closed
 
 
 def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
@@ -250,7 +278,9 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     if address == AUTO:
         extra = [name for name in (PROCESSES, PROCESS_ID) if environment.get(name)]
         if extra:
-            raise LaunchError(f"{COORDINATOR}=auto finds the processes itself; unset {' and '.join(extra)}")
+            raise LaunchError(
+                f"{COORDINATOR}=auto finds the processes itself; unset {' and '.join(extra)}"
+            )
         return None
     missing = [name for name in (COORDINATOR, PROCESSES, PROCESS_ID) if not environment.get(name)]
     if missing:
@@ -264,7 +294,9 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     processes = _integer(environment, PROCESSES, 1)
     process_id = _integer(environment, PROCESS_ID, 0)
     if process_id >= processes:
-        raise LaunchError(f"{PROCESS_ID}={process_id} must be less than {PROCESSES}={processes}: ids count from 0")
+        raise LaunchError(
+            f"{PROCESS_ID}={process_id} must be less than {PROCESSES}={processes}: ids count from 0"
+        )
     return host.strip("[]"), int(port), processes, process_id
 
 

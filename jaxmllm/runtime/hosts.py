@@ -32,7 +32,9 @@ from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, by_process, ga
 from jaxmllm.runtime.coordinator import ENDED
 
 BEAT_SECONDS = 1.0  # between signs of life, and between looks at those of the others
-OWN_GAP_BEATS = 5.0  # a watchdog that did not run for so long was stopped itself, and blames nobody for it
+OWN_GAP_BEATS = (
+    5.0  # a watchdog that did not run for so long was stopped itself, and blames nobody for it
+)
 # Between reading that a peer has ended and ending the process: the main thread may be about to end it in its own words.
 MAIN_THREAD_SECONDS = 3.0
 FLUSH_SECONDS = 1.0  # that writing out what was printed may take
@@ -66,9 +68,16 @@ class Hosts:
         late = self._late(f"has not told its {what}")
         if self.process == 0:
             told = gather(self.board, f"facts/{number}", self.processes, self.start_timeout, late)
-            lines = [self._difference(process, json.loads(told[process]), facts) for process in range(self.processes)]
+            lines = [
+                self._difference(process, json.loads(told[process]), facts)
+                for process in range(self.processes)
+            ]
             differing = [line for line in lines if line]
-            verdict = f"the processes differ: {'; '.join(differing[:SHOWN])}. {advice}" if differing else ""
+            verdict = (
+                f"the processes differ: {'; '.join(differing[:SHOWN])}. {advice}"
+                if differing
+                else ""
+            )
             self.board.key_value_set(f"verdict/{number}/0", verdict)
         else:
             verdict = gather(self.board, f"verdict/{number}", 1, self.start_timeout, late)[0]
@@ -96,9 +105,13 @@ class Hosts:
         with suppress(Exception):
             self.board.key_value_set(f"{ENDED}/{self.process}", line, allow_overwrite=True)
 
-    def _difference(self, process: int, facts: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    def _difference(
+        self, process: int, facts: Mapping[str, str], expected: Mapping[str, str]
+    ) -> str:
         """Keys in which a process differs from process 0; empty if there is none."""
-        keys = [key for key in dict.fromkeys([*expected, *facts]) if facts.get(key) != expected.get(key)]
+        keys = [
+            key for key in dict.fromkeys([*expected, *facts]) if facts.get(key) != expected.get(key)
+        ]
         if not keys:
             return ""
         told = [
@@ -153,7 +166,9 @@ class Watchdog:
         self._exit = exit or self._end_process
         self._beats = 0
         self._last_beat = clock()
-        self._seen: dict[int, tuple[str, float]] = {}  # of every watched process: its last sign of life, and when
+        self._seen: dict[
+            int, tuple[str, float]
+        ] = {}  # of every watched process: its last sign of life, and when
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hosts-watchdog", daemon=True)
 
@@ -173,7 +188,11 @@ class Watchdog:
             except HostsError as error:
                 line = str(error)
             except RuntimeError as error:  # of JAX's own client, where that is the board
-                line = f"the coordinator on {self._hosts.title(0)} does not answer: {error}".partition("\n")[0]
+                line = (
+                    f"the coordinator on {self._hosts.title(0)} does not answer: {error}".partition(
+                        "\n"
+                    )[0]
+                )
             if line is not None:
                 self._exit(line)
                 return
@@ -200,7 +219,9 @@ class Watchdog:
         gap = now - self._last_beat
         self._last_beat = now
         watched = range(1, hosts.processes) if hosts.process == 0 else (0,)
-        signs = by_process(hosts.board.key_value_dir_get(f"alive/{'others' if hosts.process == 0 else 'first'}/"))
+        signs = by_process(
+            hosts.board.key_value_dir_get(f"alive/{'others' if hosts.process == 0 else 'first'}/")
+        )
         for process in watched:
             sign = signs.get(process, "")
             if sign != self._seen.get(process, (None,))[0] or gap > OWN_GAP_BEATS * BEAT_SECONDS:
@@ -237,7 +258,9 @@ class Watchdog:
 
     def _end_process(self, line: str) -> None:
         if not self._closed.wait(MAIN_THREAD_SECONDS):
-            leave_at_once(f"error: {line}; {self._hosts.title(self._hosts.process)} ends", EXIT_CODE)
+            leave_at_once(
+                f"error: {line}; {self._hosts.title(self._hosts.process)} ends", EXIT_CODE
+            )
 
 
 def leave_at_once(line: str, code: int) -> NoReturn:
@@ -347,7 +370,10 @@ def await_verdict() -> None:
     deadline = time.monotonic() + hosts.peer_timeout + MAIN_THREAD_SECONDS + 2 * BEAT_SECONDS
     with suppress(HostsError, RuntimeError):
         hosts.board.key_value_set(f"failed/{hosts.process}", "", True)
-        while time.monotonic() < deadline and len(hosts.board.key_value_dir_get("failed/")) < hosts.processes:
+        while (
+            time.monotonic() < deadline
+            and len(hosts.board.key_value_dir_get("failed/")) < hosts.processes
+        ):
             time.sleep(BEAT_SECONDS)
 
 

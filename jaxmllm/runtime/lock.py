@@ -26,7 +26,9 @@ from jaxmllm.runtime.files import write_atomically
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 10.0
-SILENCE_SECONDS = 60.0  # without a beat, after which a holder elsewhere counts as dead: several missed beats
+SILENCE_SECONDS = (
+    60.0  # without a beat, after which a holder elsewhere counts as dead: several missed beats
+)
 POLL_SECONDS = 1.0
 
 
@@ -45,7 +47,9 @@ class Holder:
     def here() -> Holder:
         """This process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        return Holder(_machine(), os.getpid(), _start_of(os.getpid()) or "", since, uuid.uuid4().hex)
+        return Holder(
+            _machine(), os.getpid(), _start_of(os.getpid()) or "", since, uuid.uuid4().hex
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host.partition(' ')[0]} (since {self.since})"
@@ -119,7 +123,9 @@ class RunLock:
                 draft.replace(self.path)
             return True
         except OSError as error:
-            raise CheckpointError(f"run.directory: {self.path} cannot be written ({error.strerror})") from error
+            raise CheckpointError(
+                f"run.directory: {self.path} cannot be written ({error.strerror})"
+            ) from error
         finally:
             draft.unlink(missing_ok=True)
 
@@ -130,7 +136,9 @@ class RunLock:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"run.directory: {self.path} cannot be read ({error.strerror})") from error
+            raise CheckpointError(
+                f"run.directory: {self.path} cannot be read ({error.strerror})"
+            ) from error
         try:
             return Holder(**json.loads(text))
         except (ValueError, TypeError):
@@ -169,7 +177,9 @@ class RunLock:
             try:
                 holder = self._read()
                 if holder is not None and holder.token != self._holder.token:
-                    self._lost(f"{self.path.parent} was taken over by {holder} while this process stood still")
+                    self._lost(
+                        f"{self.path.parent} was taken over by {holder} while this process stood still"
+                    )
                     return
                 self._holder = replace(self._holder, beat=self._holder.beat + 1)
                 write_atomically(self.path, _text(self._holder))

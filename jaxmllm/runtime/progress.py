@@ -36,13 +36,18 @@ class ProgressBar:
                 BarColumn(None),
                 TextColumn("{task.fields[text]}"),
             )
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=False)
+            self._bar = Progress(
+                *columns, TimeRemainingColumn(), console=self._console, transient=False
+            )
             self._task = self._bar.add_task("train", total=steps, completed=first, text="")
             self._bar.start()
 
     def update(self, step: int, values: Mapping[str, float | None]) -> None:
         """Show that `step` steps are done, with a few named numbers, e.g. {"loss": 2.1, "examples/s": 31.0}."""
-        text = "  ".join(f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in values.items())
+        text = "  ".join(
+            f"{name} {'none' if value is None else f'{value:.4g}'}"
+            for name, value in values.items()
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif self._visible:

@@ -120,7 +120,10 @@ def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
+    return any(
+        fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
+        for pattern in patterns
+    )
 
 
 def _value_text(values: Mapping[str, Any], key: str) -> str:

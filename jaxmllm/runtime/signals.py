@@ -32,10 +32,14 @@ from jaxmllm.runtime.board import Board, HostsError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.
 SAME_REQUEST_SECONDS = 0.5
-TELL_SECONDS = 2.0  # that telling the other processes may take before this one ends without their knowing
+TELL_SECONDS = (
+    2.0  # that telling the other processes may take before this one ends without their knowing
+)
 END_OF_SIGNALS = b"\0"  # what `__exit__` writes to the pipe; no signal has this number
 
-_serial = itertools.count()  # every process begins to train in the same order, so this names one run everywhere
+_serial = (
+    itertools.count()
+)  # every process begins to train in the same order, so this names one run everywhere
 
 
 class StopSignals:
@@ -88,7 +92,9 @@ class StopSignals:
         if self._agreement is not None:
             self._agreement.close()
 
-    def begin_training(self, board: Board | None = None, process: int = 0, processes: int = 1) -> None:
+    def begin_training(
+        self, board: Board | None = None, process: int = 0, processes: int = 1
+    ) -> None:
         """From now on a signal asks to stop; several processes agree on the place by way of `board`."""
         if board is not None and processes > 1:
             prefix = f"jaxmllm/stop/{next(_serial)}"
@@ -121,7 +127,9 @@ class StopSignals:
         if first is not None:
             self._end(number, f"stopped by a second signal, {number.name}: nothing more is saved")
         elif not self._training:
-            self._end(number, f"stopped by {number.name} before the first step: there is nothing to save")
+            self._end(
+                number, f"stopped by {number.name} before the first step: there is nothing to save"
+            )
 
     def _end(self, number: signal.Signals, line: str) -> None:
         """End the process from this thread, since the main thread may be anywhere."""

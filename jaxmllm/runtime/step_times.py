@@ -50,7 +50,9 @@ class Completions:
     def _watch(self) -> None:
         while (asked := self._asked.get()) is not None:
             arrays, completed = asked
-            with contextlib.suppress(Exception):  # whoever reads the arrays gets the same error, in the main thread
+            with contextlib.suppress(
+                Exception
+            ):  # whoever reads the arrays gets the same error, in the main thread
                 jax.block_until_ready(arrays)
             completed.set_result(self._clock())
 

@@ -57,7 +57,9 @@ def build_run(config: Config) -> Run:
     def filler(corpus: Corpus, stages: PipelineSpec | None) -> StepFiller:
         return StepFiller(corpus, programs.spec, share, programs.attention, stages)
 
-    batches = steps(filler(inputs.corpus, pipeline.training if pipeline else None), batch_size, config.run.seed)
+    batches = steps(
+        filler(inputs.corpus, pipeline.training if pipeline else None), batch_size, config.run.seed
+    )
     evaluation = None
     if inputs.held_out is not None:
         evaluation = evaluation_steps(

@@ -47,7 +47,11 @@ def staged_mesh(config: Config) -> AbstractMesh:
       ConfigError: the config has no stages.
     """
     if config.pipeline.stages == 1:
-        raise ConfigError("pipeline.stages (1): there is no schedule without stages; set pipeline.stages")
+        raise ConfigError(
+            "pipeline.stages (1): there is no schedule without stages; set pipeline.stages"
+        )
     sizes = config.mesh_sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    return abstract_mesh(sizes, fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed)
+    return abstract_mesh(
+        sizes, fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed
+    )

@@ -59,7 +59,9 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable.components:
-        raise ConfigError("every component is frozen: set components.<name>.freeze: false for what shall be trained")
+        raise ConfigError(
+            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
+        )
     media = modalities(config.model, config.data, model.split_phases)
     corpus, held_out = open_corpora(config, tokenizer, media, model)
     # Hosts that differ would plan different steps, and hang in the first collective.
@@ -91,7 +93,10 @@ def open_corpora(
     They number their sources the same way, so that losses by source can be compared.
     """
     formats = row_formats(modalities)
-    limits = {phase: largest_row(config, phase, formats, model.layout(phase).parts) for phase in model.phases}
+    limits = {
+        phase: largest_row(config, phase, formats, model.layout(phase).parts)
+        for phase in model.phases
+    }
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
         corpus = Corpus.open(

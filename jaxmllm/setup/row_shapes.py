@@ -31,7 +31,9 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
     if phase not in formats:
         return block * parts
     row = formats[phase]
-    slots = block * row.stride  # a block counts tokens of attention, of which each stands for `stride` slots
+    slots = (
+        block * row.stride
+    )  # a block counts tokens of attention, of which each stands for `stride` slots
     if parts > 1 and slots % row.alignment:
         raise ConfigError(
             f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, "
@@ -52,18 +54,25 @@ def largest_row(config: Config, phase: str, formats: Mapping[str, RowFormat], pa
     return max(settings.capacities)
 
 
-def attention_spec(config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec) -> AttentionSpec:
+def attention_spec(
+    config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec
+) -> AttentionSpec:
     """Attention blocks and parts of every phase's rows."""
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     return AttentionSpec(
-        blocks={phase: attention_block(config, rows, formats, parts[phase]) for phase, rows in spec.phases.items()},
+        blocks={
+            phase: attention_block(config, rows, formats, parts[phase])
+            for phase, rows in spec.phases.items()
+        },
         parts=parts,
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
     )
 
 
-def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int) -> int:
+def attention_block(
+    config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int
+) -> int:
     """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row, or a rank's share of a long
     one, would otherwise have too few blocks to even out their work."""
     block: int = getattr(config.phases, rows.name).block
@@ -77,5 +86,7 @@ def attention_block(config: Config, rows: PhaseSpec, formats: Mapping[str, RowFo
     split_rows = [(capacity, parts) for capacity in rows.capacities]
     if rows.long_capacity:
         split_rows.append((rows.long_capacity, parts * rows.ranks))
-    blocks = [block_size(slots // stride, shares, block) for slots, shares in split_rows if shares > 1]
+    blocks = [
+        block_size(slots // stride, shares, block) for slots, shares in split_rows if shares > 1
+    ]
     return min(blocks, default=block)

@@ -44,7 +44,9 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
     """Rows, stages and slots of a pipeline."""
     largest = [
-        largest_examples(corpus, phase) for corpus in inputs.corpora for phase in inputs.model.phases[LANGUAGE].reads
+        largest_examples(corpus, phase)
+        for corpus in inputs.corpora
+        for phase in inputs.model.phases[LANGUAGE].reads
     ]
     return choose_pipeline(
         inputs.samples,
@@ -70,7 +72,10 @@ def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
 
 
 def _sizing_inputs_of(config: Config, inputs: RunInputs) -> list[SizingInputs]:
-    longest = {phase: max(corpus.longest(phase) for corpus in inputs.corpora) for phase in inputs.model.phases}
+    longest = {
+        phase: max(corpus.longest(phase) for corpus in inputs.corpora)
+        for phase in inputs.model.phases
+    }
     return sizing_inputs(config, inputs.model, inputs.corpus.formats, longest)
 
 
@@ -115,7 +120,9 @@ def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     return {phase: phase_flops(shapes, phase, model.trainable.shares) for phase in model.phases}
 
 
-def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -> dict[str, PhaseTime]:
+def measured_times(
+    config: Config, model: MLLM, flops: Mapping[str, ItemCost]
+) -> dict[str, PhaseTime]:
     """Times of an item by phase, from `balance.calibration`; empty without one."""
     path = config.balance.calibration
     if path is None:
@@ -125,5 +132,7 @@ def measured_times(config: Config, model: MLLM, flops: Mapping[str, ItemCost]) -
     # Commands that plan on an abstract mesh have no device that could differ from the measured one.
     device = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else None
     for difference in calibration.differences(device, flops):
-        _log.warning("balance.calibration: %s %s; calibrate anew for the best balance", path, difference)
+        _log.warning(
+            "balance.calibration: %s %s; calibrate anew for the best balance", path, difference
+        )
     return {phase: calibration.phases[phase].time for phase in flops}

@@ -14,7 +14,9 @@ AFTER: Mode = "phases"
 RANKS = 64  # of generated batches, unless the config or the caller says otherwise
 PER_RANK = 32  # examples per rank of generated batches
 NODE = 8  # ranks per node of generated batches
-SAMPLED_EXAMPLES = 8192  # are generated to choose the sizes from, in as many batches as they fill ...
+SAMPLED_EXAMPLES = (
+    8192  # are generated to choose the sizes from, in as many batches as they fill ...
+)
 FEWEST_BATCHES = 2  # ... but not fewer than this
 MOST_BATCHES = 16  # ... and not more
 
@@ -41,7 +43,9 @@ def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Com
     return Comparison(title, items, before=spec(before), after=spec(AFTER))
 
 
-def compare_on_data(config: Config, name: str, ranks: int | None, per_rank: int | None, before: Mode) -> Comparison:
+def compare_on_data(
+    config: Config, name: str, ranks: int | None, per_rank: int | None, before: Mode
+) -> Comparison:
     """A batch that the run of a config would draw.
 
     Args:
@@ -59,7 +63,9 @@ def compare_on_data(config: Config, name: str, ranks: int | None, per_rank: int 
     mesh = planning_mesh(config, ranks)
     config = _with_batch(config, mesh.shape, per_rank)
     inputs = prepare(config, mesh)
-    items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, len(inputs.samples)))
+    items = inputs.corpus.gather(
+        batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
+    )
 
     def spec(mode: Mode) -> PlanSpec:
         return plan_spec(with_mode(config, mode), inputs)
@@ -108,7 +114,9 @@ def _with_batch(config: Config, mesh_shape: Mapping[str, int], per_rank: int | N
     if per_rank is None:
         return config
     examples = _data_ranks(mesh_shape) * per_rank
-    return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": examples})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"batch_size": examples})}
+    )
 
 
 def _data_ranks(mesh_shape: Mapping[str, int]) -> int:
@@ -122,11 +130,17 @@ def _sizes_in_words(config: Config, mesh_shape: Mapping[str, int]) -> str:
 def _token_bytes(config: Config) -> int:
     import jax.numpy as jnp
 
-    return config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
+    return (
+        config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
+    )
 
 
-def _generate(examples: int, seed: int, model: ModelConfig = MODEL) -> tuple[list[BatchItems], BatchItems]:
+def _generate(
+    examples: int, seed: int, model: ModelConfig = MODEL
+) -> tuple[list[BatchItems], BatchItems]:
     """Batches to choose sizes from, and another one to plan."""
     sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
-    batches = [generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)]
+    batches = [
+        generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)
+    ]
     return batches[:-1], batches[-1]

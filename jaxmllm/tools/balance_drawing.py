@@ -32,7 +32,9 @@ FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0,
 FEMTOSECONDS = ((1e15, "s"), (1e12, "ms"), (1e9, "µs"), (1.0, "fs"))
 
 
-def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
+def draw(
+    views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | None = None
+) -> Figure:
     """Draw two modes next to each other, one line of panels per phase: load on the left, rows on
     the right.
 
@@ -72,7 +74,9 @@ def draw(views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | N
                 )
                 if line == 0:
                     heading = f"{subject} {'after' if column else 'before'} (mode {mode})"
-                    axes.set_title(heading, loc="left", fontsize=10.5, pad=24, color=INK, fontweight="bold")
+                    axes.set_title(
+                        heading, loc="left", fontsize=10.5, pad=24, color=INK, fontweight="bold"
+                    )
         # The two panels of `before` carry the labels of their axes.
         for axes, label in (
             (figure.axes[-4], f"load [{unit}]"),
@@ -87,12 +91,18 @@ def _exchange_words(figures: Mapping[str, float]) -> str:
         return ""
     routed = f"{figures['MB routed']:.0f} MB of encoder outputs routed"
     rank = f"{100 * figures['change rank']:.0f} % to another rank"
-    node = f", {100 * figures['change node']:.0f} % to another node" if "change node" in figures else ""
+    node = (
+        f", {100 * figures['change node']:.0f} % to another node"
+        if "change node" in figures
+        else ""
+    )
     return f" ({routed}, {rank}{node})"
 
 
 def _draw_head(figure: Figure, line: str, height: float) -> None:
-    figure.text(0.008, 1 - 0.14 / height, HEADLINE, fontsize=17, fontweight="bold", color=INK, va="top")
+    figure.text(
+        0.008, 1 - 0.14 / height, HEADLINE, fontsize=17, fontweight="bold", color=INK, va="top"
+    )
     figure.text(0.008, 1 - 0.53 / height, line, fontsize=10.5, color=INK, va="top", linespacing=1.5)
     handles: list[Artist] = [
         Patch(color=USED, label="load: work   rows: data"),
@@ -113,7 +123,9 @@ def _draw_head(figure: Figure, line: str, height: float) -> None:
 def _order(view: PhaseView) -> NDArray[np.int64]:
     """Ranks in their order, or costliest first where they are too many to tell apart."""
     ranks = view.load.shape[1]
-    return np.arange(ranks) if ranks <= IN_ORDER else np.argsort(-view.load.sum(axis=0), kind="stable")
+    return (
+        np.arange(ranks) if ranks <= IN_ORDER else np.argsort(-view.load.sum(axis=0), kind="stable")
+    )
 
 
 def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: float) -> None:
@@ -148,12 +160,16 @@ def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
     )
 
 
-def _draw_columns(axes: Axes, low: NDArray[np.float64], high: NDArray[np.float64], color: str) -> None:
+def _draw_columns(
+    axes: Axes, low: NDArray[np.float64], high: NDArray[np.float64], color: str
+) -> None:
     ranks = len(low)
     if ranks <= SEPARATE_BARS:
         axes.bar(np.arange(ranks), high - low, 0.82, low, color=color, linewidth=0)
     else:
-        axes.stairs(high, np.arange(ranks + 1) - 0.5, baseline=low, fill=True, color=color, linewidth=0)
+        axes.stairs(
+            high, np.arange(ranks + 1) - 0.5, baseline=low, fill=True, color=color, linewidth=0
+        )
 
 
 def _caption(axes: Axes, text: str) -> None:
@@ -169,7 +185,9 @@ def _tidy(axes: Axes, ranks: int, rank_label: bool, tick_labels: bool) -> None:
     axes.margins(y=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if rank_label:
-        axes.set_xlabel("rank" if ranks <= IN_ORDER else "ranks, costliest first", color=INK, fontsize=10)
+        axes.set_xlabel(
+            "rank" if ranks <= IN_ORDER else "ranks, costliest first", color=INK, fontsize=10
+        )
 
 
 def _unit(cost: float, calibrated: bool) -> tuple[float, str]:

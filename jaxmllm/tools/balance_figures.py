@@ -53,7 +53,10 @@ Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by 
 
 def view(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseView]:
     """The views of all phases of a plan."""
-    return {name: _view(plan.phases[name], items.phases[name], phase) for name, phase in spec.phases.items()}
+    return {
+        name: _view(plan.phases[name], items.phases[name], phase)
+        for name, phase in spec.phases.items()
+    }
 
 
 def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
@@ -69,7 +72,9 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
         for column, name in STATISTICS.items()
         if plan.microbatches and f"{spec.name}/{name}" in statistics
     }
-    return PhaseView(load, real, plan.capacity.astype(np.int64), figures, spec.model_flops is not None)
+    return PhaseView(
+        load, real, plan.capacity.astype(np.int64), figures, spec.model_flops is not None
+    )
 
 
 def idle_share(views: Mapping[str, PhaseView]) -> float:
@@ -103,7 +108,10 @@ def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
     tokens = total("tokens")
     moved = total("moved_tokens")
     # A ratio of each phase: their mean, weighted by tokens.
-    over_random = sum(statistic(phase, "node_tokens_over_arbitrary") * statistic(phase, "tokens") for phase in phases)
+    over_random = sum(
+        statistic(phase, "node_tokens_over_arbitrary") * statistic(phase, "tokens")
+        for phase in phases
+    )
     figures: dict[str, float] = {"MB routed": tokens * token_bytes / 1e6}
     if moved:
         figures |= {"change rank": moved / tokens, "slots / moved": total("slots_moved") / moved}
@@ -125,14 +133,19 @@ def table(views: Views) -> list[list[str]]:
     for phase in views[modes[0]]:
         for mode in modes:
             figures = views[mode][phase].figures
-            rows.append([phase, mode, *(_text(column, figures.get(column)) for column in STATISTICS)])
+            rows.append(
+                [phase, mode, *(_text(column, figures.get(column)) for column in STATISTICS)]
+            )
     empty = [""] * (len(STATISTICS) - 1)
     return rows + [["all", mode, *empty, _text("idle", idle_share(views[mode]))] for mode in modes]
 
 
 def route_table(routes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     """Cells of `ROUTE_COLUMNS`: the exchange of each mode."""
-    return [[mode, *(_text(name, figures.get(name)) for name in ROUTE_FIGURES)] for mode, figures in routes.items()]
+    return [
+        [mode, *(_text(name, figures.get(name)) for name in ROUTE_FIGURES)]
+        for mode, figures in routes.items()
+    ]
 
 
 def lengths_table(lengths: Mapping[str, float], phases: Iterable[str]) -> list[list[str]]:
@@ -151,7 +164,9 @@ def lengths_table(lengths: Mapping[str, float], phases: Iterable[str]) -> list[l
     rows = []
     for phase in phases:
         values = {name: lengths.get(f"{phase}/{name}") for name in formats}
-        cells = ["-" if value is None else formats[name].format(value) for name, value in values.items()]
+        cells = [
+            "-" if value is None else formats[name].format(value) for name, value in values.items()
+        ]
         rows.append([phase, *(cell.replace("%", " %") for cell in cells)])
     return rows
 
@@ -159,7 +174,9 @@ def lengths_table(lengths: Mapping[str, float], phases: Iterable[str]) -> list[l
 def correlations(lengths: Mapping[str, float]) -> str:
     """Correlations of the amounts of an example, in one line."""
     pairs = [
-        f"{name.removeprefix(CORRELATION)} {r:+.2f}" for name, r in lengths.items() if name.startswith(CORRELATION)
+        f"{name.removeprefix(CORRELATION)} {r:+.2f}"
+        for name, r in lengths.items()
+        if name.startswith(CORRELATION)
     ]
     return "Correlations of the amounts of an example: " + "; ".join(pairs)
 

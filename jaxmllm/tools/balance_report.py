@@ -97,13 +97,19 @@ class Report:
         print_table(f"{self.title}: lengths", LENGTH_COLUMNS, lengths, left_aligned=1)
         print(correlations(self.lengths) + "\n")
         print_table("Balance", COLUMNS, table(self.views), left_aligned=2)
-        print_table("Exchange of encoder outputs", ROUTE_COLUMNS, route_table(self.routes), left_aligned=1)
-        print(f"predicted: a step takes {self.ratio:.2f} times as long with mode {before} as with {after}")
+        print_table(
+            "Exchange of encoder outputs", ROUTE_COLUMNS, route_table(self.routes), left_aligned=1
+        )
+        print(
+            f"predicted: a step takes {self.ratio:.2f} times as long with mode {before} as with {after}"
+        )
 
     def page(self) -> Page:
         """The page around the picture."""
         before, after = self.views
-        glossary = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in GLOSSARY.items())
+        glossary = "".join(
+            f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in GLOSSARY.items()
+        )
         sections = (
             "<h2>Figures</h2>",
             html_table(COLUMNS, table(self.views), left_aligned=2),
@@ -111,7 +117,9 @@ class Report:
             "<h2>Exchange of encoder outputs</h2>",
             html_table(ROUTE_COLUMNS, route_table(self.routes), left_aligned=1),
             "<h2>Lengths of this batch</h2>",
-            html_table(LENGTH_COLUMNS, lengths_table(self.lengths, self.views[after]), left_aligned=1),
+            html_table(
+                LENGTH_COLUMNS, lengths_table(self.lengths, self.views[after]), left_aligned=1
+            ),
             f"<p>{html.escape(correlations(self.lengths))}</p>",
         )
         return Page(
@@ -137,22 +145,32 @@ def make_report(compared: Comparison) -> Report:
 
 def write(report: Report, folder: Path) -> str:
     """Write balance.png and balance.html into a folder; returns the line that says so."""
-    return write_picture(folder, NAME, draw(report.views, report.title, report.routes), report.page())
+    return write_picture(
+        folder, NAME, draw(report.views, report.title, report.routes), report.page()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm report")
     add_config(parser, required=False)
-    parser.add_argument("--generated", action="store_true", help="generated lengths instead of the config's data")
-    parser.add_argument("--ranks", type=_positive, help=f"data ranks (default: those of the config, or {RANKS})")
+    parser.add_argument(
+        "--generated", action="store_true", help="generated lengths instead of the config's data"
+    )
+    parser.add_argument(
+        "--ranks", type=_positive, help=f"data ranks (default: those of the config, or {RANKS})"
+    )
     parser.add_argument(
         "--per-rank",
         type=_positive,
         help=f"examples per rank (default: as the config, or {PER_RANK})",
     )
-    parser.add_argument("--before", choices=get_args(Mode), default="none", help="balance.mode to compare with")
+    parser.add_argument(
+        "--before", choices=get_args(Mode), default="none", help="balance.mode to compare with"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of generated lengths")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of balance.png and balance.html")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), help="folder of balance.png and balance.html"
+    )
     options = parse(parser, arguments)
     if options.config is None and (not options.generated or options.overrides):
         parser.error("name a --config, or ask for --generated lengths without overrides")
@@ -174,11 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> Comparison:
     if options.config is None:
-        return compare_generated(options.ranks or RANKS, options.per_rank or PER_RANK, options.seed, options.before)
+        return compare_generated(
+            options.ranks or RANKS, options.per_rank or PER_RANK, options.seed, options.before
+        )
     config = load_config(options.config, options.overrides)
     name = Path(options.config).name
     if options.generated:
-        return compare_on_generated(config, name, options.ranks, options.per_rank, options.seed, options.before)
+        return compare_on_generated(
+            config, name, options.ranks, options.per_rank, options.seed, options.before
+        )
     return compare_on_data(config, name, options.ranks, options.per_rank, options.before)
 
 

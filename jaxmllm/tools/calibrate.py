@@ -77,7 +77,9 @@ def fit(timed: Mapping[Fill, float], flops: ItemCost) -> Coefficients:
     scale = np.maximum(relative.max(axis=0), np.finfo(float).tiny)
     coefficients = nnls(relative / scale, np.ones(len(relative)))[0] / scale
     residual = np.sqrt(np.mean((relative @ coefficients - 1) ** 2))
-    row, slot, linear, quadratic, residual = (float(f"{x:.{DIGITS}g}") for x in (*coefficients, residual))
+    row, slot, linear, quadratic, residual = (
+        float(f"{x:.{DIGITS}g}") for x in (*coefficients, residual)
+    )
     return Coefficients(row=row, slot=slot, linear=linear, quadratic=quadratic, residual=residual)
 
 
@@ -129,11 +131,20 @@ def time_phase(
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
-    unit = 1 if row_format is None else math.lcm(row_format.alignment, spec.slots_per_token, row_format.stride)
-    chosen = [fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)]
+    unit = (
+        1
+        if row_format is None
+        else math.lcm(row_format.alignment, spec.slots_per_token, row_format.stride)
+    )
+    chosen = [
+        fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)
+    ]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     timer = MicrobatchTimer(programs, phase, params)
-    rounds = [{fill: timer(fill.capacity, host) for fill, host in rows.items()} for _ in range(repeats + 1)][1:]
+    rounds = [
+        {fill: timer(fill.capacity, host) for fill, host in rows.items()}
+        for _ in range(repeats + 1)
+    ][1:]
     medians = {}
     for fill in chosen:
         forward, training = zip(*(seconds[fill] for seconds in rounds), strict=True)
@@ -166,7 +177,9 @@ class MicrobatchTimer:
 
         jax.block_until_ready((self._params, rows, self._buffers))
         began = time.perf_counter()
-        self._buffers = jax.block_until_ready(run(self._phase, self._params, rows, capacity, self._buffers))
+        self._buffers = jax.block_until_ready(
+            run(self._phase, self._params, rows, capacity, self._buffers)
+        )
         return time.perf_counter() - began
 
 
@@ -219,17 +232,27 @@ def _ratio(linear: float, quadratic: float) -> str:
 def show(calibration: Calibration, title: str) -> None:
     """Print the fit, and say where it is poor."""
     print_table(title, COLUMNS, table(calibration), left_aligned=2)
-    print("equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count")
-    poor = [name for name, phase in calibration.phases.items() if phase.training.residual > POOR_RESIDUAL]
+    print(
+        "equal at: slots of an item whose quadratic part takes as long as slot and linear; by FLOPs: the same count"
+    )
+    poor = [
+        name
+        for name, phase in calibration.phases.items()
+        if phase.training.residual > POOR_RESIDUAL
+    ]
     if poor:
-        print(f"the fit of {', '.join(poor)} is poor: repeat on a machine without other work, or with more --repeats")
+        print(
+            f"the fit of {', '.join(poor)} is poor: repeat on a machine without other work, or with more --repeats"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm calibrate")
     add_config(parser)
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="rounds, of which the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help="rounds, of which the median counts"
+    )
     options = parse(parser, arguments)
     if options.repeats < 1:
         parser.error("--repeats must be positive")
@@ -274,4 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _uncalibrated(config: Config) -> Config:
     """Sizes as the FLOPs would have them: a file that is to be replaced decides nothing."""
-    return config.model_copy(update={"balance": config.balance.model_copy(update={"calibration": None})})
+    return config.model_copy(
+        update={"balance": config.balance.model_copy(update={"calibration": None})}
+    )

@@ -31,8 +31,14 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     batch = _equal_items(list(specs), phase, fill.length, tokens, specs[phase].ranks * fill.items)
     plan = StepPlan({name: assign(specs[name], batch.phases[name]) for name in specs}, {})
     rows = plan.phases[phase]
-    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), "equal items make equal rows"
-    modalities: Any = {name: MadeUpModality(run.corpus.modalities[name]) for name in specs if not specs[name].has_loss}
+    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), (
+        "equal items make equal rows"
+    )
+    modalities: Any = {
+        name: MadeUpModality(run.corpus.modalities[name])
+        for name in specs
+        if not specs[name].has_loss
+    }
     return fill_rows(
         0,
         batch.examples,
@@ -46,7 +52,9 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     )
 
 
-def _equal_items(phases: list[str], phase: str, length: int, tokens: int, examples: int) -> BatchItems:
+def _equal_items(
+    phases: list[str], phase: str, length: int, tokens: int, examples: int
+) -> BatchItems:
     """A batch of `examples` examples, each with one item of one phase and nothing of the others."""
     no_slots = np.zeros(0, np.int64)
     no_items = np.zeros(0, np.int32)
@@ -76,8 +84,14 @@ class EqualExamples:
         from jaxmllm.data.text.render import MediaSpan, Rendered
 
         line = np.arange(self.length if self.text else 0, dtype=np.int32)
-        spans = () if self.text else (MediaSpan(self.phase, File(Path()), (self.length, 1, 1), 0, self.tokens),)
-        return Rendered(np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans)
+        spans = (
+            ()
+            if self.text
+            else (MediaSpan(self.phase, File(Path()), (self.length, 1, 1), 0, self.tokens),)
+        )
+        return Rendered(
+            np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans
+        )
 
     def source_of(self, i: int) -> int:
         return 0
@@ -106,4 +120,8 @@ class MadeUpModality:
     def load(self, media: MediaReference, shape: Shape) -> Any:
         # Not zeros: some chips multiply them faster.
         row_format = self._like.format
-        return np.random.default_rng(0).integers(0, 2, (shape[0], row_format.features)).astype(row_format.dtype)
+        return (
+            np.random.default_rng(0)
+            .integers(0, 2, (shape[0], row_format.features))
+            .astype(row_format.dtype)
+        )

@@ -20,7 +20,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-WIDTH_OF_FILES = 160  # columns of a table that is not printed on a terminal: a file has no width to fit into
+WIDTH_OF_FILES = (
+    160  # columns of a table that is not printed on a terminal: a file has no width to fit into
+)
 COLOURS = 64  # of a picture: a third of the bytes of all colours
 
 # ---------------------------------------------------------------------------- arguments
@@ -44,7 +46,9 @@ def measuring_parser(description: str | None, name: str | None = None) -> argpar
 # ---------------------------------------------------------------------------- tables
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0
+) -> None:
     """Print rows under their columns: the first `left_aligned` to the left, the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
@@ -166,7 +170,9 @@ def write_picture(folder: Path, name: str, figure: Figure, page: Page) -> str:
 # ---------------------------------------------------------------------------- records
 
 
-def write_json(path: Path | None, benchmark: str, seed: int, generator: str, **results: Any) -> None:
+def write_json(
+    path: Path | None, benchmark: str, seed: int, generator: str, **results: Any
+) -> None:
     """Write one object with the results, what the data were made from, and on what they were
     measured.
 
@@ -176,7 +182,9 @@ def write_json(path: Path | None, benchmark: str, seed: int, generator: str, **r
         return
     import jax
 
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    versions = {"python": platform.python_version()} | {
+        name: version(name) for name in ("jax", "jaxlib", "numpy")
+    }
     record = {
         "benchmark": benchmark,
         "seed": seed,

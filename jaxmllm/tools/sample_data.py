@@ -95,7 +95,9 @@ class Split:
     clips: list[SampleFile]
 
 
-def make_sample(out: str | Path, seed: int = 0, train: int = 4096, test: int = 512) -> dict[str, Any]:
+def make_sample(
+    out: str | Path, seed: int = 0, train: int = 4096, test: int = 512
+) -> dict[str, Any]:
     """Write the data set into folder `out` and return what `sample.json` holds.
 
     `train` and `test` are counts of examples. Raises `ValueError` unless both are positive
@@ -103,7 +105,9 @@ def make_sample(out: str | Path, seed: int = 0, train: int = 4096, test: int = 5
     """
     for name, examples in (("train", train), ("test", test)):
         if examples <= 0 or examples % len(KINDS):
-            raise ValueError(f"--{name} {examples}: must be a positive multiple of {len(KINDS)}, the kinds of question")
+            raise ValueError(
+                f"--{name} {examples}: must be a positive multiple of {len(KINDS)}, the kinds of question"
+            )
     out = Path(out)
     splits = {
         "train": _make_split(out, "train", seed, train),
@@ -129,8 +133,12 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
     folder = Path("media") / split
     (out / folder).mkdir(parents=True, exist_ok=True)
     # Files are shared by several questions: they cost more time and disk than lines of text.
-    pictures = make_pictures(out, folder, _random(seed, split, "picture"), max(examples // 4, 2 * len(COLOURS)))
-    clips = make_clips(out, folder, _random(seed, split, "sound"), max(examples // 8, 2 * len(SOUNDS)))
+    pictures = make_pictures(
+        out, folder, _random(seed, split, "picture"), max(examples // 4, 2 * len(COLOURS))
+    )
+    clips = make_clips(
+        out, folder, _random(seed, split, "sound"), max(examples // 8, 2 * len(SOUNDS))
+    )
 
     rng = _random(seed, split, "questions")
     share = examples // len(KINDS)
@@ -144,7 +152,9 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
     records = []
     for number_in_file, index in enumerate(rng.permutation(examples).tolist()):
         kind, messages = conversations[index]
-        records.append({"id": f"{split}-{number_in_file:05d}", "source": kind, "messages": messages})
+        records.append(
+            {"id": f"{split}-{number_in_file:05d}", "source": kind, "messages": messages}
+        )
     return Split(records, pictures, clips)
 
 
@@ -181,29 +191,42 @@ def _ask_both(
     pictures_of = _by_label(pictures)
     clips_of = _by_label(clips)
     conversations = []
-    for colour, sound in itertools.islice(itertools.cycle(itertools.product(COLOURS, SOUNDS)), examples):
+    for colour, sound in itertools.islice(
+        itertools.cycle(itertools.product(COLOURS, SOUNDS)), examples
+    ):
         picture = _pick(rng, pictures_of[colour])
         clip = _pick(rng, clips_of[sound])
         content = [{"type": "image", "image": picture.path}, {"type": "audio", "audio": clip.path}]
         if rng.random() < 0.5:
             content.reverse()
-        conversations.append(_conversation(rng, content, _pick(rng, QUESTIONS["both"]), f"{colour} {sound}"))
+        conversations.append(
+            _conversation(rng, content, _pick(rng, QUESTIONS["both"]), f"{colour} {sound}")
+        )
     return conversations
 
 
 def _ask_text(rng: np.random.Generator, split: str, examples: int) -> list[Any]:
     answers = OPPOSITES | {opposite: word for word, opposite in OPPOSITES.items()}
-    wordings = sorted({form.format(word="{word}", name=name) for form in QUESTIONS["text"] for name in NAMES})
+    wordings = sorted(
+        {form.format(word="{word}", name=name) for form in QUESTIONS["text"] for name in NAMES}
+    )
     # Every fifth wording of a word, another fifth for each word, is kept for the test split.
     groups = {
-        word: [text for i, text in enumerate(wordings) if ((i + offset) % 5 == 0) == (split == "test")]
+        word: [
+            text for i, text in enumerate(wordings) if ((i + offset) % 5 == 0) == (split == "test")
+        ]
         for offset, word in enumerate(answers)
     }
     words = itertools.islice(itertools.cycle(answers), examples)
-    return [_conversation(rng, [], _pick(rng, groups[word]).format(word=word), answers[word]) for word in words]
+    return [
+        _conversation(rng, [], _pick(rng, groups[word]).format(word=word), answers[word])
+        for word in words
+    ]
 
 
-def _conversation(rng: np.random.Generator, media: list[Any], question: str, answer: str) -> list[Any]:
+def _conversation(
+    rng: np.random.Generator, media: list[Any], question: str, answer: str
+) -> list[Any]:
     text = {"type": "text", "text": question}
     content = [text, *media] if rng.random() < 0.25 else [*media, text]
     return [
@@ -228,8 +251,13 @@ def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
 
 def _describe(split: Split) -> dict[str, Any]:
     """Counts, spreads (largest over smallest), and the exact match of each kind's commonest answer."""
-    answers = {kind: Counter(answer_of(r) for r in split.records if r["source"] == kind) for kind in KINDS}
-    types = [{content["type"] for content in record["messages"][0]["content"]} for record in split.records]
+    answers = {
+        kind: Counter(answer_of(r) for r in split.records if r["source"] == kind) for kind in KINDS
+    }
+    types = [
+        {content["type"] for content in record["messages"][0]["content"]}
+        for record in split.records
+    ]
     areas, seconds = ([item.size for item in media] for media in (split.pictures, split.clips))
     return {
         "examples": {kind: counts.total() for kind, counts in answers.items()},
@@ -267,5 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"(area x{split['pictures']['spread']:.0f}), {split['clips']['files']} clips "
             f"(length x{split['clips']['spread']:.0f})"
         )
-    print("chance level of exact match: " + ", ".join(f"{k} {v:.3f}" for k, v in summary["test"]["chance"].items()))
+    print(
+        "chance level of exact match: "
+        + ", ".join(f"{k} {v:.3f}" for k, v in summary["test"]["chance"].items())
+    )
     return 0

@@ -39,7 +39,9 @@ class SampleFile:
     size: float
 
 
-def make_pictures(out: Path, folder: Path, rng: np.random.Generator, files: int) -> list[SampleFile]:
+def make_pictures(
+    out: Path, folder: Path, rng: np.random.Generator, files: int
+) -> list[SampleFile]:
     """Write pictures into `out / folder`. Areas spread evenly on a log scale, both ends included."""
     areas = rng.permutation(np.geomspace(np.prod(SMALLEST), np.prod(LARGEST), files))
     pictures = []
@@ -69,14 +71,18 @@ def make_pictures(out: Path, folder: Path, rng: np.random.Generator, files: int)
     return pictures
 
 
-def _draw(rng: np.random.Generator, height: int, width: int, colour: tuple[int, int, int]) -> NDArray[np.uint8]:
+def _draw(
+    rng: np.random.Generator, height: int, width: int, colour: tuple[int, int, int]
+) -> NDArray[np.uint8]:
     """A disc, box or diamond of about a colour in the middle of a light ground: [height, width, 3]."""
     y = np.abs(np.linspace(-1, 1, height) + rng.uniform(-0.1, 0.1))[:, None]
     x = np.abs(np.linspace(-1, 1, width) + rng.uniform(-0.1, 0.1))[None, :]
     distance = (np.hypot(x, y), np.maximum(x, y), (x + y) * 0.8)[rng.integers(3)]
     inside = (distance < rng.uniform(0.65, 0.85))[..., None]
     ground = rng.uniform(215, 250, size=3)
-    pixels = np.where(inside, colour + rng.uniform(-15, 15, size=3), ground) + rng.normal(0, 4, (height, width, 1))
+    pixels = np.where(inside, colour + rng.uniform(-15, 15, size=3), ground) + rng.normal(
+        0, 4, (height, width, 1)
+    )
     return pixels.clip(0, 255).astype(np.uint8)
 
 
@@ -104,7 +110,9 @@ def _play(rng: np.random.Generator, sound: str, samples: int, rate: int) -> NDAr
     elif sound == "noise":
         wave = rng.uniform(-1, 1, samples)
     elif sound == "siren":
-        frequency = 1000 + 600 * np.sin(2 * np.pi * rng.uniform(6, 8) * time + rng.uniform(0, 2 * np.pi))
+        frequency = 1000 + 600 * np.sin(
+            2 * np.pi * rng.uniform(6, 8) * time + rng.uniform(0, 2 * np.pi)
+        )
         wave = np.sin(2 * np.pi * np.cumsum(frequency) / rate)
     else:
         since_click = (time + rng.uniform(0, 0.05)) % (1 / rng.uniform(14, 20))

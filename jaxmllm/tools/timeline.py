@@ -132,9 +132,13 @@ def _of_config(options: Namespace) -> Timeline:
     if options.save:
         counts = [run.table.count for run in runs]
         rows = [run.table.rows[:count] for run, count in zip(runs, counts, strict=True)]
-        wire_active = [run.table.wire_active[:count] for run, count in zip(runs, counts, strict=True)]
+        wire_active = [
+            run.table.wire_active[:count] for run, count in zip(runs, counts, strict=True)
+        ]
         save_tables(options.save, sizes.training.tables, rows, wire_active)
-    microbatches = sum(run.rows.phases[sizes.training.tables.ring.language.name].count for run in runs)
+    microbatches = sum(
+        run.rows.phases[sizes.training.tables.ring.language.name].count for run in runs
+    )
     settings = _in_words(config.pipeline.schedule, config.pipeline.split_backward)
     if any(run.fallback for run in runs):
         settings += ", greedy where that does not fit"
@@ -156,7 +160,9 @@ def _of_generated(options: Namespace) -> Timeline:
     )
     microbatches = len(schedule.graph.workload.inputs)
     settings = _in_words(options.schedule, options.split)
-    title = f"{settings}, layout {options.layout}, {options.stages} ranks, {microbatches} microbatches"
+    title = (
+        f"{settings}, layout {options.layout}, {options.stages} ranks, {microbatches} microbatches"
+    )
     return of_schedules([schedule], title, UNIT)
 
 

@@ -88,7 +88,9 @@ def draw(timeline: Timeline) -> Figure:
     axes = figure.add_subplot()
     _bars(axes, timeline)
     busy = timeline.busy()
-    figures = f"{len(timeline.ticks) - 1} ticks   ·   busiest rank {100 * max(busy, default=0):.1f} %"
+    figures = (
+        f"{len(timeline.ticks) - 1} ticks   ·   busiest rank {100 * max(busy, default=0):.1f} %"
+    )
     figure.text(
         0.008,
         1 - 0.14 / height,
@@ -164,7 +166,9 @@ def _bars(axes: Axes, timeline: Timeline) -> None:
 def _color(component: str, kind: Kind) -> tuple[float, float, float]:
     hue = HUES.get(component) or OTHER_HUES[sum(component.encode()) % len(OTHER_HUES)]
     shade = SHADES[kind]
-    red, green, blue = (channel + shade * (1 - channel if shade > 0 else channel) for channel in to_rgb(hue))
+    red, green, blue = (
+        channel + shade * (1 - channel if shade > 0 else channel) for channel in to_rgb(hue)
+    )
     return red, green, blue
 
 

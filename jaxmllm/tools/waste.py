@@ -167,7 +167,9 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
             wastes[key].append(waste)
 
     phases = list(specs["balanced"].phases)
-    records = [_phase_record(name, method, group, steps) for (name, method), group in wastes.items()]
+    records = [
+        _phase_record(name, method, group, steps) for (name, method), group in wastes.items()
+    ]
     records.sort(key=lambda record: phases.index(record["phase"]))
     for method in (*PLANNED, *PADDED):
         group = [waste for name in phases for waste in wastes.get((name, method), ())]
@@ -192,14 +194,17 @@ def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, s
     return wastes
 
 
-def _phase_record(phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int) -> dict[str, Any]:
+def _phase_record(
+    phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int
+) -> dict[str, Any]:
     """Ratios over all steps, each weighing as much as its data costs: as in the summary of a run."""
     ideal = sum(waste.ideal for waste in wastes)
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
         phase,
         method,
-        real_token_fraction=sum(waste.tokens for waste in wastes) / sum(waste.slots for waste in wastes),
+        real_token_fraction=sum(waste.tokens for waste in wastes)
+        / sum(waste.slots for waste in wastes),
         max_over_mean=sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal,
         floor=None if floor is None else floor / ideal,
         synchronised=sum(waste.synchronised * waste.ideal for waste in wastes) / ideal,

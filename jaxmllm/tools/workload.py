@@ -46,7 +46,9 @@ from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 MODEL: Final = ModelConfig(
     vision=VisionConfig(width=1280, layers=32, heads=16, mlp_width=5120, patch_size=14, merge=2),
-    audio=AudioConfig(width=1280, layers=32, heads=20, mlp_width=5120, mel_bins=128, chunk_frames=32, merge=2),
+    audio=AudioConfig(
+        width=1280, layers=32, heads=20, mlp_width=5120, mel_bins=128, chunk_frames=32, merge=2
+    ),
     language=LanguageConfig(
         width=4096,
         layers=36,
@@ -103,12 +105,16 @@ class Task:
     images: tuple[int, int] = (0, 0)  # fewest and most of an example, all equally likely
     image: LogUniform = LogUniform(64, 2560)  # tokens of an image
     clip: LogNormal | None = None  # seconds
-    speech: LogNormal | None = None  # tokens of transcript per second of the clip, added to the text
+    speech: LogNormal | None = (
+        None  # tokens of transcript per second of the clip, added to the text
+    )
 
     @property
     def encoders(self) -> set[str]:
         """Phases of its media."""
-        return ({"vision"} if self.images[1] else set()) | ({"audio"} if self.clip is not None else set())
+        return ({"vision"} if self.images[1] else set()) | (
+            {"audio"} if self.clip is not None else set()
+        )
 
 
 TASKS: Final[Mapping[str, Task]] = {
@@ -161,7 +167,9 @@ def generate(
         )
     weights = np.array([*mix.values()], np.float64)
     if (weights < 0).any() or not weights.sum():
-        raise ValueError(f"the weights of a mix must be at least 0, and one of them more: {dict(mix)}")
+        raise ValueError(
+            f"the weights of a mix must be at least 0, and one of them more: {dict(mix)}"
+        )
     random = np.random.default_rng(seed)
     task_of = random.choice(len(weights), examples, p=weights / weights.sum())
     text = np.zeros(examples, np.int64)
@@ -188,7 +196,9 @@ def generate(
 def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
     """The tasks of a mix whose media the model has encoders for."""
     missing = {"vision", "audio"} - set(model.encoders)
-    return {name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)}
+    return {
+        name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)
+    }
 
 
 def describe(batch: BatchItems) -> dict[str, float]:
@@ -300,7 +310,9 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
     examples = np.arange(len(text))
     zeros = np.zeros(len(text), np.int32)
-    phases[LANGUAGE] = PhaseItems(length, length, examples.astype(np.int32), tokens=zeros, slot=zeros)
+    phases[LANGUAGE] = PhaseItems(
+        length, length, examples.astype(np.int32), tokens=zeros, slot=zeros
+    )
     return BatchItems(examples, int(text.sum()), phases)
 
 
@@ -310,7 +322,9 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     items_of_example = sums_by(example, ones, len(text))[example]
     text_before = text[example] * (items_before + 1) // (items_of_example + 1)
     slot = text_before + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
-    return PhaseItems(length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32))
+    return PhaseItems(
+        length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32)
+    )
 
 
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:

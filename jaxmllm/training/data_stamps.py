@@ -31,7 +31,9 @@ REJECTED_FILE = "rejected.jsonl"
 Stamps = Mapping[str, np.ndarray]
 
 
-def check_data(run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print) -> None:
+def check_data(
+    run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print
+) -> None:
     """Raise `CheckpointError` in every process unless the run in a folder was trained on this
     corpus; keep what the next resume compares with. The main process looks and writes; all call
     it."""
@@ -51,7 +53,9 @@ def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for number, index in enumerate(corpus.indexes):
         arrays[f"{number}/checksum"] = index.checksum.astype(np.uint32)
-        arrays[f"{number}/media"] = np.frombuffer(json.dumps(index.media.address).encode(), np.uint8)
+        arrays[f"{number}/media"] = np.frombuffer(
+            json.dumps(index.media.address).encode(), np.uint8
+        )
         arrays[f"{number}/stamp"] = index.media.stamp
     return arrays
 

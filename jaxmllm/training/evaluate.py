@@ -68,7 +68,9 @@ def evaluate(
         return NOTHING
     total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
-    masked = {sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)}
+    masked = {
+        sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)
+    }
     return {
         "loss": float(total.loss.sum() / total.targets.sum()) if present else None,
         "loss_by_source": {sources[i]: float(total.loss[i] / total.targets[i]) for i in present},
@@ -98,7 +100,9 @@ def recorded_evaluation(record: dict[str, Any]) -> dict[str, Any]:
 def evaluation_text(evaluation: dict[str, Any]) -> str:
     """The results in one line."""
     loss = "none" if evaluation["loss"] is None else f"{evaluation['loss']:.4f}"
-    matches = "  ".join(f"{source} {share:.1%}" for source, share in evaluation["exact_match"].items())
+    matches = "  ".join(
+        f"{source} {share:.1%}" for source, share in evaluation["exact_match"].items()
+    )
     left_out = ""
     if evaluation["masked_examples"]:
         left_out = (
@@ -111,5 +115,7 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+        )
     return flat

@@ -22,7 +22,9 @@ HISTORY_FILE = "history.json"
 
 def segment_of(config: Config, step: int = 0) -> Segment:
     """What the steps from `step` on are made of with this config."""
-    return Segment(step, config.data.batch_size, tuple(source.weight for source in config.data.sources))
+    return Segment(
+        step, config.data.batch_size, tuple(source.weight for source in config.data.sources)
+    )
 
 
 def read_history(run_directory: Path) -> tuple[Segment, ...]:
@@ -31,10 +33,16 @@ def read_history(run_directory: Path) -> tuple[Segment, ...]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         segments = tuple(
-            Segment(int(entry["step"]), int(entry["batch_size"]), tuple(map(float, entry["weights"])))
+            Segment(
+                int(entry["step"]), int(entry["batch_size"]), tuple(map(float, entry["weights"]))
+            )
             for entry in entries
         )
-        if not segments or segments[0].step != 0 or any(b.step <= a.step for a, b in pairwise(segments)):
+        if (
+            not segments
+            or segments[0].step != 0
+            or any(b.step <= a.step for a, b in pairwise(segments))
+        ):
             raise ValueError("its steps do not ascend from 0")
         return segments
     except FileNotFoundError:
@@ -49,7 +57,9 @@ def read_history(run_directory: Path) -> tuple[Segment, ...]:
 
 def write_history(run_directory: Path, history: Sequence[Segment]) -> None:
     """Store the segments; one process calls this."""
-    write_atomically(run_directory / HISTORY_FILE, json.dumps([asdict(segment) for segment in history], indent=1))
+    write_atomically(
+        run_directory / HISTORY_FILE, json.dumps([asdict(segment) for segment in history], indent=1)
+    )
 
 
 def continued_history(

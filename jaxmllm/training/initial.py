@@ -28,7 +28,9 @@ from jaxmllm.training.step_functions import TrainState
 CHECKPOINTS = "checkpoints"  # folder of them inside a run folder
 
 
-def initial_state(config: Config, programs: Programs, say: Callable[[str], None] = print) -> TrainState:
+def initial_state(
+    config: Config, programs: Programs, say: Callable[[str], None] = print
+) -> TrainState:
     """The state before the first step. Raises `CheckpointError` if `model.from` does not fit this model."""
     state = programs.init(config.run.seed)
     if config.model.from_ is None:
@@ -52,7 +54,9 @@ def source_checkpoints(source: str) -> list[Path]:
     )
 
 
-def read_parameters(source: str, abstract: Mapping[str, Any], say: Callable[[str], None] = print) -> dict[str, Any]:
+def read_parameters(
+    source: str, abstract: Mapping[str, Any], say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Parameters of those components of a run or checkpoint that `abstract` (by component) has, too.
 
     The others are named, in a line for each side. A damaged checkpoint gives way to the one before
@@ -69,7 +73,9 @@ def read_parameters(source: str, abstract: Mapping[str, Any], say: Callable[[str
     raise CheckpointError(f"model.from: no checkpoint of {source} is usable: {problems[0]}")
 
 
-def _read(location: Path, abstract: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _read(
+    location: Path, abstract: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
     there = {path[0] for path in saved}
     common = sorted(there & abstract.keys())

@@ -59,7 +59,9 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         try:
             loop.run_steps()
         except (TrainingError, *DATA_ERRORS) as error:
-            writer.write_summary(loop.report.summary(loop.step, time.monotonic() - started, str(error)))
+            writer.write_summary(
+                loop.report.summary(loop.step, time.monotonic() - started, str(error))
+            )
             raise
         finally:
             loop.close()
@@ -93,11 +95,17 @@ class Loop:
         board = self.together.board if self.together else None
         stop.begin_training(board, jax.process_index(), jax.process_count())
         self.progress = ProgressBar(config.run.steps, step, visible=run.is_main)
-        self.profiler = ProfilerWindow(run.directory / "profile", config.profile.start, config.profile.steps)
+        self.profiler = ProfilerWindow(
+            run.directory / "profile", config.profile.start, config.profile.steps
+        )
         sources = [source for source in (run.batches, run.evaluation) if source is not None]
-        self.loader = Loader(sources, config.data.workers, config.data.prefetch, interrupted=stop.ends_waiting)
+        self.loader = Loader(
+            sources, config.data.workers, config.data.prefetch, interrupted=stop.ends_waiting
+        )
         self.batches = self.loader.read(run.batches, step, config.run.steps)
-        self.report = RunReport(run, writer, self.progress, self.loader, Messages(board, jax.process_index()))
+        self.report = RunReport(
+            run, writer, self.progress, self.loader, Messages(board, jax.process_index())
+        )
         self.report.resume(step)
         self.completions = Completions()
 
@@ -147,7 +155,9 @@ class Loop:
         began = time.monotonic()
         self.state, metrics = programs.train(self.state, programs.put(batch))
         self.step += 1
-        self.report.follow(StartedStep(self.step, batch, metrics, waited, began, self.completions.of(metrics)))
+        self.report.follow(
+            StartedStep(self.step, batch, metrics, waited, began, self.completions.of(metrics))
+        )
 
     def _after_step(self) -> bool:
         """Save and evaluate where that is due; whether the run continues."""
@@ -161,7 +171,9 @@ class Loop:
             self._save()
         elif saves:
             streak = self.report.streak
-            self.progress.print(f"step {self.step}: no checkpoint, the last {streak} updates were not finite")
+            self.progress.print(
+                f"step {self.step}: no checkpoint, the last {streak} updates were not finite"
+            )
         return self._evaluate() if evaluates else not stopped
 
     def _evaluate(self) -> bool:

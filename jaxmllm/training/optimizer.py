@@ -31,7 +31,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def init_optimizer(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Any]:
     """Optimizer state by component, of the parameters of the trainable ones."""
-    return {name: make_optimizer(config).init(component) for name, component in sorted(params.items())}
+    return {
+        name: make_optimizer(config).init(component) for name, component in sorted(params.items())
+    }
 
 
 def optimizer_updates(
@@ -43,17 +45,25 @@ def optimizer_updates(
     """(updates, new state) by component, of the components that `grads` names."""
     update = make_optimizer(config).update
     updated = {name: update(grads[name], state[name], params[name]) for name in grads}
-    return {name: updates for name, (updates, _) in updated.items()}, {name: new for name, (_, new) in updated.items()}
+    return {name: updates for name, (updates, _) in updated.items()}, {
+        name: new for name, (_, new) in updated.items()
+    }
 
 
-def learning_rate(config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
+def learning_rate(
+    config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]
+) -> Float[Array, ""]:
     """Linear warm-up, then constant, or cosine decay that reaches `final_scale` at step `decay_steps` and stays."""
     peak = config.learning_rate
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:
-        after = optax.cosine_decay_schedule(peak, max(1, decay_steps - config.warmup_steps), config.final_scale)
-    warmup = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps))
+        after = optax.cosine_decay_schedule(
+            peak, max(1, decay_steps - config.warmup_steps), config.final_scale
+        )
+    warmup = optax.linear_schedule(
+        peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps)
+    )
     return jnp.asarray(optax.join_schedules([warmup, after], [config.warmup_steps])(step))
 
 

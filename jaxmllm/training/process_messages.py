@@ -24,7 +24,9 @@ SHOWN_LINES = 8  # of one process and step; a folder of broken media must not fl
 SHOWN_CHARACTERS = 500  # of one line
 PUBLICATION_SECONDS = 10.0  # that a process which ends the run gives the main one to write down why
 
-_serial = itertools.count()  # every process begins to train in the same order, so this names one run everywhere
+_serial = (
+    itertools.count()
+)  # every process begins to train in the same order, so this names one run everywhere
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ class Messages:
         if self._board is None or self._process == 0:
             return
         deadline = time.monotonic() + seconds
-        while self._board.key_value_dir_get(f"{self._prefix}/{self._process:08d}/") and time.monotonic() < deadline:
+        while (
+            self._board.key_value_dir_get(f"{self._prefix}/{self._process:08d}/")
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_SECONDS)
 
 

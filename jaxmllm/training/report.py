@@ -152,7 +152,9 @@ class RunReport:
 
         source_of = run.held_out.source_of
         with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as batches:
-            results = evaluate(run.programs, state.params, batches, run.sources, source_of, should_stop, tell)
+            results = evaluate(
+                run.programs, state.params, batches, run.sources, source_of, should_stop, tell
+            )
         if results is None:
             self.progress.print(f"step {step}: asked to stop, so the evaluation is given up")
             return False
@@ -185,7 +187,9 @@ class RunReport:
             return self._kept_summary
         phases = self.run.programs.spec.phases
         sums = self._sums
-        fractions = {p: sums[f"{p}/tokens"] / sums[f"{p}/slots"] for p in phases if sums[f"{p}/slots"]}
+        fractions = {
+            p: sums[f"{p}/tokens"] / sums[f"{p}/slots"] for p in phases if sums[f"{p}/slots"]
+        }
         costs = {p: sums[f"{p}/slowest"] / sums[f"{p}/flops"] for p in phases if sums[f"{p}/flops"]}
         return {
             "steps": steps,
@@ -230,9 +234,14 @@ class RunReport:
             record["batch"] = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
             if self.run.config.logging.examples:
                 self.writer.write_examples(started.step, ids)
-        if due(started.step, self.run.config.logging.every) or started.step == self.run.config.run.steps:
+        if (
+            due(started.step, self.run.config.logging.every)
+            or started.step == self.run.config.run.steps
+        ):
             self.writer.write(started.step, record)
-        shown: dict[str, Any] = {name: record[name] for name in ("loss", "examples/s", "mfu") if name in record}
+        shown: dict[str, Any] = {
+            name: record[name] for name in ("loss", "examples/s", "mfu") if name in record
+        }
         self.progress.update(started.step, shown)
         self._enforce(started.step, values)
 
@@ -262,7 +271,11 @@ class RunReport:
     def _enforce(self, step: int, values: dict[str, Any]) -> None:
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
-            why = "not finite" if values["targets_by_source"].any() else "not finite, or of no target token,"
+            why = (
+                "not finite"
+                if values["targets_by_source"].any()
+                else "not finite, or of no target token,"
+            )
             raise TrainingError(
                 f"step {step}: loss or gradients were {why} for {values['skipped_in_row']} steps in a row "
                 f"(loss {values['loss']}, gradient norm {values['gradient_norm']}); resume from the last checkpoint "

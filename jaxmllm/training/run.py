@@ -53,14 +53,23 @@ class Run:
 
     def describe(self) -> str:
         """What `auto` came to, and what was refused, in a few lines."""
-        rejected = ", ".join(f"{n} {reason}" for reason, n in self.corpus.rejected_counts().items()) or "none"
+        rejected = (
+            ", ".join(f"{n} {reason}" for reason, n in self.corpus.rejected_counts().items())
+            or "none"
+        )
         lines = [f"data: {len(self.corpus)} examples; rejected: {rejected}"]
         for name, phase in self.programs.spec.phases.items():
             rows = " and ".join(map(str, phase.capacities))
             parts = self.programs.layouts[name].parts
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
-            long = f"; long rows of {phase.long_capacity} slots on all ranks" if phase.long_capacity else ""
-            lines.append(f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments{long}")
+            long = (
+                f"; long rows of {phase.long_capacity} slots on all ranks"
+                if phase.long_capacity
+                else ""
+            )
+            lines.append(
+                f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments{long}"
+            )
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
             lines.append(f"route {name}: {pools}, {route.backend} exchange")

@@ -98,7 +98,9 @@ class StepFunctions:
         tokens = self.model.project(params, phase, *features).astype(pool.tokens.dtype)
         pool = TokenPool(
             jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, pool_offset, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(pool.valid, rows.valid.astype(pool.valid.dtype), pool_offset, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(
+                pool.valid, rows.valid.astype(pool.valid.dtype), pool_offset, axis=1
+            ),
         )
         return (
             pool,
@@ -123,7 +125,9 @@ class StepFunctions:
             everything = join(trained, frozen)
             if isinstance(start, KeptFeatures):
                 return self.model.project(everything, phase, *start)
-            return self.model.project(everything, phase, self.model.features(everything, phase, start), start.places)
+            return self.model.project(
+                everything, phase, self.model.features(everything, phase, start), start.places
+            )
 
         tokens, vjp = jax.vjp(tokens_of, trained)
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
@@ -146,12 +150,16 @@ class StepFunctions:
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
-        losses, hits = token_losses(hidden, head, rows.targets, self.model.config.language.loss_chunk, layout)
+        losses, hits = token_losses(
+            hidden, head, rows.targets, self.model.config.language.loss_chunk, layout
+        )
         missing = (rows.media >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
         counted = (rows.targets >= 0) & ~failed
         losses = jnp.where(counted, losses, 0)
-        return losses.sum(), sums_by_source(layout, self.sources, losses, hits, counted, rows.segments, rows.sources)
+        return losses.sum(), sums_by_source(
+            layout, self.sources, losses, hits, counted, rows.segments, rows.sources
+        )
 
     def language_loss_and_grad(
         self,
@@ -173,7 +181,9 @@ class StepFunctions:
             return total * scale, sums
 
         if self.trains_encoders:
-            (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(trained, media)
+            (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+                trained, media
+            )
             d_pool = put_rows(layout, d_media, rows.media, d_pool)
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
@@ -181,7 +191,9 @@ class StepFunctions:
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
-        return jax.tree.map(jnp.add, sums, self.language_loss(params, rows, *self._arrived(rows, pool))[1])
+        return jax.tree.map(
+            jnp.add, sums, self.language_loss(params, rows, *self._arrived(rows, pool))[1]
+        )
 
     def language_loss_and_grad_long(
         self,
@@ -216,17 +228,23 @@ class StepFunctions:
         """`evaluate` of one row in parts on all ranks."""
         return _add_to_first_rank(
             sums,
-            self._long_row_step.evaluate(params, rows, self._shared(pool, media_rank), _zero_sums(sums)),
+            self._long_row_step.evaluate(
+                params, rows, self._shared(pool, media_rank), _zero_sums(sums)
+            ),
         )
 
     def _shared(self, pool: TokenPool, media_rank: Int[Array, ""]) -> TokenPool:
         """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
-        return TokenPool(*(share_rank(self.model.layout(LANGUAGE), leaf, media_rank) for leaf in pool))
+        return TokenPool(
+            *(share_rank(self.model.layout(LANGUAGE), leaf, media_rank) for leaf in pool)
+        )
 
     @property
     def _long_row_step(self) -> StepFunctions:
         """The step of long rows."""
-        return replace(self, model=self.model.with_layout(LANGUAGE, self.model.layout(LANGUAGE).long))
+        return replace(
+            self, model=self.model.with_layout(LANGUAGE, self.model.layout(LANGUAGE).long)
+        )
 
     def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
         layout = self.model.layout(LANGUAGE)
@@ -267,7 +285,9 @@ class StepFunctions:
                 trained[name],
                 updates[name],
             )
-        optimizer = jax.tree.map(lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer)
+        optimizer = jax.tree.map(
+            lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer
+        )
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -291,7 +311,9 @@ class StepFunctions:
 
     def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
         """(trained, frozen) parameters of a phase."""
-        return self.model.trainable.split({name: params[name] for name in self.model.phases[phase].components})
+        return self.model.trainable.split(
+            {name: params[name] for name in self.model.phases[phase].components}
+        )
 
 
 def _zero_sums(sums: Sums) -> Sums:

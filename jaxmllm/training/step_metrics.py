@@ -65,7 +65,9 @@ def step_record(steps: Sequence[StepFacts]) -> Values:
     record: Values = {}
     for metric in METRICS:
         record |= metric(steps)
-    return {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+    return {
+        name: value.item() if hasattr(value, "item") else value for name, value in record.items()
+    }
 
 
 # ---------------------------------------------------------------------------- training
@@ -94,7 +96,9 @@ def failures(steps: Sequence[StepFacts]) -> Values:
 def loss_by_source(steps: Sequence[StepFacts]) -> Values:
     """`loss/<source>`: the same mean over the target tokens of one source, where it has any."""
     device = steps[-1].device
-    by_source = zip(steps[-1].sources, device["loss_by_source"], device["targets_by_source"], strict=True)
+    by_source = zip(
+        steps[-1].sources, device["loss_by_source"], device["targets_by_source"], strict=True
+    )
     return {f"loss/{source}": mean for source, mean, targets in by_source if targets}
 
 
@@ -103,7 +107,11 @@ def loss_by_source(steps: Sequence[StepFacts]) -> Values:
 
 def plan_statistics(steps: Sequence[StepFacts]) -> Values:
     """Statistics of the plan, but for amounts, which are there as rates."""
-    return {name: value for name, value in steps[-1].statistics.items() if name.split("/")[-1] not in AMOUNTS}
+    return {
+        name: value
+        for name, value in steps[-1].statistics.items()
+        if name.split("/")[-1] not in AMOUNTS
+    }
 
 
 # ---------------------------------------------------------------------------- speed

@@ -9,7 +9,9 @@ from sharding.pipeline.graph import Buffer, ChainWork, Graph, Kind, Pool, Worklo
 from sharding.pipeline.ring import PipelineError, Ring
 
 NONE = -1  # there is no such operation
-Numbers = list[list[int]]  # by chunk and microbatch of one component: the number of an operation, or NONE
+Numbers = list[
+    list[int]
+]  # by chunk and microbatch of one component: the number of an operation, or NONE
 
 
 def build_graph(
@@ -122,10 +124,14 @@ class _Builder:
         self.workload = workload
         self.split = split
         self.fused = fused
-        self.operations: list[tuple[int, int, int, int, int, int]] = []  # kind, chain, depth, microbatch, rank, time
+        self.operations: list[
+            tuple[int, int, int, int, int, int]
+        ] = []  # kind, chain, depth, microbatch, rank, time
         self.buffers: list[Buffer] = []
         # By encoder and row: the language microbatches that read it.
-        self.consumers: list[list[list[int]]] = [[[] for _ in range(work.shape[1])] for work in workload.chains]
+        self.consumers: list[list[list[int]]] = [
+            [[] for _ in range(work.shape[1])] for work in workload.chains
+        ]
         for microbatch, inputs in enumerate(workload.inputs):
             for encoder, sub in inputs:
                 self.consumers[encoder][sub].append(microbatch)
@@ -179,7 +185,9 @@ class _Builder:
         input_time = work.input_gradient.tolist()
         weight_time = work.weight_gradient.tolist()
         depths, microbatches = work.shape
-        forward, entry, back, weight = ([[NONE] * microbatches for _ in range(depths)] for _ in range(4))
+        forward, entry, back, weight = (
+            [[NONE] * microbatches for _ in range(depths)] for _ in range(4)
+        )
         fused = depths - 1 if self.fused and c == len(self.ring.chains) - 1 else NONE
         for d in range(depths):
             for m in range(microbatches):

@@ -176,7 +176,9 @@ def _units(weights: Sequence[int], rows: float, is_language: bool) -> _Units:
     stem, *blocks, head = weights
     count = len(blocks)
     blocks[0] += stem
-    if is_language:  # the head may have a stage of its own, for a vocabulary is as much work as a few blocks
+    if (
+        is_language
+    ):  # the head may have a stage of its own, for a vocabulary is as much work as a few blocks
         return _Units([*blocks, head], count, rows)
     blocks[-1] += head
     return _Units(blocks, count, rows)
@@ -217,10 +219,15 @@ def _chunks_per_rank(
     rows: Mapping[str, float],
 ) -> dict[str, int]:
     """T_i // T_1 of every chain, as far as its layers allow it."""
-    forward = {name: sum(cost.forward for cost in chain_costs) for name, chain_costs in costs.items()}
+    forward = {
+        name: sum(cost.forward for cost in chain_costs) for name, chain_costs in costs.items()
+    }
     work = {name: cost * rows[name] for name, cost in forward.items()}
     unit = min(forward[name] for name in weights if work[name] >= MINOR * sum(work.values()))
-    return {name: max(1, min(forward[name] // max(1, unit), len(units) // stages)) for name, units in weights.items()}
+    return {
+        name: max(1, min(forward[name] // max(1, unit), len(units) // stages))
+        for name, units in weights.items()
+    }
 
 
 def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, int]) -> Placed:
@@ -237,7 +244,9 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
                 f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
             )
         bounds = cut(units.costs, stages * count)
-        placed[name] = [(index % stages, size) for index, size in enumerate(np.diff(bounds).tolist())]
+        placed[name] = [
+            (index % stages, size) for index, size in enumerate(np.diff(bounds).tolist())
+        ]
     return placed
 
 
@@ -265,7 +274,9 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     begin = 0
     for (name, units), count in zip(weights.items(), best, strict=True):
         bounds = cut(units.microbatch_costs, count)
-        placed[name] = [(begin + index, size) for index, size in enumerate(np.diff(bounds).tolist())]
+        placed[name] = [
+            (begin + index, size) for index, size in enumerate(np.diff(bounds).tolist())
+        ]
         begin += count
     return placed
 

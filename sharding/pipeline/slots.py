@@ -70,7 +70,9 @@ class TickTimes:
         written = min(self.tick[n] for n in buffer.writers)
         if buffer.hops:
             return moment_of(written + buffer.hops - 1, Moment.RECEIVE)
-        neighbour = self.graph.ring.stages > 1 and self.graph.stage[buffer.writers[0]] != buffer.rank
+        neighbour = (
+            self.graph.ring.stages > 1 and self.graph.stage[buffer.writers[0]] != buffer.rank
+        )
         moved = buffer.pool in (Pool.INPUT, Pool.GRADIENT) and neighbour
         return moment_of(written, Moment.RECEIVE if moved else Moment.WRITE)
 
@@ -86,7 +88,9 @@ def lives_of(schedule: Schedule) -> list[Life]:
     pass through a rank."""
     graph = schedule.graph
     times = TickTimes(schedule)
-    lives = [Life(buffer, times.arrival(buffer), times.departure(buffer)) for buffer in graph.buffers]
+    lives = [
+        Life(buffer, times.arrival(buffer), times.departure(buffer)) for buffer in graph.buffers
+    ]
     for n in sorted(schedule.keepers):
         backward = graph.backward_of(n)
         if backward is None:

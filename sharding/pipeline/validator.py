@@ -104,7 +104,10 @@ class _Proof:
         # All ranks send before any of them receives: a slot may be sent and filled in the same
         # tick.
         sent = [
-            [self._send(tick, rank, row, results[rank], wire) for wire in range(len(self.spec.wires))]
+            [
+                self._send(tick, rank, row, results[rank], wire)
+                for wire in range(len(self.spec.wires))
+            ]
             for rank, row in enumerate(rows)
         ]
         for rank, row in enumerate(rows):
@@ -174,7 +177,11 @@ class _Proof:
             self._fail(f"has action {row['action']}, which does not exist")
         chain = self.ring.chains[c]
         m = row["microbatch"]
-        depths = [d for d in range(chain.depth) if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])]
+        depths = [
+            d
+            for d in range(chain.depth)
+            if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])
+        ]
         if not depths:
             self._fail(f"has chunk {row['chunk']} of {chain.name}, which it does not hold")
         d = depths[0]
@@ -351,7 +358,9 @@ class _Proof:
             return "nothing"
         name = self.ring.chains[label.chain].name
         users = f" from language microbatches {sorted(label.users)}" if label.users else ""
-        return f"the {label.what} of {name} chunk {label.depth}, microbatch {label.microbatch}{users}"
+        return (
+            f"the {label.what} of {name} chunk {label.depth}, microbatch {label.microbatch}{users}"
+        )
 
     def _fail(self, what: str) -> NoReturn:
         raise PipelineError(f"{self.where}: {what}")

@@ -21,7 +21,12 @@ def stacked(rows):
 def mask_of(ids, block, bound=None):
     """The mask of rows with these `TokenIds`."""
     maps = [tile_map(row, block, bound) for row in ids]
-    return Mask(stacked(ids), stacked(ids), stacked([m.queries for m in maps]), stacked([m.keys for m in maps]))
+    return Mask(
+        stacked(ids),
+        stacked(ids),
+        stacked([m.queries for m in maps]),
+        stacked([m.keys for m in maps]),
+    )
 
 
 def visible_pairs(queries, keys):

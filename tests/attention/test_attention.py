@@ -53,7 +53,9 @@ def mask_of(ids, block=BLOCK, bound=None):
 
 def packed(rows, causal, block=BLOCK):
     """The mask of rows of segments."""
-    return mask_of([(causal_ids if causal else item_ids)(np.array(row, np.int32)) for row in rows], block)
+    return mask_of(
+        [(causal_ids if causal else item_ids)(np.array(row, np.int32)) for row in rows], block
+    )
 
 
 def random_inputs(rows, slots=SLOTS, heads=4, key_heads=2, size=8, seed=0, keys=None):
@@ -80,7 +82,9 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
         assert got.dtype == dtype, name
         got = np.asarray(got, np.float64)
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name)
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name
+        )
         assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), name
 
 
@@ -88,7 +92,9 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 8), (3, 3, 16), (4, 1, 8)])
 def test_equals_dense_attention(causal, heads, key_heads, size):
     rows = [RAGGED, HOLED, EMPTY, WHOLE]
-    check(packed(rows, causal), random_inputs(len(rows), heads=heads, key_heads=key_heads, size=size))
+    check(
+        packed(rows, causal), random_inputs(len(rows), heads=heads, key_heads=key_heads, size=size)
+    )
 
 
 @pytest.mark.parametrize("block", [4, 20, SLOTS])
@@ -179,22 +185,34 @@ def test_lists_that_are_too_short_change_nothing(ids, bound):
 
 
 @settings(max_examples=10)
-@given(st.one_of(packed_rows(), scattered_rows()), st.permutations(range(SLOTS // BLOCK)), st.sampled_from([1, 5]))
+@given(
+    st.one_of(packed_rows(), scattered_rows()),
+    st.permutations(range(SLOTS // BLOCK)),
+    st.sampled_from([1, 5]),
+)
 def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
     """Blocks dealt to parts: each has its queries and all keys, in the new order."""
     order = np.argsort(places)
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     moved = ids.at(slots)
     inputs, own = random_inputs(1), SLOTS // parts
-    whole = tiled_vjp(*(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32))
+    whole = tiled_vjp(
+        *(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32)
+    )
     sums = [np.zeros_like(whole[2]), np.zeros_like(whole[3])]
-    for part, lists in enumerate(dealt_tiles(visible_tiles(ids, BLOCK), np.array(places, np.int32), parts)):
+    for part, lists in enumerate(
+        dealt_tiles(visible_tiles(ids, BLOCK), np.array(places, np.int32), parts)
+    ):
         here = slice(part * own, (part + 1) * own)
         queries = moved.at(here)
-        mask = Mask(stacked([queries]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys]))
+        mask = Mask(
+            stacked([queries]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys])
+        )
         q, d_out = (x[:, slots[here]] for x in (inputs[0], inputs[3]))
         check(mask, (q, inputs[1][:, slots], inputs[2][:, slots], d_out))
-        q, k, v, d_out = (x.astype(np.float32) for x in (q, inputs[1][:, slots], inputs[2][:, slots], d_out))
+        q, k, v, d_out = (
+            x.astype(np.float32) for x in (q, inputs[1][:, slots], inputs[2][:, slots], d_out)
+        )
         out, dq, dk, dv = tiled_vjp(q, k, v, mask, d_out)
         np.testing.assert_allclose(out, whole[0][:, slots[here]], atol=1e-5)
         np.testing.assert_allclose(dq, whole[1][:, slots[here]], atol=1e-5)
@@ -245,7 +263,10 @@ def test_memory_is_linear_in_the_row():
     """Temporary memory of the compiled gradients, and what the forward pass keeps for them."""
 
     def temporary(slots):
-        q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1, slots=slots, heads=2, key_heads=1, size=16))
+        q, k, v, d_out = (
+            x.astype(np.float32)
+            for x in random_inputs(1, slots=slots, heads=2, key_heads=1, size=16)
+        )
         mask = packed([[1] * slots], True, block=128)
         return tiled_vjp.lower(q, k, v, mask, d_out).compile().memory_analysis().temp_size_in_bytes
 
@@ -260,7 +281,9 @@ def test_memory_for_the_backward_pass_is_linear_in_the_row():
         q, k, v, _ = (x.astype(np.float32) for x in random_inputs(1, slots=slots))
         mask = packed([[1] * slots], True)
         pullback = jax.vjp(lambda q, k, v: tiled(q, k, v, mask), q, k, v)[1]
-        return sum(x.size for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating))
+        return sum(
+            x.size for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating)
+        )
 
     assert kept(128) == 2 * kept(64)
 
@@ -268,12 +291,16 @@ def test_memory_for_the_backward_pass_is_linear_in_the_row():
 def test_scale_replaces_the_default():
     q, k, v, _ = (x.astype(np.float32) for x in random_inputs(1))
     mask = packed([RAGGED], True)
-    np.testing.assert_allclose(tiled(q, k, v, mask, scale=2 * 8**-0.5), tiled(2 * q, k, v, mask), atol=1e-6)
+    np.testing.assert_allclose(
+        tiled(q, k, v, mask, scale=2 * 8**-0.5), tiled(2 * q, k, v, mask), atol=1e-6
+    )
 
 
 def test_works_in_a_rematerialised_scan_inside_shard_map():
     """As the model calls it: rows over `data`, heads over `tensor`, layers in a scan, each recomputed."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
     q, k, v, _ = (x.astype(np.float32) for x in random_inputs(2))
     mask = packed([RAGGED, HOLED], True)
@@ -289,7 +316,10 @@ def test_works_in_a_rematerialised_scan_inside_shard_map():
 
     specs = (heads,) * 3 + (rows,)
     sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
-    gradients = [jax.jit(jax.grad(partial(loss, run), argnums=(0, 1, 2)))(q, k, v) for run in (layers, sharded)]
+    gradients = [
+        jax.jit(jax.grad(partial(loss, run), argnums=(0, 1, 2)))(q, k, v)
+        for run in (layers, sharded)
+    ]
     for a, b in zip(*gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -303,10 +333,23 @@ def short(lists, blocks):
     [
         ({"k": np.zeros((1, SLOTS, 3, 8))}, "divisor of 4"),
         ({"v": np.zeros((1, SLOTS, 2, 4))}, "one shape"),
-        ({"mask": lambda m: m._replace(queries=m.queries._replace(group=np.zeros((1, 8), np.int32)))}, "queries.group"),
-        ({"mask": lambda m: m._replace(key_tiles=short(m.key_tiles, 3))}, "40 query slots and 40 key slots"),
+        (
+            {
+                "mask": lambda m: m._replace(
+                    queries=m.queries._replace(group=np.zeros((1, 8), np.int32))
+                )
+            },
+            "queries.group",
+        ),
+        (
+            {"mask": lambda m: m._replace(key_tiles=short(m.key_tiles, 3))},
+            "40 query slots and 40 key slots",
+        ),
         ({"mask": lambda m: m._replace(query_tiles=short(m.query_tiles, 3))}, "blocks of one size"),
-        ({"mask": lambda m: m._replace(key_tiles=m.key_tiles._replace(blocks=np.zeros(4)))}, "key_tiles must be"),
+        (
+            {"mask": lambda m: m._replace(key_tiles=m.key_tiles._replace(blocks=np.zeros(4)))},
+            "key_tiles must be",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):

@@ -57,10 +57,14 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     results = vjp(q, k, v, mask, d_out)
     visible = visible_pairs(mask.queries, mask.keys)
     blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
-    for name, got, want in zip(("out", "dq", "dk", "dv"), results, reference(q, k, v, visible, d_out), strict=True):
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), results, reference(q, k, v, visible, d_out), strict=True
+    ):
         assert got.dtype == dtype, name
         got = np.asarray(got, np.float64)
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name)
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name
+        )
         assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), name
 
 
@@ -72,8 +76,12 @@ def padded(ids):
 def image_rows(slots):
     """A causal row with an image within text, another of windows, and one of padding alone."""
     third = slots // 3
-    text = np.repeat(np.array([1, 2, 3, 0], np.int32), [third, third + 2, third - 5, slots - 3 * third + 3])
-    image = np.where((np.arange(slots) >= third + 7) & (np.arange(slots) < 2 * third), 1, 0).astype(np.int32)
+    text = np.repeat(
+        np.array([1, 2, 3, 0], np.int32), [third, third + 2, third - 5, slots - 3 * third + 3]
+    )
+    image = np.where((np.arange(slots) >= third + 7) & (np.arange(slots) < 2 * third), 1, 0).astype(
+        np.int32
+    )
     windows = (1 + np.arange(slots, dtype=np.int32) // 24) * (np.arange(slots) < slots - 3)
     empty = np.zeros(slots, np.int32)
     return [causal_ids(text, image), item_ids(windows), causal_ids(empty)]
@@ -83,7 +91,10 @@ def image_rows(slots):
 
 
 @settings(max_examples=12)
-@given(st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2), st.sampled_from([None, 1, 4]))
+@given(
+    st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2),
+    st.sampled_from([None, 1, 4]),
+)
 def test_any_mask_equals_dense_attention(ids, bound):
     """Lists that are too short (`bound`) change nothing."""
     mask = mask_of([padded(row) for row in ids], BLOCK)
@@ -92,7 +103,10 @@ def test_any_mask_equals_dense_attention(ids, bound):
 
 
 @settings(max_examples=6)
-@given(st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2), st.sampled_from([1, 5, 20]))
+@given(
+    st.lists(st.one_of(packed_rows(), scattered_rows()), min_size=2, max_size=2),
+    st.sampled_from([1, 5, 20]),
+)
 def test_any_mask_in_windows_equals_dense_attention(ids, window):
     mask = mask_of([padded(row).within(window) for row in ids], BLOCK)
     check(mask, random_inputs(2, PADDED, heads=2, key_heads=1, size=16))
@@ -101,7 +115,11 @@ def test_any_mask_in_windows_equals_dense_attention(ids, window):
 def shortened(mask, ids, bound):
     """The mask with lists of `bound` blocks, in arrays of the old length so that one program serves both."""
     short = mask_of([padded(row) for row in ids], BLOCK, bound)
-    widen = lambda lists: lists._replace(blocks=np.pad(lists.blocks, ((0, 0), (0, 9 - bound)), constant_values=-1))  # noqa: E731
+
+    def widen(lists):
+        blocks = np.pad(lists.blocks, ((0, 0), (0, 9 - bound)), constant_values=-1)
+        return lists._replace(blocks=blocks)
+
     return short._replace(query_tiles=widen(short.query_tiles), key_tiles=widen(short.key_tiles))
 
 
@@ -118,7 +136,12 @@ def shortened(mask, ids, bound):
 def test_head_sizes_and_types(size, heads, key_heads, block, dtype):
     mask = mask_of(image_rows(384 if block == 128 else 192), block)
     tolerance = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7, jnp.float16: 2**-10}[dtype]
-    check(mask, random_inputs(3, mask.queries.document.shape[1], heads, key_heads, size), dtype, tolerance)
+    check(
+        mask,
+        random_inputs(3, mask.queries.document.shape[1], heads, key_heads, size),
+        dtype,
+        tolerance,
+    )
 
 
 def test_a_part_of_a_row_attends_to_all_of_it():
@@ -139,17 +162,23 @@ def test_large_logits_and_equal_values():
     q, k, v, _ = random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (1e3 * q, 1e3 * k, v))
     out, dq, dk, dv = vjp(q, k, v, mask, jnp.ones_like(q))
-    logits = np.einsum("qhk,pk->hqp", np.asarray(q[0], np.float64), np.asarray(k[0, :, 0], np.float64))
+    logits = np.einsum(
+        "qhk,pk->hqp", np.asarray(q[0], np.float64), np.asarray(k[0, :, 0], np.float64)
+    )
     nearest = np.where(visible_pairs(mask.queries, mask.keys)[0], logits, -np.inf).argmax(axis=-1)
     np.testing.assert_allclose(out[0], np.asarray(v)[0, nearest.T, 0], rtol=1e-6)
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
     ones = jnp.ones_like(v)
-    np.testing.assert_allclose(vjp(jnp.zeros_like(q), k, ones, mask, jnp.ones_like(q))[0], 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        vjp(jnp.zeros_like(q), k, ones, mask, jnp.ones_like(q))[0], 1, rtol=1e-6
+    )
 
 
 def test_gradients_are_the_same_in_every_run():
     mask = mask_of(image_rows(PADDED)[:2], BLOCK)
-    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(2, PADDED, heads=2, key_heads=1, size=16)]
+    inputs = [
+        jnp.asarray(x, jnp.float32) for x in random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
+    ]
     first, second = (vjp(*inputs[:3], mask, inputs[3]) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -168,12 +197,20 @@ def layers(kernel, q, k, v, mask):
 
 
 def sharded_gradients(kernel):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
     run = jax.shard_map(
-        partial(layers, kernel), mesh=mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
+        partial(layers, kernel),
+        mesh=mesh,
+        in_specs=(heads,) * 3 + (rows,),
+        out_specs=heads,
+        check_vma=False,
     )
-    return jax.jit(jax.grad(lambda *inputs: run(*inputs).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    return jax.jit(
+        jax.grad(lambda *inputs: run(*inputs).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    )
 
 
 def model_inputs(dtype, block=BLOCK, size=16):
@@ -185,12 +222,18 @@ def model_inputs(dtype, block=BLOCK, size=16):
 def kernels_of(function, *inputs):
     """The kernels in the program that this machine lowers for CUDA."""
     text = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    return {name for name in ("attention_forward", "attention_queries", "attention_keys") if f'name = "{name}"' in text}
+    return {
+        name
+        for name in ("attention_forward", "attention_queries", "attention_keys")
+        if f'name = "{name}"' in text
+    }
 
 
 def test_works_in_a_rematerialised_scan_inside_shard_map():
     inputs = model_inputs(jnp.float32)
-    for a, b in zip(*(sharded_gradients(kernel)(*inputs) for kernel in ("gpu", "jax")), strict=True):
+    for a, b in zip(
+        *(sharded_gradients(kernel)(*inputs) for kernel in ("gpu", "jax")), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -204,7 +247,13 @@ def test_lowers_for_cuda_on_any_machine(kernel):
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(64, jnp.float16), (72, jnp.float32), (80, jnp.bfloat16), (96, jnp.bfloat16), (128, jnp.float32)],
+    [
+        (64, jnp.float16),
+        (72, jnp.float32),
+        (80, jnp.bfloat16),
+        (96, jnp.bfloat16),
+        (128, jnp.float32),
+    ],
 )
 def test_lowers_for_every_head_size_and_type(size, dtype):
     q, k, v, mask = model_inputs(dtype, block=64, size=size)
@@ -227,10 +276,14 @@ def test_the_jax_kernel_is_the_one_elsewhere_and_by_name():
         (BLOCK, 136, np.float32, "heads of 16 numbers to 512 bytes, not 136 of float32"),
     ],
 )
-def test_what_it_cannot_take_is_refused_by_name_and_left_to_jax_otherwise(block, size, dtype, message):
+def test_what_it_cannot_take_is_refused_by_name_and_left_to_jax_otherwise(
+    block, size, dtype, message
+):
     with jax.enable_x64(True):
         inputs = model_inputs(dtype, block, size)
-        with pytest.raises(ValueError, match=f"the gpu kernel needs .*{message}.*components.<name>.attention"):
+        with pytest.raises(
+            ValueError, match=f"the gpu kernel needs .*{message}.*components.<name>.attention"
+        ):
             attention(*inputs, kernel="gpu")
         assert not kernels_of(attention, *inputs)
 
@@ -240,16 +293,27 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     inputs = model_inputs(jnp.float32)
     with pytest.raises(ValueError, match="Triton"):
         attention(*inputs, kernel="gpu")
-    assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)  # not one that was traced before
+    assert not kernels_of(
+        lambda *inputs: attention(*inputs), *inputs
+    )  # not one that was traced before
 
 
 @pytest.mark.parametrize(
-    ("kernel", "calls", "window"), [("auto", 3, None), ("auto", 3, 20), ("gpu", 3, None), ("jax", 0, None)]
+    ("kernel", "calls", "window"),
+    [("auto", 3, None), ("auto", 3, 20), ("gpu", 3, None), ("jax", 0, None)],
 )
 def test_a_component_names_its_kernel(kernel, calls, window):
     """`components.language.attention`, with rows split over context and heads over tensor; layers full and in windows
     share the kernels."""
-    sizes = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "mlp_width": 64, "vocab_size": 32}
+    sizes = {
+        "width": 64,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 16,
+        "mlp_width": 64,
+        "vocab_size": 32,
+    }
     if window is not None:
         sizes |= {"window": window, "full_layers": (1,)}
     settings = ComponentsConfig(language=ComponentConfig(attention=kernel))

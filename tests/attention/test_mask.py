@@ -54,13 +54,18 @@ def test_spans_hold_what_is_visible(ids):
 def test_packed_rows_have_spans(ids):
     assert seen_spans(ids) is not None
     assert seen_spans(item_ids(ids.document)) is not None
-    assert seen_spans(ids.at(np.s_[::-1])) is None or (np.diff(ids.document[ids.document > 0]) > 0).all()
+    assert (
+        seen_spans(ids.at(np.s_[::-1])) is None
+        or (np.diff(ids.document[ids.document > 0]) > 0).all()
+    )
 
 
 def test_a_causal_row_and_a_row_of_items():
     segments = np.array([1, 1, 2, 0], np.int32)
     np.testing.assert_array_equal(dense(item_ids(segments))[:2, :2], True)
-    np.testing.assert_array_equal(dense(causal_ids(segments))[:2, :2], [[True, False], [True, True]])
+    np.testing.assert_array_equal(
+        dense(causal_ids(segments))[:2, :2], [[True, False], [True, True]]
+    )
     assert not dense(causal_ids(segments))[:2, 2:].any()
     assert dense(causal_ids(segments, np.array([5, 5, 0, 0], np.int32)))[0, 1]
 
@@ -69,7 +74,16 @@ def test_a_window_counts_tokens_of_its_document():
     """Three tokens, the last itself; an image is seen whole by its tokens, and as far as the window goes by others."""
     groups = np.array([0, 1, 1, 1, 1, 0, 0, 0], np.int32)
     ids = causal_ids(np.array([1, 1, 1, 1, 1, 1, 2, 2], np.int32), groups).within(3)
-    rows = ["10000000", "11111000", "11111000", "01111000", "01111000", "00011100", "00000010", "00000011"]
+    rows = [
+        "10000000",
+        "11111000",
+        "11111000",
+        "01111000",
+        "01111000",
+        "00011100",
+        "00000010",
+        "00000011",
+    ]
     expected = np.array([[int(seen) for seen in row] for row in rows], bool)
     np.testing.assert_array_equal(dense(ids), expected)
     everything = dense(ids.within(None))

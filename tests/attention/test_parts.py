@@ -35,7 +35,10 @@ def dense_work(document, group, position, block, window=1 << 20):
 
 
 def heaviest(work, owner):
-    return max(sum(w for w, o in zip(work, owner, strict=True) if o == rank) for rank in set(owner.tolist()))
+    return max(
+        sum(w for w, o in zip(work, owner, strict=True) if o == rank)
+        for rank in set(owner.tolist())
+    )
 
 
 def least_possible(work, ranks):
@@ -47,7 +50,10 @@ def least_possible(work, ranks):
             return 0
         first, *others = blocks
         shares = (set(more) | {first} for more in combinations(others, each - 1))
-        return min(max(sum(work[b] for b in own), rest([b for b in others if b not in own])) for own in shares)
+        return min(
+            max(sum(work[b] for b in own), rest([b for b in others if b not in own]))
+            for own in shares
+        )
 
     return rest(list(range(len(work))))
 
@@ -56,7 +62,11 @@ def least_possible(work, ranks):
 def packed_ids(draw):
     """Documents one after the other, images in them, padding between them; the block size."""
     block = draw(st.sampled_from([1, 2, 4, 7]))
-    pieces = draw(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 12)), min_size=1, max_size=12))
+    pieces = draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 12)), min_size=1, max_size=12
+        )
+    )
     document, group, current = [], [], 1
     for number, (kind, image, length) in enumerate(pieces):
         current += kind == 0
@@ -74,7 +84,10 @@ def any_ids(draw):
     block, blocks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8))
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
-    columns = [random.integers(0, high, blocks * block).astype(np.int32) for high in (4, 3, draw(st.integers(1, 40)))]
+    columns = [
+        random.integers(0, high, blocks * block).astype(np.int32)
+        for high in (4, 3, draw(st.integers(1, 40)))
+    ]
     if draw(st.booleans()):
         columns[0].sort()
     if draw(st.booleans()):
@@ -148,7 +161,9 @@ def test_few_blocks_are_shared_out_nearly_as_well_as_can_be(work, ranks):
     assert heaviest(work, assign_blocks(work, ranks)) <= least_possible(work, ranks) * 1.1 + 1e-9
 
 
-@pytest.mark.parametrize(("work", "ranks"), [(range(1, 65), 8), ([2 * i + 1 for i in range(256)], 32), ([3] * 12, 4)])
+@pytest.mark.parametrize(
+    ("work", "ranks"), [(range(1, 65), 8), ([2 * i + 1 for i in range(256)], 32), ([3] * 12, 4)]
+)
 def test_even_work_is_shared_out_evenly(work, ranks):
     total = sum(work)
     assert heaviest(list(work), assign_blocks(list(work), ranks)) == total // ranks
@@ -182,7 +197,11 @@ def test_the_simple_ways():
 
 def test_the_parts_of_a_packed_row_do_equal_work():
     tokens = np.arange(4096, dtype=np.int32)
-    ids = TokenIds(1 + tokens // 2500, np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32), tokens)
+    ids = TokenIds(
+        1 + tokens // 2500,
+        np.where(tokens % 900 < 300, 1 + tokens // 900, 0).astype(np.int32),
+        tokens,
+    )
     work = dense_work(*ids[:3], 128)
     owner = assign_blocks(block_work(ids, 128), 4)
     load = np.bincount(owner, work, 4)
@@ -207,7 +226,8 @@ def test_ranks_with_few_blocks_get_smaller_ones(tokens, ranks, options, expected
 @pytest.mark.parametrize("tokens", [0, 100, 64 * 3])
 def test_a_row_that_ranks_cannot_share_is_refused(tokens):
     with pytest.raises(
-        ValueError, match=rf"row of {tokens} tokens .* 64 on each of 2 .*multiples of 128.*mesh\.context"
+        ValueError,
+        match=rf"row of {tokens} tokens .* 64 on each of 2 .*multiples of 128.*mesh\.context",
     ):
         block_size(tokens, 2)
 

@@ -16,7 +16,9 @@ def dense_tiles(ids, block):
     pairs = visible_pairs(ids, ids)
     count = len(pairs) // block
     cut = pairs.reshape(count, block, count, block).transpose(0, 2, 1, 3)
-    return {(i, j): bool(cut[i, j].all()) for i in range(count) for j in range(count) if cut[i, j].any()}
+    return {
+        (i, j): bool(cut[i, j].all()) for i in range(count) for j in range(count) if cut[i, j].any()
+    }
 
 
 def listed(lists, swap=False):
@@ -58,7 +60,9 @@ def any_rows(draw):
 
 def windowed(rows):
     """The same rows with a window."""
-    return st.builds(lambda ids, window: ids.within(window), rows, st.sampled_from([1, 2, 3, 7, 100, None]))
+    return st.builds(
+        lambda ids, window: ids.within(window), rows, st.sampled_from([1, 2, 3, 7, 100, None])
+    )
 
 
 all_rows = st.one_of(packed_rows(), any_rows(), windowed(packed_rows()), windowed(any_rows()))
@@ -84,11 +88,17 @@ def test_both_ways_of_finding_tiles_agree(ids):
     mirrored = visible_tiles(ids.at(order), BLOCK)
     renamed = {
         (count - 1 - i, count - 1 - j): full
-        for i, j, full in zip(mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True)
+        for i, j, full in zip(
+            mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True
+        )
     }
     plain = visible_tiles(ids, BLOCK)
     assert renamed == dict(
-        zip(zip(plain.query.tolist(), plain.key.tolist(), strict=True), plain.full.tolist(), strict=True)
+        zip(
+            zip(plain.query.tolist(), plain.key.tolist(), strict=True),
+            plain.full.tolist(),
+            strict=True,
+        )
     )
 
 
@@ -96,7 +106,10 @@ def test_both_ways_of_finding_tiles_agree(ids):
 @given(st.one_of(packed_rows(), windowed(packed_rows())), st.integers(1, 20))
 def test_lists_that_are_too_short_fall_back_to_ranges(ids, bound):
     expected = dense_tiles(ids, BLOCK)
-    for lists, side in ((tile_map(ids, BLOCK, bound).queries, 0), (tile_map(ids, BLOCK, bound).keys, 1)):
+    for lists, side in (
+        (tile_map(ids, BLOCK, bound).queries, 0),
+        (tile_map(ids, BLOCK, bound).keys, 1),
+    ):
         assert lists.blocks.shape == (bound,)
         for i, (first, partial, full) in enumerate(lists.spans.tolist()):
             own = {tile[1 - side] for tile in expected if tile[side] == i}

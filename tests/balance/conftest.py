@@ -7,13 +7,22 @@ import pytest
 
 from jaxmllm.arrays import round_up
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import (
+    BatchItems,
+    ExchangeGrid,
+    PhaseItems,
+    PhaseSpec,
+    PlanSpec,
+    RouteSpec,
+)
 from jaxmllm.phases import decoder_phase, encoder_phase
 
 ENCODERS = {"vision": 4, "audio": 8}  # slots per language token
 
 
-def random_batch(seed: int, examples: int, media: int = 3, longest: int = 512, text: int = 100) -> BatchItems:
+def random_batch(
+    seed: int, examples: int, media: int = 3, longest: int = 512, text: int = 100
+) -> BatchItems:
     """Log-normal lengths: up to `media` items of each encoder an example (half of the examples have none), no media
     longer than `longest` slots. An example's language sequence interleaves text and media tokens."""
     random = np.random.default_rng(seed)
@@ -33,7 +42,9 @@ def random_batch(seed: int, examples: int, media: int = 3, longest: int = 512, t
     phases = {}
     for name, rows in columns.items():
         length, real, example, tokens, slot = np.array(rows, np.int64).reshape(-1, 5).T
-        phases[name] = PhaseItems(length, real, *(part.astype(np.int32) for part in (example, tokens, slot)))
+        phases[name] = PhaseItems(
+            length, real, *(part.astype(np.int32) for part in (example, tokens, slot))
+        )
     return BatchItems(np.arange(examples) + 1000, int(phases["language"].length.sum()), phases)
 
 
@@ -61,19 +72,27 @@ def spec_for(
     `node` ranks of each phase in a node (none: not known)."""
     phases, routes = {}, {}
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
-    ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {"language": language_ranks}
+    ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {
+        "language": language_ranks
+    }
     for name, count in ranks.items():
         phase = encoder_phase(name) if name in grids else decoder_phase(tuple(grids))
         alignment = 2 * ENCODERS.get(name, 4)
         largest = round_up(int(batch.phases[name].length.max(initial=1)), alignment)
         smaller = (largest // 3**k // alignment * alignment for k in range(classes))
         capacities = tuple(sorted({max(alignment, capacity) for capacity in smaller}, reverse=True))
-        phases[name] = PhaseSpec(phase, count, capacities, max_segments, ENCODERS.get(name, 1), ItemCost(1000, 3))
+        phases[name] = PhaseSpec(
+            phase, count, capacities, max_segments, ENCODERS.get(name, 1), ItemCost(1000, 3)
+        )
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)
     for name, shape in grids.items():
         routes[name] = RouteSpec(grid_of(shape), encoder, language, pair, hops, backend)
-    nodes = {name: np.arange(count, dtype=np.int32) // node for name, count in ranks.items()} if node else {}
+    nodes = (
+        {name: np.arange(count, dtype=np.int32) // node for name, count in ranks.items()}
+        if node
+        else {}
+    )
     return PlanSpec(phases, routes, mode, nodes)
 
 

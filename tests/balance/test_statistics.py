@@ -23,17 +23,28 @@ def test_statistics_against_plain_loops(make):
                 phase.cost.linear * length + phase.cost.quadratic * length**2
             )
         slots = sum(int(capacity) for capacity in rows.capacity) * phase.ranks
-        assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(items.real.sum() / slots)
+        assert plan.statistics[f"{name}/real_token_fraction"] == pytest.approx(
+            items.real.sum() / slots
+        )
         assert plan.statistics[f"{name}/slots"] == slots
         assert plan.statistics[f"{name}/tokens"] == sum(int(real) for real in items.real)
-        flops = sum(phase.cost.linear * int(real) + phase.cost.quadratic * int(real) ** 2 for real in items.real)
+        flops = sum(
+            phase.cost.linear * int(real) + phase.cost.quadratic * int(real) ** 2
+            for real in items.real
+        )
         assert plan.statistics[f"{name}/flops"] == pytest.approx(flops)
-        assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(load.sum(0).max() / load.sum(0).mean())
+        assert plan.statistics[f"{name}/max_over_mean"] == pytest.approx(
+            load.sum(0).max() / load.sum(0).mean()
+        )
         cost = phase.cost.linear * items.length + phase.cost.quadratic * items.length**2
         floor = max(load.sum(0).mean(), cost.max())
         assert plan.statistics[f"{name}/gap_to_floor"] == pytest.approx(load.sum(0).max() / floor)
-        assert plan.statistics[f"{name}/idle_share"] == pytest.approx(1 - load.mean(1).sum() / load.max(1).sum())
-        assert plan.statistics[f"{name}/synchronised"] == pytest.approx(load.max(1).sum() / load.mean(1).sum())
+        assert plan.statistics[f"{name}/idle_share"] == pytest.approx(
+            1 - load.mean(1).sum() / load.max(1).sum()
+        )
+        assert plan.statistics[f"{name}/synchronised"] == pytest.approx(
+            load.max(1).sum() / load.mean(1).sum()
+        )
 
 
 def test_flops_of_a_large_model_are_not_scaled(make):
@@ -41,9 +52,13 @@ def test_flops_of_a_large_model_are_not_scaled(make):
     batch = make.batch(2, 16)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
     large = dataclasses.replace(spec.phases["language"], cost=ItemCost(5 * 10**14, 10**11))
-    statistics = plan_step(batch, dataclasses.replace(spec, phases=spec.phases | {"language": large})).statistics
+    statistics = plan_step(
+        batch, dataclasses.replace(spec, phases=spec.phases | {"language": large})
+    ).statistics
     real = [int(n) for n in batch.phases["language"].real]
-    assert statistics["language/flops"] == pytest.approx(sum(5 * 10**14 * n + 10**11 * n * n for n in real))
+    assert statistics["language/flops"] == pytest.approx(
+        sum(5 * 10**14 * n + 10**11 * n * n for n in real)
+    )
 
 
 def test_gap_and_idle_share_of_a_giant(make):

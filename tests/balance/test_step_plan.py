@@ -28,11 +28,19 @@ MODES = get_args(Mode)
     mode=st.sampled_from(MODES),
     pool=st.sampled_from([0, 512]),
 )
-def test_plans_are_valid(make, seed, examples, media, ranks, wide, classes, max_segments, mode, pool):
+def test_plans_are_valid(
+    make, seed, examples, media, ranks, wide, classes, max_segments, mode, pool
+):
     batch = make.batch(seed, examples, media)
     grid = (ranks // 2, 2, 1) if wide and ranks > 1 else (ranks, 1, 1)
     grids = {"vision": grid, "audio": (grid[0], 1, 1)}
-    validate(plan := plan_step(batch, spec := make.spec(batch, grids, classes, mode, max_segments, pool)), batch, spec)
+    validate(
+        plan := plan_step(
+            batch, spec := make.spec(batch, grids, classes, mode, max_segments, pool)
+        ),
+        batch,
+        spec,
+    )
     for name, phase in spec.phases.items():
         rows = plan.statistics[f"{name}/rows"]
         assert rows == plan.statistics[f"{name}/microbatches"] * phase.ranks
@@ -40,7 +48,9 @@ def test_plans_are_valid(make, seed, examples, media, ranks, wide, classes, max_
         if rows:
             assert 0 < plan.statistics[f"{name}/real_token_fraction"] <= 1
             assert 1 <= plan.statistics[f"{name}/max_over_mean"] <= phase.ranks
-            assert plan.statistics[f"{name}/max_over_mean"] <= plan.statistics[f"{name}/synchronised"] * (1 + 1e-12)
+            assert plan.statistics[f"{name}/max_over_mean"] <= plan.statistics[
+                f"{name}/synchronised"
+            ] * (1 + 1e-12)
 
 
 def arrays(plan: StepPlan) -> list[np.ndarray]:
@@ -49,7 +59,12 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
         *plan.routes.values(),
         *(r for route in plan.routes.values() for r in route.rounds),
     ]
-    return [value for record in records for value in vars(record).values() if isinstance(value, np.ndarray)]
+    return [
+        value
+        for record in records
+        for value in vars(record).values()
+        if isinstance(value, np.ndarray)
+    ]
 
 
 def test_plans_repeat_exactly_and_are_integers(make):
@@ -66,9 +81,13 @@ def test_balancing_beats_leaving_examples_where_they_are(make):
         totals = np.zeros(3)
         for seed in range(5):
             batch = make.batch(seed, 64)
-            spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, mode=mode, pool=4096)
+            spec = make.spec(
+                batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, mode=mode, pool=4096
+            )
             statistics = plan_step(batch, spec).statistics
-            totals += [statistics[f"{phase}/synchronised"] for phase in ("vision", "audio", "language")]
+            totals += [
+                statistics[f"{phase}/synchronised"] for phase in ("vision", "audio", "language")
+            ]
         waste[mode] = totals / 5
     assert (waste["phases"] < 0.75 * waste["none"]).all()
 
@@ -77,7 +96,9 @@ def test_example_ranks_of_every_mode(make):
     """Contiguous blocks; nearly equal totals of tokens; the ranks of the balanced language phase."""
     batch = make.batch(5, 64)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
-    plans = {mode: plan_step(batch, make.spec(batch, grids, 2, mode, pool=4096)).phases for mode in MODES}
+    plans = {
+        mode: plan_step(batch, make.spec(batch, grids, 2, mode, pool=4096)).phases for mode in MODES
+    }
     example = batch.phases["language"].example
     ranks = {mode: np.zeros(64, int) for mode in MODES}
     for mode in MODES:
@@ -92,7 +113,9 @@ def test_example_ranks_of_every_mode(make):
     grid = make.spec(batch, grids).routes["vision"].grid
     for mode in ("none", "tokens", "language"):  # media run on the devices of their example
         language_rank = ranks[mode][batch.phases["vision"].example]
-        block = [int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in language_rank]
+        block = [
+            int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in language_rank
+        ]
         on = plans[mode]["vision"].rank
         assert all(rank in grid.encoder[number] for rank, number in zip(on, block, strict=True))
 
@@ -116,8 +139,14 @@ def test_digests_tell_plans_apart(make):
     assert len(route.rounds)
     for changed in (
         route.rounds[:-1],
-        (dataclasses.replace(route.rounds[0], first_leg=route.rounds[0].first_leg + 1), *route.rounds[1:]),
-        (dataclasses.replace(route.rounds[0], ordinal=route.rounds[0].ordinal + 1), *route.rounds[1:]),
+        (
+            dataclasses.replace(route.rounds[0], first_leg=route.rounds[0].first_leg + 1),
+            *route.rounds[1:],
+        ),
+        (
+            dataclasses.replace(route.rounds[0], ordinal=route.rounds[0].ordinal + 1),
+            *route.rounds[1:],
+        ),
     ):
         other = plan.routes | {"vision": dataclasses.replace(route, rounds=changed)}
         assert digest(plan) != digest(dataclasses.replace(plan, routes=other))

@@ -13,7 +13,9 @@ from jaxmllm.balance.validate_plan import validate
 
 
 def corrupted(plan: StepPlan, phase: str, **changes) -> StepPlan:
-    return dataclasses.replace(plan, phases=plan.phases | {phase: dataclasses.replace(plan.phases[phase], **changes)})
+    return dataclasses.replace(
+        plan, phases=plan.phases | {phase: dataclasses.replace(plan.phases[phase], **changes)}
+    )
 
 
 def test_validation_finds_what_is_wrong(make):
@@ -36,11 +38,21 @@ def test_validation_finds_what_is_wrong(make):
     round_ = route.rounds[0]
     for name in ("start", "arrival", "ordinal"):
         spoiled = (getattr(round_, name) + np.arange(len(round_.tokens)) % 2).astype(np.int32)
-        broken = dataclasses.replace(route, rounds=(dataclasses.replace(round_, **{name: spoiled}), *route.rounds[1:]))
-        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "every (token|gradient)|beyond its")
-    late = dataclasses.replace(round_, second_leg=round_.second_leg - 1, first_leg=round_.first_leg + 1)
+        broken = dataclasses.replace(
+            route, rounds=(dataclasses.replace(round_, **{name: spoiled}), *route.rounds[1:])
+        )
+        fails(
+            dataclasses.replace(plan, routes=plan.routes | {"vision": broken}),
+            "every (token|gradient)|beyond its",
+        )
+    late = dataclasses.replace(
+        round_, second_leg=round_.second_leg - 1, first_leg=round_.first_leg + 1
+    )
     for spoiled in (dataclasses.replace(round_, first_leg=round_.first_leg - 1), late):
         broken = dataclasses.replace(route, rounds=(spoiled, *route.rounds[1:]))
-        fails(dataclasses.replace(plan, routes=plan.routes | {"vision": broken}), "has no hop for it|every token")
+        fails(
+            dataclasses.replace(plan, routes=plan.routes | {"vision": broken}),
+            "has no hop for it|every token",
+        )
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
     fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")

@@ -18,7 +18,9 @@ def test_counts_visible_tiles(documents, tiles):
 def test_measures_and_compares_what_cudnn_sees_too(monkeypatch):
     """Small, interpreted, with the dense form of XLA in place of cuDNN's."""
     dense = attention_gpu.jax.nn.dot_product_attention
-    monkeypatch.setattr(attention_gpu.jax.nn, "dot_product_attention", lambda *x, **y: dense(*x, is_causal=True))
+    monkeypatch.setattr(
+        attention_gpu.jax.nn, "dot_product_attention", lambda *x, **y: dense(*x, is_causal=True)
+    )
     monkeypatch.setattr(attention_gpu, "CALLS", 1)
     inputs = attention_gpu.random_inputs(np.random.default_rng(0), 64, 2, 1, 16)
     mask, tiles = attention_gpu.equal_documents(64, 2, 16)
@@ -30,4 +32,6 @@ def test_measures_and_compares_what_cudnn_sees_too(monkeypatch):
         assert all(0 < x < 0.02 for x in error.values()), (name, error)
         row = attention_gpu.record(name, 64, 2, tiles, seconds, error)
         assert sorted(row) == sorted(attention_gpu.COLUMNS)
-        assert row["backward TFLOP/s"] == pytest.approx(10 * 32 * 128 * 128**2 * tiles / seconds["backward"] / 1e12)
+        assert row["backward TFLOP/s"] == pytest.approx(
+            10 * 32 * 128 * 128**2 * tiles / seconds["backward"] / 1e12
+        )

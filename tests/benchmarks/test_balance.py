@@ -17,7 +17,22 @@ PHASES = ("vision", "audio", "language")
 def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("balance") / "balance.json"
     assert (
-        main(["--settings", "4x8", "16x2", "--batches", "1", "--repeats", "1", "--seed", "7", "--json", str(path)]) == 0
+        main(
+            [
+                "--settings",
+                "4x8",
+                "16x2",
+                "--batches",
+                "1",
+                "--repeats",
+                "1",
+                "--seed",
+                "7",
+                "--json",
+                str(path),
+            ]
+        )
+        == 0
     )
     return json.loads(path.read_text())
 
@@ -27,10 +42,17 @@ def test_json_has_a_record_for_every_phase_and_step(report):
     assert all(row["batches"] == 1 for row in report["rows"])
     assert "workload.generate([seed, 2, i]" in report["generator"]
     found = [(row["ranks"], row["per_rank"], row.get("phase")) for row in report["rows"]]
-    assert found == [(ranks, per, phase) for ranks, per in ((4, 8), (16, 2)) for phase in (*PHASES, None)]
+    assert found == [
+        (ranks, per, phase) for ranks, per in ((4, 8), (16, 2)) for phase in (*PHASES, None)
+    ]
     for row in report["rows"]:
         if "phase" in row:
-            assert {"gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction"} <= row.keys()
+            assert {
+                "gap_to_floor",
+                "max_over_mean",
+                "synchronised",
+                "real_token_fraction",
+            } <= row.keys()
             assert 1 <= row["gap_to_floor"] <= row["max_over_mean"] <= row["synchronised"] + 1e-9
             assert 0 < row["real_token_fraction"] <= 1
         else:
@@ -70,9 +92,13 @@ def test_figures_are_those_of_a_loop_over_rows():
         mean, top = costs.sum() / ranks, row_costs.sum(axis=0).max()
         assert figures["gap_to_floor"] == pytest.approx(top / max(mean, costs.max()), rel=1e-6)
         assert figures["max_over_mean"] == pytest.approx(top / mean, rel=1e-6)
-        assert figures["synchronised"] == pytest.approx(row_costs.max(axis=1).sum() / mean, rel=1e-6)
+        assert figures["synchronised"] == pytest.approx(
+            row_costs.max(axis=1).sum() / mean, rel=1e-6
+        )
         assert figures["real_token_fraction"] == pytest.approx(items.real.sum() / slots)
-    assert step_proxy(plan, batch, spec) == pytest.approx({"step_proxy": bare, "step_proxy_padded": padded})
+    assert step_proxy(plan, batch, spec) == pytest.approx(
+        {"step_proxy": bare, "step_proxy_padded": padded}
+    )
 
 
 @pytest.mark.parametrize("setting", ["64", "0x8", "8x", "axb"])

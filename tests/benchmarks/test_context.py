@@ -15,24 +15,53 @@ from jaxmllm.attention.parts import block_work
 @pytest.fixture(scope="module", params=[False, True], ids=["rule", "isolated"])
 def report(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("context") / "context.json"
-    command = ["--tokens", "2048", "4096", "--ranks", "2", "4", "--seeds", "2", "--seed", "3", "--json", str(path)]
+    command = [
+        "--tokens",
+        "2048",
+        "4096",
+        "--ranks",
+        "2",
+        "4",
+        "--seeds",
+        "2",
+        "--seed",
+        "3",
+        "--json",
+        str(path),
+    ]
     assert main([*command, *(["--isolated"] if request.param else [])]) == 0
     return json.loads(path.read_text())
 
 
 def test_json_has_a_row_for_every_cell_and_method(report):
     assert (report["benchmark"], report["seed"], report["seeds"]) == ("context", 3, 2)
-    found = [(row["tokens"], row["ranks"], row["generator"], row["method"]) for row in report["rows"]]
-    assert found == [(t, r, g, m) for t in (2048, 4096) for r in (2, 4) for g in ROWS for m in METHODS]
+    found = [
+        (row["tokens"], row["ranks"], row["generator"], row["method"]) for row in report["rows"]
+    ]
+    assert found == [
+        (t, r, g, m) for t in (2048, 4096) for r in (2, 4) for g in ROWS for m in METHODS
+    ]
     for row in report["rows"]:
-        assert row.keys() == {"tokens", "ranks", "block", "generator", "method", "tiles", "layer", "plan_ms"}
+        assert row.keys() == {
+            "tokens",
+            "ranks",
+            "block",
+            "generator",
+            "method",
+            "tiles",
+            "layer",
+            "plan_ms",
+        }
         assert min(row["layer"], row["tiles"]) >= 1 and row["plan_ms"] > 0
         if row["method"] != "longest_first":  # its token counts differ, too
             assert row["layer"] <= row["tiles"] + 1e-12
 
 
 def test_equal_is_never_worse_than_what_holds_as_many_tokens(report):
-    rows = {(row["tokens"], row["ranks"], row["generator"], row["method"]): row for row in report["rows"]}
+    rows = {
+        (row["tokens"], row["ranks"], row["generator"], row["method"]): row
+        for row in report["rows"]
+    }
     for (tokens, ranks, generator, method), row in rows.items():
         equal = rows[tokens, ranks, generator, "equal"]
         if method in ("contiguous", "zigzag"):
@@ -44,7 +73,10 @@ def test_equal_is_never_worse_than_what_holds_as_many_tokens(report):
 @pytest.mark.parametrize("generator", ROWS)
 def test_rows_are_what_they_are_called(generator):
     ids = ROWS[generator](np.random.default_rng(5), 4096)
-    assert all(len(column) == 4096 and column.dtype == np.int32 for column in (ids.document, ids.group, ids.position))
+    assert all(
+        len(column) == 4096 and column.dtype == np.int32
+        for column in (ids.document, ids.group, ids.position)
+    )
     assert (ids.group > 0).any() and (ids.group[ids.document > 0] == 0).any()
     real = ids.document > 0
     assert real.mean() > 0.8

@@ -36,9 +36,13 @@ def write(folder, losses, ids="a"):
 
 
 def test_lives_follow_from_the_seed():
-    first, second = ([Life.draw(random) for _ in range(50)] for random in map(np.random.default_rng, (3, 3)))
+    first, second = (
+        [Life.draw(random) for _ in range(50)] for random in map(np.random.default_rng, (3, 3))
+    )
     assert first == second
-    assert {life.devices for life in first} == {1, 2, 4, 8} and {life.processes for life in first} == {1, 2}
+    assert {life.devices for life in first} == {1, 2, 4, 8} and {
+        life.processes for life in first
+    } == {1, 2}
     assert all(life.devices % life.processes == 0 for life in first)
 
 

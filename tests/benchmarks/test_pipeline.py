@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks import pipeline
-from benchmarks.pipeline import MODES, VARIANTS, drawn_rows, generate, main, make_graph, planned_rows
+from benchmarks.pipeline import (
+    MODES,
+    VARIANTS,
+    drawn_rows,
+    generate,
+    main,
+    make_graph,
+    planned_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +28,24 @@ def report(tmp_path_factory):
 
 
 def test_json_has_a_record_for_every_mode_and_variant(report):
-    assert (report["benchmark"], report["stages"], report["microbatches"], report["seeds"]) == ("pipeline", 4, 6, 1)
+    assert (report["benchmark"], report["stages"], report["microbatches"], report["seeds"]) == (
+        "pipeline",
+        4,
+        6,
+        1,
+    )
     found = [(row["mode"], row["variant"]) for row in report["rows"]]
-    assert found == [(mode, variant.name) for mode in ("train_all", "alignment") for variant in VARIANTS]
+    assert found == [
+        (mode, variant.name) for mode in ("train_all", "alignment") for variant in VARIANTS
+    ]
     for row in report["rows"]:
         assert 0 < row["asynchronous"] <= row["lockstep"]
         assert 0 < row["efficiency_worst"] <= row["efficiency"] <= 1
         assert 0.1 < row["waiting_gb"] < 80
-    assert report["even"]["vision_std_ratio_worst"] > 10.6 and report["even"]["language_std_ratio_worst"] > 4.1
+    assert (
+        report["even"]["vision_std_ratio_worst"] > 10.6
+        and report["even"]["language_std_ratio_worst"] > 4.1
+    )
 
 
 def test_everything_we_do_together_is_worth_it(report):
@@ -57,7 +75,11 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
         total += max(graph.duration[n] for n in row if n >= 0)
         for rank, n in enumerate(row):
             work[rank] += graph.duration[n] if n >= 0 else 0
-    (found,) = (row for row in report["rows"] if (row["mode"], row["variant"]) == ("train_all", variant.name))
+    (found,) = (
+        row
+        for row in report["rows"]
+        if (row["mode"], row["variant"]) == ("train_all", variant.name)
+    )
     assert found["lockstep"] == pytest.approx(total / 1e6)
     assert found["efficiency"] == pytest.approx(max(work) / total)
 
@@ -66,16 +88,28 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
 def test_both_ways_to_make_rows_compute_every_image_where_it_is_read(seed):
     batch = generate(seed, 8)
     per_microbatch = np.bincount(batch.microbatch, batch.images, 8)
-    assert per_microbatch.max() <= 48 and np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
+    assert (
+        per_microbatch.max() <= 48 and np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
+    )
     for rows in (drawn_rows(batch), planned_rows(batch)):
         assert sum(rows.images) == batch.images.sum() and max(rows.images) <= 8
         assert set().union(*rows.inputs) == set(range(len(rows.images)))
-    assert [len(each) for each in drawn_rows(batch).inputs] == [-(-int(n) // 8) for n in per_microbatch]
-    assert len(planned_rows(batch).images) == -(-int(batch.images.sum()) // 8), "no row is half empty but the last"
+    assert [len(each) for each in drawn_rows(batch).inputs] == [
+        -(-int(n) // 8) for n in per_microbatch
+    ]
+    assert len(planned_rows(batch).images) == -(-int(batch.images.sum()) // 8), (
+        "no row is half empty but the last"
+    )
 
 
 def test_frozen_towers_have_no_backward():
     graph = make_graph(VARIANTS[3], "alignment", generate(0, 4), 4)
-    kinds = {(graph.ring.chains[c].name, d) for c, d, k in zip(graph.chain, graph.depth, graph.kind, strict=True) if k}
-    assert {depth for name, depth in kinds if name == "vision"} == {3}, "the projector stands on the last rank"
+    kinds = {
+        (graph.ring.chains[c].name, d)
+        for c, d, k in zip(graph.chain, graph.depth, graph.kind, strict=True)
+        if k
+    }
+    assert {depth for name, depth in kinds if name == "vision"} == {3}, (
+        "the projector stands on the last rank"
+    )
     assert {depth for name, depth in kinds if name == "language"} == set(range(8))

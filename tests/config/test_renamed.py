@@ -18,7 +18,9 @@ def test_only_new_names_are_keys(tree):
     keys = {key for key, _ in dotted_values(tree)}
     for old, new in RENAMED.items():
         assert any(key == new or key.startswith(f"{new}.") for key in keys), f"{new} is no key"
-        assert not any(key == old or key.startswith(f"{old}.") for key in keys), f"{old} is still a key"
+        assert not any(key == old or key.startswith(f"{old}.") for key in keys), (
+            f"{old} is still a key"
+        )
     assert renamed_keys(tree) == []
 
 
@@ -27,7 +29,9 @@ def test_an_override_by_an_old_name_is_refused(tree, tmp_path, old):
     path = tmp_path / "run.yaml"
     path.write_text(write_text(tree))
     value = "{}" if old == "data.sounds" else "1"
-    with pytest.raises(RenamedKeyError, match=rf"run.yaml: .*{old!r} is now called {RENAMED[old]!r}"):
+    with pytest.raises(
+        RenamedKeyError, match=rf"run.yaml: .*{old!r} is now called {RENAMED[old]!r}"
+    ):
         load_config(path, [f"{old}={value}"])
 
 

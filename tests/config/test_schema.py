@@ -45,7 +45,9 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_every_config_of_the_repository_is_valid_and_says_how_to_run_it(config):
     load_config(config)
     head = config.read_text().split("\n\n")[0:4]
-    assert f"--config configs/{config.name}" in "\n".join(line for line in head if line.startswith("#"))
+    assert f"--config configs/{config.name}" in "\n".join(
+        line for line in head if line.startswith("#")
+    )
 
 
 def test_sections_have_one_place_to_be_imported_from():
@@ -53,8 +55,14 @@ def test_sections_have_one_place_to_be_imported_from():
     folders = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     for file in (file for file in files if "config" not in file.parts):
-        assert not re.search(r"jaxmllm\.config\.(section|\w+_sections)\b", file.read_text(encoding="utf-8")), file
-    sections = [member for member in vars(schema).values() if isinstance(member, type) and issubclass(member, Section)]
+        assert not re.search(
+            r"jaxmllm\.config\.(section|\w+_sections)\b", file.read_text(encoding="utf-8")
+        ), file
+    sections = [
+        member
+        for member in vars(schema).values()
+        if isinstance(member, type) and issubclass(member, Section)
+    ]
     assert {section.__name__ for section in sections} <= set(schema.__all__)
 
 
@@ -74,9 +82,15 @@ def test_defaults_and_lists(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.learning_rat=1.0", "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"),
+        (
+            "optimizer.learning_rat=1.0",
+            "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?",
+        ),
         ("optimiser={}", "unknown key 'optimiser'; did you mean 'optimizer'?"),
-        ("model.vision.patchsize=3", "unknown key 'model.vision.patchsize'; did you mean 'model.vision.patch_size'?"),
+        (
+            "model.vision.patchsize=3",
+            "unknown key 'model.vision.patchsize'; did you mean 'model.vision.patch_size'?",
+        ),
         ("phases.vison.block=3", "unknown key 'phases.vison'; did you mean 'phases.vision'?"),
         (
             "components.projector.visions.freeze=true",
@@ -88,7 +102,10 @@ def test_defaults_and_lists(path):
         ),
         ("optimizer.learning-rate=1.0", "unknown key 'optimizer.learning-rate'; did you mean"),
         ("checkpoint.zzz=3", "unknown key 'checkpoint.zzz'; valid here: every, keep"),
-        ("evaluation.interval=5", "unknown key 'evaluation.interval'; valid here: at_start, every, examples"),
+        (
+            "evaluation.interval=5",
+            "unknown key 'evaluation.interval'; valid here: at_start, every, examples",
+        ),
     ],
 )
 def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
@@ -105,22 +122,46 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
         ("run.steps=0", "run.steps: must be greater than 0 (got 0)"),
         ("run.steps=", "run.steps: must be a valid integer (got None)"),
         ("run.directory=5", "run.directory: must be a valid string (got 5)"),
-        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: must be a finite number (got nan)"),
-        ("optimizer.schedule=linear", "optimizer.schedule: must be 'cosine' or 'constant' (got 'linear')"),
+        (
+            "optimizer.learning_rate=.nan",
+            "optimizer.learning_rate: must be a finite number (got nan)",
+        ),
+        (
+            "optimizer.schedule=linear",
+            "optimizer.schedule: must be 'cosine' or 'constant' (got 'linear')",
+        ),
         ("logging.tensorboard=1", "logging.tensorboard: must be a valid boolean (got 1)"),
-        ("phases.vision.capacities=abc", "phases.vision.capacities: must be a valid list or 'auto' (got 'abc')"),
-        ("model.language.vocab_size=-3", "model.language.vocab_size: must be greater than 0 or 'auto' (got -3)"),
-        ("components.vision.layout={heads: tensor}", "components.vision.layout.heads: must be a valid list"),
+        (
+            "phases.vision.capacities=abc",
+            "phases.vision.capacities: must be a valid list or 'auto' (got 'abc')",
+        ),
+        (
+            "model.language.vocab_size=-3",
+            "model.language.vocab_size: must be greater than 0 or 'auto' (got -3)",
+        ),
+        (
+            "components.vision.layout={heads: tensor}",
+            "components.vision.layout.heads: must be a valid list",
+        ),
         ("data=3", "data: must be a mapping (got 3)"),
         ("model.language.heads=3", "model.language: heads (3) must be a multiple of kv_heads (2)"),
         ("model.language.head_size=15", "model.language: head_size (15) must be even"),
-        ("model.language.rope_sections=[1, 2, 3]", "rope_sections (1, 2, 3) must add up to head_size / 2 = 8"),
+        (
+            "model.language.rope_sections=[1, 2, 3]",
+            "rope_sections (1, 2, 3) must add up to head_size / 2 = 8",
+        ),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
         ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
         ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),
         ("mesh.tensor=-1", "mesh: data and tensor are -1, but only one axis can take the rest"),
-        ("components.projector.vision.attention=jax", "components.projector.vision: attention (jax): a projector has"),
-        ("model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, chunk_frames: 20}", "chunk_frames (20) must be"),
+        (
+            "components.projector.vision.attention=jax",
+            "components.projector.vision: attention (jax): a projector has",
+        ),
+        (
+            "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, chunk_frames: 20}",
+            "chunk_frames (20) must be",
+        ),
     ],
 )
 def test_ill_typed_values_name_the_key_the_type_and_the_value(path, override, message):
@@ -172,8 +213,12 @@ def test_any_one_axis_of_the_mesh_takes_the_rest(path, axis):
 def test_with_stages_the_pipeline_says_what_is_computed_again(path):
     dots = "components.vision.remat=dots"
     assert load_config(path, [dots]).components.vision.remat == "dots"
-    assert "components.vision.remat (dots): with pipeline.stages" in refusal(path, dots, "pipeline.stages=2")
-    load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])  # there is no such tower
+    assert "components.vision.remat (dots): with pipeline.stages" in refusal(
+        path, dots, "pipeline.stages=2"
+    )
+    load_config(
+        path, ["components.audio.remat=dots", "pipeline.stages=2"]
+    )  # there is no such tower
 
 
 def test_an_override_fills_a_section_left_empty(path):
@@ -209,7 +254,9 @@ def test_names_that_merely_look_numeric_stay_text(path):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_the_dumped_config_reads_back_equal(config, tmp_path):
-    resolved = load_config(config, ["components.vision.layout.batch=[data, fsdp]", "phases.audio.capacities=[256]"])
+    resolved = load_config(
+        config, ["components.vision.layout.batch=[data, fsdp]", "phases.audio.capacities=[256]"]
+    )
     again = tmp_path / "config.yaml"
     again.write_text(dump_config(resolved))
     assert load_config(again) == resolved
@@ -258,19 +305,49 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
     [
         ("data.sources=[]", "data.sources: must name at least one source"),
         ("data.sources=[{name: '', path: a}]", "data.sources.0.name: must be text, not empty and"),
-        ('data.sources=[{name: s, path: "a\\nb"}]', "data.sources.0.path: must be text, not empty and"),
-        ("phases.vision.capacities=[]", "phases.vision.capacities: must be 'auto' or at least one number of slots"),
+        (
+            'data.sources=[{name: s, path: "a\\nb"}]',
+            "data.sources.0.path: must be text, not empty and",
+        ),
+        (
+            "phases.vision.capacities=[]",
+            "phases.vision.capacities: must be 'auto' or at least one number of slots",
+        ),
         ("data.batch_size=99999999999", "data.batch_size: must be less than or equal to 1048576"),
-        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: must be a finite number (got inf)"),
-        ("optimizer.learning_rate=1e400", "optimizer.learning_rate: must be a finite number (got inf)"),
-        ("optimizer.weight_decay=.nan", "optimizer.weight_decay: must be a finite number (got nan)"),
-        ("components.vision.learning_rate_scale=.inf", "components.vision.learning_rate_scale: must be a finite"),
-        ("optimizer.learning_rate='1e5'", "optimizer.learning_rate: must be a valid number (got '1e5')"),
-        ('optimizer.learning_rate="1e5"', "optimizer.learning_rate: must be a valid number (got '1e5')"),
+        (
+            "optimizer.learning_rate=.inf",
+            "optimizer.learning_rate: must be a finite number (got inf)",
+        ),
+        (
+            "optimizer.learning_rate=1e400",
+            "optimizer.learning_rate: must be a finite number (got inf)",
+        ),
+        (
+            "optimizer.weight_decay=.nan",
+            "optimizer.weight_decay: must be a finite number (got nan)",
+        ),
+        (
+            "components.vision.learning_rate_scale=.inf",
+            "components.vision.learning_rate_scale: must be a finite",
+        ),
+        (
+            "optimizer.learning_rate='1e5'",
+            "optimizer.learning_rate: must be a valid number (got '1e5')",
+        ),
+        (
+            'optimizer.learning_rate="1e5"',
+            "optimizer.learning_rate: must be a valid number (got '1e5')",
+        ),
         ("run.seed=9223372036854775808", "run.seed: must be less than 9223372036854775808"),
-        (f"run.seed={'9' * 5000}", "is not valid YAML: a number of 5000 characters is too long (line 1, column 1)"),
+        (
+            f"run.seed={'9' * 5000}",
+            "is not valid YAML: a number of 5000 characters is too long (line 1, column 1)",
+        ),
         (f"run.directory={'[' * 2000}", "is not valid YAML: it is nested too deeply"),
-        ("run={steps: 1, steps: 2}", "is not valid YAML: the key 'steps' stands here twice (line 1, column 12)"),
+        (
+            "run={steps: 1, steps: 2}",
+            "is not valid YAML: the key 'steps' stands here twice (line 1, column 12)",
+        ),
         (f"run.steps={'x' * 9999}", "x ...)"),
     ],
 )
@@ -297,7 +374,10 @@ for before, name in zip("abcdefghi", "bcdefghij", strict=True):
         (b"[" * 2000, "it is nested too deeply"),
         (b"a: 1" + b":1" * 50_000, "a number of 100001 characters is too long"),
         (b"a: !!binary aGVsbG8=\n", "no value of the kind !!binary is read here"),
-        (b"a: !!python/object/apply:os.getcwd []\n", "no value of the kind !!python/object/apply:os.getcwd"),
+        (
+            b"a: !!python/object/apply:os.getcwd []\n",
+            "no value of the kind !!python/object/apply:os.getcwd",
+        ),
         (b"a: 1\n--- \nb: 2\n", "but found another document (line 2"),
         (b"a: 1\x00\n", "special characters are not allowed"),
         (b'a: "\\ud800"\n', "half of a surrogate pair is no text (line 1, column 4)"),
@@ -328,7 +408,9 @@ def test_aliases_and_merged_keys_are_read(path):
 
 
 def test_what_is_quoted_is_text_and_dates_are_text(path):
-    config = load_config(path, ["run.directory='1e5'", "data.root=2026-11-21T10:00:00Z", "data.tokenizer=2026-1-5"])
+    config = load_config(
+        path, ["run.directory='1e5'", "data.root=2026-11-21T10:00:00Z", "data.tokenizer=2026-1-5"]
+    )
     assert config.run.directory == "1e5"
     assert (config.data.root, config.data.tokenizer) == ("2026-11-21T10:00:00Z", "2026-1-5")
     path.write_text(dump_config(config))

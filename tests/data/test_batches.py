@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import (
+    BatchItems,
+    ExchangeGrid,
+    PhaseItems,
+    PhaseSpec,
+    PlanSpec,
+    RouteSpec,
+)
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import (
     Segment,
@@ -76,9 +83,12 @@ class Corpus:
     def example(self, i):
         tokens = np.full(6 + i % 9, i + 1, np.int32)
         media = tuple(
-            MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1, 1), 1 + k, 1) for k in range(i % 3)
+            MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1, 1), 1 + k, 1)
+            for k in range(i % 3)
         )
-        return Rendered(tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media)
+        return Rendered(
+            tokens, tokens - 1, np.stack([np.arange(len(tokens), dtype=np.int32)] * 3, 1), media
+        )
 
     def source_of(self, i):
         return next(n for n, (_, _, examples) in enumerate(self.members) if i in examples)
@@ -94,8 +104,12 @@ class Corpus:
             examples,
             int(lengths.sum()),
             {
-                "vision": PhaseItems(4 * ones, 4 * ones, np.repeat(order, count), ones.astype(np.int32), slot),
-                "language": PhaseItems(lengths, lengths, order, lengths.astype(np.int32), np.zeros_like(order)),
+                "vision": PhaseItems(
+                    4 * ones, 4 * ones, np.repeat(order, count), ones.astype(np.int32), slot
+                ),
+                "language": PhaseItems(
+                    lengths, lengths, order, lengths.astype(np.int32), np.zeros_like(order)
+                ),
             },
         )
 
@@ -119,20 +133,28 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
 
 def assert_equal_steps(one: HostStep, other: HostStep) -> None:
     assert (one.step, one.targets, one.failures) == (other.step, other.targets, other.failures)
-    assert (one.capacities, one.pools, one.pool_offsets) == (other.capacities, other.pools, other.pool_offsets)
+    assert (one.capacities, one.pools, one.pool_offsets) == (
+        other.capacities,
+        other.pools,
+        other.pool_offsets,
+    )
     np.testing.assert_array_equal(one.examples, other.examples)
     assert one.rows.keys() == other.rows.keys() and one.rounds.keys() == other.rounds.keys()
     for phase in one.rows:
         for mine, theirs in zip(one.rows[phase], other.rows[phase], strict=True):
             assert mine.keys() == theirs.keys()
-            jax.tree.map(partial(np.testing.assert_array_equal, err_msg=phase, strict=True), mine, theirs)
+            jax.tree.map(
+                partial(np.testing.assert_array_equal, err_msg=phase, strict=True), mine, theirs
+            )
     for phase in one.rounds:
         for mine, theirs in zip(one.rounds[phase], other.rounds[phase], strict=True):
             assert (mine.source, mine.target) == (theirs.source, theirs.target)
             for name in ("gather_forward", "gather_backward"):
                 np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
             for own, other_hop in zip(
-                (*mine.send_forward, *mine.send_backward), (*theirs.send_forward, *theirs.send_backward), strict=True
+                (*mine.send_forward, *mine.send_backward),
+                (*theirs.send_forward, *theirs.send_backward),
+                strict=True,
             ):
                 np.testing.assert_array_equal(own.index, other_hop.index)
 
@@ -156,8 +178,12 @@ def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
-    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1))  # examples of up to 14 tokens
-    broken = replace(filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small}))
+    small = PhaseSpec(
+        decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1)
+    )  # examples of up to 14 tokens
+    broken = replace(
+        filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small})
+    )
     with pytest.raises(ValueError, match="language") as caught:
         read(steps(broken, 8, seed=0), 0, 2, workers)
     assert "\n" not in str(caught.value)
@@ -187,15 +213,23 @@ def test_a_step_holds_its_examples_once_each():
     dataset = steps(make_filler(corpus), 8, seed=1)
     for number in (0, 31):
         step = dataset[number]
-        tokens = Counter(int(t) - 1 for row in step.rows["language"] for t in row["tokens"].ravel() if t)
+        tokens = Counter(
+            int(t) - 1 for row in step.rows["language"] for t in row["tokens"].ravel() if t
+        )
         drawn = Counter(step.examples.tolist())
         assert tokens == Counter({i: count * (6 + i % 9) for i, count in drawn.items()})
         media = [2 * i + k + 1 for i in step.examples.tolist() for k in range(i % 3)]
         features = np.concatenate([row["features"][..., 0].ravel() for row in step.rows["vision"]])
-        assert Counter(features[features > 0].astype(int).tolist()) == Counter(4 * [m for m in media if m % 7])
+        assert Counter(features[features > 0].astype(int).tolist()) == Counter(
+            4 * [m for m in media if m % 7]
+        )
         assert len(step.failures) == sum(m % 7 == 0 for m in media)
         arrived = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
-        assert arrived == len(media) == sum(int((round_.gather_forward >= 0).sum()) for round_ in step.rounds["vision"])
+        assert (
+            arrived
+            == len(media)
+            == sum(int((round_.gather_forward >= 0).sum()) for round_ in step.rounds["vision"])
+        )
 
 
 def test_each_source_is_a_new_permutation_every_epoch():
@@ -207,7 +241,9 @@ def test_each_source_is_a_new_permutation_every_epoch():
         seen.append(tuple(drawn))
     assert len(set(seen)) == 3 and tuple(numbers) not in seen
     neighbour = example_order(make_corpus().members[:1], seed=6)
-    assert tuple(int(neighbour[i]) for i in range(40)) not in seen  # seeds do not replay one another's epochs
+    assert (
+        tuple(int(neighbour[i]) for i in range(40)) not in seen
+    )  # seeds do not replay one another's epochs
 
 
 def test_batches_of_one_example_have_a_length_that_python_can_count():
@@ -215,7 +251,9 @@ def test_batches_of_one_example_have_a_length_that_python_can_count():
     single = steps(make_filler(corpus), 1, seed=3)
     order = example_order(corpus.members, 3)
     assert len(single) > 1 << 50
-    assert [step.examples.tolist() for step in read(single, 2, 5)] == [[order[k]] for k in range(2, 5)]
+    assert [step.examples.tolist() for step in read(single, 2, 5)] == [
+        [order[k]] for k in range(2, 5)
+    ]
 
 
 def test_mixture_follows_the_weights_and_loses_nothing():
@@ -253,7 +291,11 @@ def test_another_batch_size_skips_and_repeats_nothing(changes):
 
 
 @settings(max_examples=8)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.floats(0.05, 20)), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 9), st.floats(0.05, 20)), min_size=1, max_size=3
+    )
+)
 def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
     history, step = [Segment(0, 8, (3.0, 1.0))], 0
     for more, size, weight in changes:
@@ -262,7 +304,9 @@ def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
     found = np.array(drawn(tuple(history), step + 4))
     for number, (name, _, numbers) in enumerate(make_corpus().members):
         alone = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
-        order = example_order(alone, 3)  # as far as this source is concerned: its seed is that of its number
+        order = example_order(
+            alone, 3
+        )  # as far as this source is concerned: its seed is that of its number
         expected = [order[i] for i in range((number + 1) * len(found) + 1)][number :: number + 1]
         mine = found[np.isin(found, numbers)].tolist()
         assert mine == expected[: len(mine)]
@@ -271,12 +315,16 @@ def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
 def test_new_weights_are_those_of_the_mixture():
     history = (Segment(0, 8, (3.0, 1.0)), Segment(10, 8, (1.0, 3.0)))
     found = np.array(drawn(history, 110))
-    assert abs((found[:80] < 40).mean() - 0.75) < 0.05 and abs((found[80:] < 40).mean() - 0.25) < 0.02
+    assert (
+        abs((found[:80] < 40).mean() - 0.75) < 0.05 and abs((found[80:] < 40).mean() - 0.25) < 0.02
+    )
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (3.0, 1.0), (1.0, 200.0, 7.5), (0.3, 0.3, 0.4)])
 def test_taken_examples_are_those_that_the_mixture_drew(weights):
-    members = [(str(n), weight, np.arange(1000 * n, 1000 * n + 1000)) for n, weight in enumerate(weights)]
+    members = [
+        (str(n), weight, np.arange(1000 * n, 1000 * n + 1000)) for n, weight in enumerate(weights)
+    ]
     order = example_order(members, 0)
     places = np.array([order[i] // 1000 for i in range(400)])
     for count in (0, 1, 2, 17, 400):
@@ -303,7 +351,9 @@ def test_examples_of_a_step_are_known_without_loading():
     for step in (0, 1, 1_000_000):
         np.testing.assert_array_equal(batch_examples(order, 8, step), dataset[step].examples)
     batches = sample_batches(order, corpus, 8, 3)
-    assert [b.examples.tolist() for b in batches] == [batch_examples(order, 8, k).tolist() for k in range(3)]
+    assert [b.examples.tolist() for b in batches] == [
+        batch_examples(order, 8, k).tolist() for k in range(3)
+    ]
 
 
 def test_evaluation_visits_every_example_once():
@@ -315,7 +365,9 @@ def test_evaluation_visits_every_example_once():
     dataset = evaluation_steps(make_filler(corpus), 16, limit=20)
     assert len(dataset) == 2
     limited = np.concatenate([dataset[k].examples for k in range(2)])
-    assert len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4  # sources keep their shares
+    assert (
+        len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4
+    )  # sources keep their shares
 
 
 def test_steps_beyond_a_finite_order_are_refused():
@@ -340,14 +392,19 @@ def pictures(tmp_path):
             "messages": [
                 {
                     "role": "user",
-                    "content": [{"type": "image", "image": f"{i % 6}.png"}, {"type": "text", "text": "?"}],
+                    "content": [
+                        {"type": "image", "image": f"{i % 6}.png"},
+                        {"type": "text", "text": "?"},
+                    ],
                 },
                 {"role": "assistant", "content": "a" * (i + 1)},
             ]
         }
         for i in range(10)
     ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(map(json.dumps, records)) + "\n", encoding="utf-8"
+    )
     source = SourceConfig(name="pictures", path=str(tmp_path / "data.jsonl"))
     images = Images(4, 2, 8 * 8, 64 * 64)
     return RealCorpus.open([source], ByteTokenizer(), {"vision": images}, progress=False)

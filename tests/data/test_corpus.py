@@ -20,19 +20,33 @@ from jaxmllm.data.text.tokenizers import ByteTokenizer
 LANGUAGE = {"width": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 16, "mlp_width": 16}
 TOWER = {"width": 16, "layers": 1, "heads": 1, "mlp_width": 16}
 MODEL = ModelConfig.model_validate(
-    {"language": LANGUAGE, "vision": {**TOWER, "patch_size": 4}, "audio": {**TOWER, "mel_bins": 40, "chunk_frames": 32}}
+    {
+        "language": LANGUAGE,
+        "vision": {**TOWER, "patch_size": 4},
+        "audio": {**TOWER, "mel_bins": 40, "chunk_frames": 32},
+    }
 )
 
 
 SOURCES = [{"name": "a", "path": "a.jsonl"}]
-DATA = DataConfig.model_validate({"sources": SOURCES, "batch_size": 2, "images": {"min_pixels": 64}}, strict=False)
+DATA = DataConfig.model_validate(
+    {"sources": SOURCES, "batch_size": 2, "images": {"min_pixels": 64}}, strict=False
+)
 MODALITIES = modalities(MODEL, DATA, ())
 
 
 def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
     content = "<image>" * images + words + "<audio>" * sounds
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": words.upper()}]
-    return {**keys, "images": ["a.png"] * images, "audios": ["c.wav"] * sounds, "messages": messages}
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": words.upper()},
+    ]
+    return {
+        **keys,
+        "images": ["a.png"] * images,
+        "audios": ["c.wav"] * sounds,
+        "messages": messages,
+    }
 
 
 def write(path: Path, *records: dict[str, Any] | str) -> None:
@@ -51,7 +65,11 @@ def sources(tmp_path: Path) -> tuple[SourceConfig, ...]:
         "{",
         record("sound", 0, 2, id="f2", source="apple"),
     )
-    write(tmp_path / "second.jsonl", record("long words", 1, id="s0", source="apple"), record("x", id="s1"))
+    write(
+        tmp_path / "second.jsonl",
+        record("long words", 1, id="s0", source="apple"),
+        record("x", id="s1"),
+    )
     return (
         SourceConfig(name="first", path=str(tmp_path / "first.jsonl"), weight=3.0),
         SourceConfig(name="second", path=str(tmp_path / "second.jsonl")),
@@ -67,7 +85,10 @@ def test_modalities_follow_the_model() -> None:
     assert list(MODALITIES) == ["vision", "audio"]
     assert MODALITIES["vision"] == Images(4, 2, 64, 1024 * 1024)
     assert MODALITIES["audio"] == Sounds(16_000, 400, 160, 40, 32, 2, 60.0)
-    split = {"vision": MODALITIES["vision"], "audio": replace(MODALITIES["audio"], whole_chunks=True)}
+    split = {
+        "vision": MODALITIES["vision"],
+        "audio": replace(MODALITIES["audio"], whole_chunks=True),
+    }
     assert modalities(MODEL, DATA, {"vision", "audio"}) == split
     assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), DATA, ()) == {}
 
@@ -76,7 +97,13 @@ def test_numbering(corpus: Corpus) -> None:
     assert len(corpus) == 5
     assert [corpus.id(i) for i in range(5)] == ["f0", "f1", "f2", "s0", "s1"]
     assert corpus.sources == ("apple", "first", "second", "zebra")
-    assert [corpus.sources[corpus.source_of(i)] for i in range(5)] == ["zebra", "first", "apple", "apple", "second"]
+    assert [corpus.sources[corpus.source_of(i)] for i in range(5)] == [
+        "zebra",
+        "first",
+        "apple",
+        "apple",
+        "second",
+    ]
     assert [(name, weight, list(numbers)) for name, weight, numbers in corpus.members] == [
         ("first", 3.0, [0, 1, 2]),
         ("second", 1.0, [3, 4]),
@@ -94,7 +121,9 @@ def test_gather_agrees_with_rendering_one_by_one(corpus: Corpus) -> None:
     assert items.targets == sum(int((one.targets >= 0).sum()) for one in rendered)
     assert list(items.phases) == ["vision", "audio", "language"]
     for phase, modality in MODALITIES.items():
-        spans = [(n, span) for n, one in enumerate(rendered) for span in one.media if span.phase == phase]
+        spans = [
+            (n, span) for n, one in enumerate(rendered) for span in one.media if span.phase == phase
+        ]
         got = items.phases[phase]
         assert got.example.tolist() == [n for n, _ in spans]
         assert got.length.tolist() == [modality.length(span.shape) for _, span in spans]
@@ -103,7 +132,9 @@ def test_gather_agrees_with_rendering_one_by_one(corpus: Corpus) -> None:
         assert got.slot.tolist() == [span.slot for _, span in spans]
         assert (got.length.dtype, got.example.dtype) == (np.int64, np.int32)
     language = items.phases["language"]
-    assert language.length.tolist() == language.real.tolist() == [len(one.tokens) for one in rendered]
+    assert (
+        language.length.tolist() == language.real.tolist() == [len(one.tokens) for one in rendered]
+    )
     assert language.example.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -117,7 +148,11 @@ def test_gather_of_text_alone_and_of_nothing(corpus: Corpus) -> None:
 def test_example_reads_its_own_line(corpus: Corpus) -> None:
     texts = [ByteTokenizer().decode(corpus.example(i).tokens.tolist()) for i in range(5)]
     assert texts == ["bothBOTH", "textTEXT", "soundSOUND", "long wordsLONG WORDS", "xX"]
-    assert [span.reference.path.name for span in corpus.example(0).media] == ["a.png", "a.png", "c.wav"]
+    assert [span.reference.path.name for span in corpus.example(0).media] == [
+        "a.png",
+        "a.png",
+        "c.wav",
+    ]
 
 
 def test_what_is_learned_of_an_example_is_up_to_its_source(tmp_path: Path) -> None:
@@ -148,7 +183,9 @@ def test_it_travels_to_worker_processes(corpus: Corpus) -> None:
     np.testing.assert_array_equal(copy.example(0).tokens, corpus.example(0).tokens)
 
 
-def test_fingerprint_sees_data_and_order(corpus: Corpus, sources: tuple[SourceConfig, ...], tmp_path: Path) -> None:
+def test_fingerprint_sees_data_and_order(
+    corpus: Corpus, sources: tuple[SourceConfig, ...], tmp_path: Path
+) -> None:
     def open_again(order: int = 1) -> str:
         return Corpus.open(sources[::order], ByteTokenizer(), MODALITIES).fingerprint()
 
@@ -193,7 +230,9 @@ def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:
         ({"vision": 24, "audio": 56, "language": 100}, ["f0", "f1", "f2", "s0", "s1"], None),
     ],
 )
-def test_examples_longer_than_a_row(limits: dict[str, int], kept: list[str], words: str | None, corpus: Corpus) -> None:
+def test_examples_longer_than_a_row(
+    limits: dict[str, int], kept: list[str], words: str | None, corpus: Corpus
+) -> None:
     less = corpus.refuse(limits)
     assert [less.id(i) for i in range(len(less))] == kept
     assert less.rejected_counts().get("longer_than_row", 0) == 5 - len(kept)

@@ -28,7 +28,13 @@ from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.printable import shown
 
 SOUNDS = Sounds(
-    sample_rate=16_000, window_length=400, hop_length=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0
+    sample_rate=16_000,
+    window_length=400,
+    hop_length=160,
+    mel_bins=40,
+    chunk_frames=32,
+    merge=2,
+    max_seconds=5.0,
 )
 IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 RATE = 16_000
@@ -172,21 +178,37 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "mp3 that stores too few frames": ("mp3", mp3_frames(0.5), "wrong_audio_length"),
     "mp3 that stores too many frames": ("mp3", mp3_frames(2), "truncated_audio"),
     "mp3 joined to itself": ("mp3", twice, "joined_audio"),
-    "mp3 joined to one behind tags": ("mp3", lambda content: content + ID3 + content, "joined_audio"),
+    "mp3 joined to one behind tags": (
+        "mp3",
+        lambda content: content + ID3 + content,
+        "joined_audio",
+    ),
     "mp3 joined to one that stores no length": ("mp3", and_("bare.mp3"), "wrong_audio_length"),
     "mp3 without a stored length, cut": ("bare.mp3", half, "truncated_audio"),
-    "mp3 without a stored length, joined to another rate": ("bare.mp3", and_("bare.mp3", 22_050), "joined_audio"),
+    "mp3 without a stored length, joined to another rate": (
+        "bare.mp3",
+        and_("bare.mp3", 22_050),
+        "joined_audio",
+    ),
     "mp3 without a stored length, joined behind tags": (
         "bare.mp3",
         lambda content: content + ID3 + content,
         "joined_audio",
     ),
-    "mp3 without a stored length, then something else": ("bare.mp3", then(b"hello" * 99), "undecodable_audio"),
+    "mp3 without a stored length, then something else": (
+        "bare.mp3",
+        then(b"hello" * 99),
+        "undecodable_audio",
+    ),
     "aiff": ("aiff", lambda content: content, "broken_audio_header"),
     "png cut in half": ("png", half, "undecodable_image"),
     "png with a flipped byte": ("png", flipped, "undecodable_image"),
     "jpeg cut in half": ("jpeg", half, "undecodable_image"),
-    "jpeg of thousands of passes": ("jpeg", lambda content: content[:-2] + b"\xff\xda\0\2" * 5000, "undecodable_image"),
+    "jpeg of thousands of passes": (
+        "jpeg",
+        lambda content: content[:-2] + b"\xff\xda\0\2" * 5000,
+        "undecodable_image",
+    ),
     "webp cut in half": ("webp", half, "broken_image_header"),
     "gif cut in half": ("gif", half, "undecodable_image"),
     "bmp cut in half": ("bmp", half, "undecodable_image"),
@@ -228,7 +250,11 @@ def test_damaged_media_are_refused_by_name(name: str, tmp_path: Path) -> None:
         modality.load(File(path), modality.measure(File(path)))
     assert caught.value.reason == reason
     message = str(caught.value)
-    assert message.startswith(str(path)) and len(message.splitlines()) == 1 and len(message) > len(str(path)) + 10
+    assert (
+        message.startswith(str(path))
+        and len(message.splitlines()) == 1
+        and len(message) > len(str(path)) + 10
+    )
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -239,7 +265,9 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     features = modality.load(File(path), shape)
     assert shape == (-(-samples // 160), 1, 1) and np.isfinite(features).all()
     sound = features[: shape[0]]
-    loud = sound.max(axis=1) > 0.3  # noise up to the end, but for gaps that MP3 encoders leave between streams
+    loud = (
+        sound.max(axis=1) > 0.3
+    )  # noise up to the end, but for gaps that MP3 encoders leave between streams
     assert loud[-30:-8].all() and loud.mean() > 0.95
 
 
@@ -247,7 +275,12 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    return (
+        struct.pack(">I", len(content))
+        + name
+        + content
+        + struct.pack(">I", zlib.crc32(name + content))
+    )
 
 
 def blank_png(width: int, height: int, *before: bytes) -> bytes:
@@ -256,7 +289,13 @@ def blank_png(width: int, height: int, *before: bytes) -> bytes:
     rows = bytes(1 + -(-width // 8)) * 1000
     pixels = b"".join([packer.compress(rows) for _ in range(height // 1000)]) + packer.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(before) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + b"".join(before)
+        + chunk(b"IDAT", pixels)
+        + chunk(b"IEND", b"")
+    )
 
 
 def peak_memory(action: Callable[[], object]) -> int:
@@ -286,13 +325,23 @@ def blank_bmp(side: int) -> bytes:
 
 
 def blank_jpeg(side: int) -> bytes:
-    frame = b"\xff\xc0\x00\x11\x08" + struct.pack(">HH", side, side) + b"\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    frame = (
+        b"\xff\xc0\x00\x11\x08"
+        + struct.pack(">HH", side, side)
+        + b"\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    )
     return b"\xff\xd8" + frame + b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00"
 
 
 def blank_webp(side: int) -> bytes:
     size = (side - 1) | (side - 1) << 14
-    return b"RIFF" + struct.pack("<I", 28) + b"WEBPVP8L" + struct.pack("<IBI", 10, 0x2F, size) + bytes(6)
+    return (
+        b"RIFF"
+        + struct.pack("<I", 28)
+        + b"WEBPVP8L"
+        + struct.pack("<IBI", 10, 0x2F, size)
+        + bytes(6)
+    )
 
 
 GIGAPIXELS = {
@@ -306,7 +355,9 @@ GIGAPIXELS = {
 
 
 @pytest.mark.parametrize("name", GIGAPIXELS)
-def test_a_gigapixel_is_refused_from_its_header(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gigapixel_is_refused_from_its_header(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
     (tmp_path / name).write_bytes(GIGAPIXELS[name])
     assert len(GIGAPIXELS[name]) < 400_000
@@ -337,7 +388,12 @@ def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> 
     form = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels, 2 * channels, 16)
     with path.open("wb") as file:
         file.write(
-            b"RIFF" + struct.pack("<I", size + 36) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)
+            b"RIFF"
+            + struct.pack("<I", size + 36)
+            + b"WAVEfmt \x10\0\0\0"
+            + form
+            + b"data"
+            + struct.pack("<I", size)
         )
         file.truncate(44 + size)
     assert SOUNDS.measure(File(path)) == (400, 1, 1)
@@ -363,14 +419,21 @@ print(peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mode", "most"), [("a.png", "RGBA", 12), ("b.png", "LA", 12), ("a.bmp", "RGB", 12), ("a.webp", "RGBA", 20)]
+    ("name", "mode", "most"),
+    [("a.png", "RGBA", 12), ("b.png", "LA", 12), ("a.bmp", "RGB", 12), ("a.webp", "RGBA", 20)],
 )
-def test_the_largest_pictures_take_the_stated_memory(name: str, mode: str, most: int, tmp_path: Path) -> None:
+def test_the_largest_pictures_take_the_stated_memory(
+    name: str, mode: str, most: int, tmp_path: Path
+) -> None:
     """`most`: bytes per source pixel."""
     width, height = 9000, 9900
-    Image.new(mode, (width, height)).save(tmp_path / name, **({"method": 0} if name.endswith("webp") else {}))
+    Image.new(mode, (width, height)).save(
+        tmp_path / name, **({"method": 0} if name.endswith("webp") else {})
+    )
     command = [sys.executable, "-c", LOAD, str(tmp_path / name)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     assert int(printed) < most * width * height
 
 
@@ -388,7 +451,9 @@ def test_an_mp3_of_ten_gigabytes_is_not_read_whole(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("modality", [IMAGES, SOUNDS], ids=["images", "sounds"])
-def test_what_is_no_regular_file_is_refused_without_waiting(modality: Images | Sounds, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_without_waiting(
+    modality: Images | Sounds, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -425,7 +490,20 @@ def test_messages_are_one_line_whatever_the_path(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------- any bytes at all
 
-FORMATS = ("png", "jpeg", "webp", "gif", "bmp", "wav", "float.wav", "flac", "ogg", "opus", "mp3", "bare.mp3")
+FORMATS = (
+    "png",
+    "jpeg",
+    "webp",
+    "gif",
+    "bmp",
+    "wav",
+    "float.wav",
+    "flac",
+    "ogg",
+    "opus",
+    "mp3",
+    "bare.mp3",
+)
 
 
 def mangle(content: bytes, rng: np.random.Generator) -> bytes:

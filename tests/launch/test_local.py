@@ -11,7 +11,13 @@ import pytest
 from launch.local import main, process_environment, run_local
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("JAXMLLM_COORDINATOR", "JAXMLLM_PROCESSES", "JAXMLLM_PROCESS_ID", "JAX_PLATFORMS", "XLA_FLAGS")
+NAMES = (
+    "JAXMLLM_COORDINATOR",
+    "JAXMLLM_PROCESSES",
+    "JAXMLLM_PROCESS_ID",
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+)
 
 
 def python(code: str, *arguments: object) -> list[str]:
@@ -37,7 +43,10 @@ def is_running(pid: int) -> bool:
 def test_environment_keeps_other_flags_and_replaces_the_device_count():
     base = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8", "HOME": "/h"}
     environment = process_environment(base, 1, 2, 4, "127.0.0.1:7")
-    assert environment["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_force_host_platform_device_count=4"]
+    assert environment["XLA_FLAGS"].split() == [
+        "--xla_a=1",
+        "--xla_force_host_platform_device_count=4",
+    ]
     assert environment["HOME"] == "/h"
     assert base["XLA_FLAGS"].endswith("=8")
 
@@ -48,12 +57,17 @@ def test_every_process_is_told_who_it_is_and_its_lines_carry_its_number(capfd):
     lines = capfd.readouterr().out.splitlines()
     told = {line[:3]: json.loads(line[4:]) for line in lines if "no newline" not in line}
     assert sorted(told) == ["[0]", "[1]"]
-    for process, (coordinator, processes, number, platform, flags) in enumerate(told[key] for key in sorted(told)):
+    for process, (coordinator, processes, number, platform, flags) in enumerate(
+        told[key] for key in sorted(told)
+    ):
         assert (processes, number, platform) == ("2", str(process), "cpu")
         assert "--xla_force_host_platform_device_count=3" in flags.split()
         assert coordinator.startswith("127.0.0.1:") and int(coordinator.split(":")[1]) > 0
     assert told["[0]"][0] == told["[1]"][0]
-    assert sorted(line for line in lines if "no newline" in line) == ["[0] no newline", "[1] no newline"]
+    assert sorted(line for line in lines if "no newline" in line) == [
+        "[0] no newline",
+        "[1] no newline",
+    ]
 
 
 def test_a_failure_ends_the_others_and_gives_the_exit_code(tmp_path):
@@ -99,7 +113,15 @@ def test_signals_reach_every_process_which_may_end_well(tmp_path, number):
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, end)\n"
         "mine.with_suffix('.ready').write_text('yes'); time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *python(code, tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "--processes",
+        "2",
+        "--",
+        *python(code, tmp_path),
+    ]
     launcher = subprocess.Popen(command, cwd=ROOT)
     try:
         for process in range(2):
@@ -108,7 +130,9 @@ def test_signals_reach_every_process_which_may_end_well(tmp_path, number):
         assert launcher.wait(timeout=20) == 0
     finally:
         launcher.kill()
-    assert [(tmp_path / str(process)).read_text() for process in range(2)] == [f"got {number.value}"] * 2
+    assert [(tmp_path / str(process)).read_text() for process in range(2)] == [
+        f"got {number.value}"
+    ] * 2
 
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
@@ -119,10 +143,20 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
         "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "mine.write_text(f'{os.getpid()} {worker.pid}'); time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *python(code, tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "--processes",
+        "2",
+        "--",
+        *python(code, tmp_path),
+    ]
     launcher = subprocess.Popen(command, cwd=ROOT)
     try:
-        pids = [int(pid) for process in range(2) for pid in wait_for(tmp_path / str(process)).split()]
+        pids = [
+            int(pid) for process in range(2) for pid in wait_for(tmp_path / str(process)).split()
+        ]
     finally:
         launcher.kill()
         launcher.wait()
@@ -133,7 +167,10 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
 
 
 def test_bad_arguments_are_refused(capsys):
-    for arguments, message in ([], "no command"), (["--processes", "0", "--", "true"], "must be at least 1"):
+    for arguments, message in (
+        ([], "no command"),
+        (["--processes", "0", "--", "true"], "must be at least 1"),
+    ):
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err

@@ -24,8 +24,15 @@ def cluster(tmp_path):
     tasks = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done\n'
     script(tmp_path / "bin/srun", f"#!/bin/sh\n{tasks}")
     show = f"import json, os, sys; print(json.dumps([*map(os.environ.get, {VARIABLES!r}), *sys.argv[1:]]))"
-    script(tmp_path / "work/.venv/bin/python", f'#!/bin/sh\nexec {sys.executable} -c "{show}" "$@"\n')
-    slurm = {"SUBMIT_DIR": str(tmp_path / "work"), "JOB_NODELIST": "node-[a-b]", "JOB_ID": "45123", "NTASKS": "2"}
+    script(
+        tmp_path / "work/.venv/bin/python", f'#!/bin/sh\nexec {sys.executable} -c "{show}" "$@"\n'
+    )
+    slurm = {
+        "SUBMIT_DIR": str(tmp_path / "work"),
+        "JOB_NODELIST": "node-[a-b]",
+        "JOB_ID": "45123",
+        "NTASKS": "2",
+    }
     return {
         **os.environ,
         **{f"SLURM_{name}": value for name, value in slurm.items()},
@@ -36,7 +43,9 @@ def cluster(tmp_path):
 
 def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
     arguments = ["configs/my.yaml", "--set", "data.sources=[{name: a b, path: c}]"]
-    done = subprocess.run(["bash", LAUNCH / "slurm.sh", *arguments], env=cluster, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sh", *arguments], env=cluster, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     command = ["-m", "jaxmllm", "train", "--resume=auto", "--config", *arguments]
@@ -44,21 +53,29 @@ def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
 
 
 @pytest.mark.parametrize(
-    ("signal", "code", "requeued"), [("USR1", 0, True), ("USR1", 1, False), ("TERM", 0, False), (None, 0, False)]
+    ("signal", "code", "requeued"),
+    [("USR1", 0, True), ("USR1", 1, False), ("TERM", 0, False), (None, 0, False)],
 )
 def test_slurm_requeues_what_ran_out_of_time(cluster, tmp_path, signal, code, requeued):
     """A stand-in for srun signals the script, gets TERM if that passes it on, and ends with a code."""
     tell = f"kill -{signal} $PPID\n" if signal else ""
     passed_on = "while ! [ -e term ]; do sleep 0.05; done\n" if signal == "USR1" else ""
-    script(tmp_path / "bin/srun", f"#!/bin/bash\ntrap 'touch term' TERM\n{tell}{passed_on}exit {code}\n")
+    script(
+        tmp_path / "bin/srun",
+        f"#!/bin/bash\ntrap 'touch term' TERM\n{tell}{passed_on}exit {code}\n",
+    )
     script(tmp_path / "bin/scontrol", f'#!/bin/sh\necho node-a; echo "$@" >> {tmp_path}/scontrol\n')
-    done = subprocess.run(["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=20)
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=20
+    )
     assert done.returncode == code, done.stderr
     assert ("requeue 45123" in (tmp_path / "scontrol").read_text().splitlines()) == requeued
 
 
 def test_slurm_asks_for_a_config(cluster):
-    done = subprocess.run(["bash", LAUNCH / "slurm.sh"], env=cluster, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sh"], env=cluster, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "usage: sbatch" in done.stderr
 
@@ -69,7 +86,9 @@ def test_kubernetes_numbers_and_names_agree():
     (container,) = pod["containers"]
     variables = {item["name"]: item for item in container["env"]}
     assert set(variables) == {*VARIABLES, "JAXMLLM_STOPPED_CODE"}
-    assert int(variables["JAXMLLM_STOPPED_CODE"]["value"]) > 0, "an evicted pod is not one that is done"
+    assert int(variables["JAXMLLM_STOPPED_CODE"]["value"]) > 0, (
+        "an evicted pod is not one that is done"
+    )
     assert container["args"][-1] == "--resume=auto"
     processes = int(variables["JAXMLLM_PROCESSES"]["value"])
     assert job["spec"]["completionMode"] == "Indexed"
@@ -78,4 +97,6 @@ def test_kubernetes_numbers_and_names_agree():
     assert host == f"{job['metadata']['name']}-0.{pod['subdomain']}" and 1024 < int(port) < 65536
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }

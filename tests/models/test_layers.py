@@ -25,7 +25,9 @@ from sharding.rules import make_layout
 
 SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-SEGMENTS = np.array([[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64, [1] * 1 + [2] * 40 + [0] * 23])
+SEGMENTS = np.array(
+    [[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64, [1] * 1 + [2] * 40 + [0] * 23]
+)
 
 
 def context(layout):
@@ -35,7 +37,9 @@ def context(layout):
         layout,
         TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order"))),
         RowTiles(**row["tiles"]),
-        rotary_angles(jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0),
+        rotary_angles(
+            jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0
+        ),
     )
 
 
@@ -106,7 +110,9 @@ def test_rotate_turns_pairs_as_complex_numbers():
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, :, None]
     with jax.enable_x64(True):
         got = rotate(jnp.asarray(x), jnp.asarray(angles))
-    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        got, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-12
+    )
 
 
 # ---------------------------------------------------------------------------- MLPs
@@ -120,7 +126,9 @@ def filled(make, dtype=np.float32):
     """A module's graph and parameters, every one random, biases and scales too."""
     rng = np.random.default_rng(0)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    return graph, jax.tree.map(lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(dtype), shapes)
+    return graph, jax.tree.map(
+        lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(dtype), shapes
+    )
 
 
 def test_mlps():
@@ -136,10 +144,14 @@ def test_mlps():
             )
         )(plain, gated, x)
     p = nnx.to_pure_dict(plain)
-    np.testing.assert_allclose(got_plain, gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"], atol=1e-12)
+    np.testing.assert_allclose(
+        got_plain, gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"], atol=1e-12
+    )
     p = nnx.to_pure_dict(gated)
     gate = x @ p["gate"]
-    np.testing.assert_allclose(got_gated, (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"], atol=1e-12)
+    np.testing.assert_allclose(
+        got_gated, (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"], atol=1e-12
+    )
 
 
 def test_initial_weights_keep_the_scale_of_their_input():
@@ -148,7 +160,12 @@ def test_initial_weights_keep_the_scale_of_their_input():
         return nnx.state(MLP(rngs, 400, 100, 50)), nnx.state(SelfAttention(rngs, 100, 4, 2, 25))
 
     mlp, attention = (nnx.to_pure_dict(state) for state in jax.jit(make)())
-    for kernel, fan_in in ((mlp["up"], 400), (mlp["down"], 100), (attention["query"], 100), (attention["out"], 100)):
+    for kernel, fan_in in (
+        (mlp["up"], 400),
+        (mlp["down"], 100),
+        (attention["query"], 100),
+        (attention["out"], 100),
+    ):
         np.testing.assert_allclose(kernel.std(), fan_in**-0.5, rtol=0.05)
     assert not mlp["up_bias"].any()
 
@@ -159,7 +176,9 @@ def test_initial_weights_keep_the_scale_of_their_input():
 @pytest.fixture(scope="module")
 def attend():
     sizes = WIDTH, HEADS, KV_HEADS, HEAD_SIZE
-    graph, parameters = filled(lambda rngs: SelfAttention(rngs, *sizes, qkv_bias=True, qk_norm=True))
+    graph, parameters = filled(
+        lambda rngs: SelfAttention(rngs, *sizes, qkv_bias=True, qk_norm=True)
+    )
 
     def run(overrides):
         layout = make_layout(MESH, overrides)
@@ -180,7 +199,9 @@ def whole_heads(attend):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"kv_heads": []}, {"heads": []}], ids=["both_split", "heads_split", "kv_heads_split"]
+    "overrides",
+    [{}, {"kv_heads": []}, {"heads": []}],
+    ids=["both_split", "heads_split", "kv_heads_split"],
 )
 def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
     """With fewer key heads than tensor ranks only the queries can be split; each rank then needs their keys."""
@@ -211,7 +232,9 @@ def gradients(stack):
         return (run_stack(nnx.merge(graph, parameters), x, rows, remat) ** 2).sum()
 
     return {
-        remat: jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(parameters, inputs(), remat)
+        remat: jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(
+            parameters, inputs(), remat
+        )
         for remat in ("none", "dots", "full")
     }
 
@@ -234,7 +257,9 @@ def test_a_stack_is_its_layers_in_turn(stack):
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
-    for got, want in zip(jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * abs(want).max())
 
 
@@ -244,8 +269,12 @@ def test_rematerialisation_keeps_less(stack):
 
     def kept(remat):
         def pullback(parameters, x):
-            return jax.vjp(lambda p, x: run_stack(nnx.merge(graph, p), x, rows, remat), parameters, x)[1]
+            return jax.vjp(
+                lambda p, x: run_stack(nnx.merge(graph, p), x, rows, remat), parameters, x
+            )[1]
 
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, parameters, inputs())))
+        return sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, parameters, inputs()))
+        )
 
     assert kept("full") < kept("dots") < kept("none")

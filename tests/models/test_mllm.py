@@ -49,7 +49,10 @@ def count(tree):
         ({}, ["language"]),
         ({"vision": VISION}, ["vision", "projector.vision", "language"]),
         ({"audio": AUDIO}, ["audio", "projector.audio", "language"]),
-        ({"audio": AUDIO, "vision": VISION}, ["vision", "projector.vision", "audio", "projector.audio", "language"]),
+        (
+            {"audio": AUDIO, "vision": VISION},
+            ["vision", "projector.vision", "audio", "projector.audio", "language"],
+        ),
     ],
 )
 def test_any_subset_of_encoders(towers, names):
@@ -100,7 +103,9 @@ def test_a_projector_computes_again_what_it_is_told_to(remat):
         def loss(params):
             return jnp.square(model.project(params, "vision", features, places)).sum()
 
-        return str(jax.make_jaxpr(jax.grad(loss))(params)), jax.jit(jax.grad(loss))(params)["projector.vision"]
+        return str(jax.make_jaxpr(jax.grad(loss))(params)), jax.jit(jax.grad(loss))(params)[
+            "projector.vision"
+        ]
 
     (plain, kept), (checkpointed, again) = gradient("none"), gradient(remat)
     assert "remat" in checkpointed and "remat" not in plain
@@ -118,10 +123,19 @@ def test_a_projector_runs_on_the_ranks_of_its_tower():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layout": {"heads": ["model"]}}, r"components\.language\.layout\.heads: unknown mesh axis 'model'"),
+        (
+            {"layout": {"heads": ["model"]}},
+            r"components\.language\.layout\.heads: unknown mesh axis 'model'",
+        ),
         ({"layout": {"vocab": ["data"]}}, r"components\.language\.layout: .*\['data'\]"),
-        ({"layout": {"embed": ["fsdp", "tensor"]}}, r"language\['.*\['tensor'\]; change this component's layout"),
-        ({"layout": {"layers": ["fsdp"], "embed": ["data"]}}, None),  # two layers over two devices: possible
+        (
+            {"layout": {"embed": ["fsdp", "tensor"]}},
+            r"language\['.*\['tensor'\]; change this component's layout",
+        ),
+        (
+            {"layout": {"layers": ["fsdp"], "embed": ["data"]}},
+            None,
+        ),  # two layers over two devices: possible
     ],
 )
 def test_layouts_that_cannot_be_are_refused_by_name(settings, message):
@@ -134,7 +148,10 @@ def test_layouts_that_cannot_be_are_refused_by_name(settings, message):
 
 def test_dimensions_that_do_not_split_are_refused_by_name():
     wide = make_mesh({"data": 2, "fsdp": 1, "tensor": 4})
-    with pytest.raises(MeshError, match=r"language\['layers'\]\['attention'\].* of length 2 .* of 4 devices; change"):
+    with pytest.raises(
+        MeshError,
+        match=r"language\['layers'\]\['attention'\].* of length 2 .* of 4 devices; change",
+    ):
         build(ModelConfig(language=LANGUAGE), wide)
     build(ModelConfig(language=LANGUAGE), wide, language=ComponentConfig(layout={"kv_heads": []}))
 
@@ -148,7 +165,10 @@ def params():
 
 
 def equal(one, two):
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    )
 
 
 def test_first_parameters_lie_as_described(params):
@@ -162,7 +182,9 @@ def test_first_parameters_lie_as_described(params):
 
 
 def test_a_component_starts_alike_in_any_company_and_on_any_mesh(params):
-    alone = build(ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})).init(3, "float32")
+    alone = build(
+        ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})
+    ).init(3, "float32")
     assert equal(alone["language"], params["language"])
     deaf = build(
         ModelConfig(language=LANGUAGE, vision=VISION),
@@ -176,7 +198,9 @@ def test_a_component_starts_alike_in_any_company_and_on_any_mesh(params):
 def test_seeds_and_components_start_differently(params):
     vision, audio = (params[f"projector.{phase}"]["mlp"]["up"] for phase in ("vision", "audio"))
     assert vision.shape == audio.shape and not equal(vision, audio)
-    other = build(ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})).init(4, "float32")
+    other = build(
+        ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})
+    ).init(4, "float32")
     assert not equal(other["language"]["embedding"], params["language"]["embedding"])
 
 
@@ -186,7 +210,9 @@ def test_seeds_and_components_start_differently(params):
 def make_rows(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.multinomial(SLOTS - 3, [0.25] * 4)
-    segments = np.tile(np.append(np.repeat(np.arange(1, 5), lengths), [0] * 3), (4, 1)).astype(np.int32)
+    segments = np.tile(np.append(np.repeat(np.arange(1, 5), lengths), [0] * 3), (4, 1)).astype(
+        np.int32
+    )
     row = dict(
         tokens=rng.integers(0, VOCABULARY, (4, SLOTS)).astype(np.int32),
         targets=np.full((4, SLOTS), -1, np.int32),
@@ -203,14 +229,19 @@ def make_rows(seed):
 @pytest.fixture(scope="module")
 def hidden():
     """`hidden(dtype)` computes states, and gradients of their weighted sum, in that dtype."""
-    programs, weights = {}, np.random.default_rng(0).standard_normal((4, SLOTS, 16)).astype(np.float32)
+    programs, weights = (
+        {},
+        np.random.default_rng(0).standard_normal((4, SLOTS, 16)).astype(np.float32),
+    )
 
     def program(dtype):
         model = build(ModelConfig(language=LANGUAGE), language=ComponentConfig(compute_dtype=dtype))
 
         def loss(params, rows, media):
             states, head = model.hidden(params, rows, media)
-            return (states.astype(jnp.float32) * weights).sum() + head.sum(dtype=jnp.float32), states
+            return (states.astype(jnp.float32) * weights).sum() + head.sum(
+                dtype=jnp.float32
+            ), states
 
         return programs.setdefault(dtype, jax.jit(jax.grad(loss, has_aux=True)))
 
@@ -227,7 +258,9 @@ def test_bfloat16_computes_nearly_the_same(hidden, params):
     low_grads, low_states = hidden("bfloat16")(own, make_rows(0), media(0))
     assert low_states.dtype == jnp.bfloat16
     real = make_rows(0).segments > 0
-    np.testing.assert_allclose(np.asarray(low_states, np.float32)[real], states[real], rtol=0, atol=0.1)
+    np.testing.assert_allclose(
+        np.asarray(low_states, np.float32)[real], states[real], rtol=0, atol=0.1
+    )
     flat = jax.tree.leaves_with_path(low_grads)
     for (path, got), want in zip(flat, jax.tree.leaves(grads), strict=True):
         assert got.dtype == np.float32, path
@@ -241,9 +274,16 @@ def test_gradients_of_a_frequent_token_do_not_stop_growing():
     tokens = np.full((4, 1000), 7)
 
     def total(params):
-        return component.module(params).embed(tokens, component.layout, jnp.bfloat16).astype(jnp.float32).sum()
+        return (
+            component.module(params)
+            .embed(tokens, component.layout, jnp.bfloat16)
+            .astype(jnp.float32)
+            .sum()
+        )
 
-    params = {"language": jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), component.shapes)}
+    params = {
+        "language": jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), component.shapes)
+    }
     grad = jax.jit(jax.grad(total))(params)["language"]["embedding"]
     want = np.zeros_like(grad)
     want[7] = 4000

@@ -25,7 +25,9 @@ from sharding.mesh import make_mesh
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 VOCABULARY, SLOTS, BLOCK = 40, 64, 32
 VISION = VisionConfig(width=16, layers=2, heads=2, mlp_width=24, patch_size=2, rope_theta=50.0)
-AUDIO = AudioConfig(width=16, layers=2, heads=2, mlp_width=24, mel_bins=5, chunk_frames=16, rope_theta=70.0)
+AUDIO = AudioConfig(
+    width=16, layers=2, heads=2, mlp_width=24, mel_bins=5, chunk_frames=16, rope_theta=70.0
+)
 FULL = LanguageConfig(
     width=16,
     layers=2,
@@ -38,7 +40,9 @@ FULL = LanguageConfig(
     qkv_bias=True,
     qk_norm=True,
 )
-TIED = LanguageConfig(width=16, layers=1, heads=2, kv_heads=2, head_size=16, mlp_width=24, tie_embeddings=True)
+TIED = LanguageConfig(
+    width=16, layers=1, heads=2, kv_heads=2, head_size=16, mlp_width=24, tie_embeddings=True
+)
 
 
 # ---------------------------------------------------------------------------- the reference
@@ -75,9 +79,15 @@ def layer(x, p, angles, visible):
 
     def heads(name):
         projected = np.einsum("nd,dhk->nhk", y, own[name]) + own.get(f"{name}_bias", 0)
-        return rms_norm(projected, own[f"{name}_norm"]["scale"]) if f"{name}_norm" in own else projected
+        return (
+            rms_norm(projected, own[f"{name}_norm"]["scale"])
+            if f"{name}_norm" in own
+            else projected
+        )
 
-    mixed = attend(turn(heads("query"), angles), turn(heads("key"), angles), heads("value"), visible)
+    mixed = attend(
+        turn(heads("query"), angles), turn(heads("key"), angles), heads("value"), visible
+    )
     x = x + np.einsum("nhk,hkd->nd", mixed, own["out"]) + own.get("out_bias", 0)
     return x + mlp(rms_norm(x, p["mlp_norm"]["scale"]), p["mlp"])
 
@@ -102,7 +112,9 @@ def decoder(p, config, embedded, positions):
     pairs = config.head_size // 2
     time, height, _ = rope_sections(config)
     axis = [0 if i < time else 1 if i < time + height else 2 for i in range(pairs)]
-    angles = np.stack([positions[:, axis[i]] * config.rope_theta ** (-i / pairs) for i in range(pairs)], axis=1)
+    angles = np.stack(
+        [positions[:, axis[i]] * config.rope_theta ** (-i / pairs) for i in range(pairs)], axis=1
+    )
     return transformer(embedded, p, angles, np.tri(len(embedded), dtype=bool))
 
 
@@ -135,7 +147,10 @@ def audio_tower(p, config, frames, real):
     """One clip, `real` frames of it data -> [n / 4, D]."""
     chunks = np.split(frames, range(config.chunk_frames, len(frames), config.chunk_frames))
     x = np.concatenate(
-        [halving_convolution(p["stem_width"], halving_convolution(p["stem_mels"], chunk)) for chunk in chunks]
+        [
+            halving_convolution(p["stem_width"], halving_convolution(p["stem_mels"], chunk))
+            for chunk in chunks
+        ]
     )
     pairs = config.head_size // 2
     angles = np.arange(len(x))[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
@@ -157,7 +172,9 @@ def packed(spans, slots=SLOTS):
 def randomized(model, seed=1):
     """Parameters none of which stays at zero or one, where mistakes hide."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64"))
+    return jax.tree.map(
+        lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64")
+    )
 
 
 def build(**towers):
@@ -165,7 +182,10 @@ def build(**towers):
     spread = ComponentConfig(compute_dtype="float64", layout={"batch": ["data", "fsdp", "tensor"]})
     projector = ProjectorConfig(compute_dtype="float64")
     settings = ComponentsConfig(
-        vision=wide, audio=spread, language=wide, projector=ProjectorComponents(vision=projector, audio=projector)
+        vision=wide,
+        audio=spread,
+        language=wide,
+        projector=ProjectorComponents(vision=projector, audio=projector),
     )
     return build_model(ModelConfig(**towers), VOCABULARY, settings, MESH)
 
@@ -189,7 +209,9 @@ def encode(encoders, phase, rows):
         return [np.asarray(x) for x in run(params, rows)]
 
 
-def encoder_rows(features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None):
+def encoder_rows(
+    features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None
+):
     ranks, slots = segments.shape
     row = {
         "features": features,
@@ -198,7 +220,9 @@ def encoder_rows(features, positions, segments, slots_per_token, stride=1, block
         "valid": np.ones((ranks, slots // slots_per_token), bool),
         "failed": np.zeros(ranks, np.int32),
     }
-    row_format = RowFormat(features.shape[-1], features.dtype, slots_per_token, stride, alignment=1, axes=(1, 2))
+    row_format = RowFormat(
+        features.shape[-1], features.dtype, slots_per_token, stride, alignment=1, axes=(1, 2)
+    )
     windows = {} if windows is None else {"tower": windows}
     finish_encoder_row(row, AttentionSpec({"tower": block}, windows=windows), "tower", row_format)
     return EncoderRows.of(row)
@@ -241,7 +265,9 @@ def test_decoder(config):
     close(np.asarray(head), own["head"] if config is FULL else own["embedding"].T)
     for row, start, stop in spans:
         here = row, slice(start, stop)
-        embedded = np.where(media[here][:, None] >= 0, arrived[here], own["embedding"][tokens[here]])
+        embedded = np.where(
+            media[here][:, None] >= 0, arrived[here], own["embedding"][tokens[here]]
+        )
         close(np.asarray(hidden)[here], decoder(own, config, embedded, positions[here]))
 
 
@@ -260,7 +286,9 @@ def test_vision_tower_and_projector(encoders):
     features, tokens = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     params = encoders[1]
     for row, start, stop in spans:
-        want = vision_tower(params["vision"], VISION, pixels[row, start:stop], positions[row, start:stop])
+        want = vision_tower(
+            params["vision"], VISION, pixels[row, start:stop], positions[row, start:stop]
+        )
         close(features[row, start:stop], want)
         want = mlp(want.reshape(-1, 4 * VISION.width), params["projector.vision"]["mlp"])
         close(tokens[row, start // 4 : stop // 4], want)
@@ -272,17 +300,25 @@ def test_vision_tower_in_windows(full_layers):
     config = VISION.model_copy(update={"window": 3, "full_layers": full_layers})
     shapes = [(0, 0, 6, 4), (0, 24, 4, 8), (1, 0, 8, 8), (3, 4, 2, 2)]  # row, start, height, width
     rng = np.random.default_rng(4)
-    segments = packed([(row, start, start + height * width) for row, start, height, width in shapes])
+    segments = packed(
+        [(row, start, start + height * width) for row, start, height, width in shapes]
+    )
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = np.zeros((4, SLOTS, 2), np.int32)
     for row, start, height, width in shapes:
-        cells = np.indices((height // 2, width // 2, 2, 2)).reshape(4, -1)  # merged cells, then patches in them
-        positions[row, start : start + height * width] = np.stack([2 * cells[0] + cells[2], 2 * cells[1] + cells[3]], 1)
+        cells = np.indices((height // 2, width // 2, 2, 2)).reshape(
+            4, -1
+        )  # merged cells, then patches in them
+        positions[row, start : start + height * width] = np.stack(
+            [2 * cells[0] + cells[2], 2 * cells[1] + cells[3]], 1
+        )
     with jax.enable_x64(True):
         model = build(language=TIED, vision=config)
         params = randomized(model)
         rows = encoder_rows(pixels, positions, segments, 4, block=16, windows=config)
-        features = np.asarray(jax.jit(lambda params, rows: model.features(params, "vision", rows))(params, rows))
+        features = np.asarray(
+            jax.jit(lambda params, rows: model.features(params, "vision", rows))(params, rows)
+        )
     for row, start, height, width in shapes:
         here = row, slice(start, start + height * width)
         close(features[here], vision_tower(params["vision"], config, pixels[here], positions[here]))
@@ -301,9 +337,19 @@ def audio_rows(clips, slots=128):
 
 def test_audio_tower_and_projector(encoders):
     """Most clips end inside a chunk of 16 frames, where the next one begins."""
-    places = [(0, 0, 32, 27), (0, 32, 40, 8), (0, 40, 48, 1), (0, 48, 104, 49), (1, 0, 128, 125), (2, 8, 32, 18)]
+    places = [
+        (0, 0, 32, 27),
+        (0, 32, 40, 8),
+        (0, 40, 48, 1),
+        (0, 48, 104, 49),
+        (1, 0, 128, 125),
+        (2, 8, 32, 18),
+    ]
     rng = np.random.default_rng(2)
-    clips = [(*place, rng.standard_normal((real, AUDIO.mel_bins))) for *place, real in [*places, (7, 0, 48, 41)]]
+    clips = [
+        (*place, rng.standard_normal((real, AUDIO.mel_bins)))
+        for *place, real in [*places, (7, 0, 48, 41)]
+    ]
     rows = audio_rows(clips)
     features, tokens = encode(encoders, "audio", rows)
     params = encoders[1]
@@ -322,17 +368,28 @@ def test_clips_have_the_gradients_that_they_have_alone(encoders):
     frames = [rng.standard_normal((real, AUDIO.mel_bins)) for _, real in sizes]
     d_tokens = [rng.standard_normal((slots // 8, TIED.width)) for slots, _ in sizes]
     starts = np.cumsum([0, *(slots for slots, _ in sizes[:-1])])
-    places = {"packed": [(0, start) for start in starts], "alone": [(row, 0) for row in range(len(sizes))]}
+    places = {
+        "packed": [(0, start) for start in starts],
+        "alone": [(row, 0) for row in range(len(sizes))],
+    }
 
     def gradients(places):
-        spans = [(row, start, start + slots) for (row, start), (slots, _) in zip(places, sizes, strict=True)]
+        spans = [
+            (row, start, start + slots)
+            for (row, start), (slots, _) in zip(places, sizes, strict=True)
+        ]
         rows = audio_rows([(*span, clip) for span, clip in zip(spans, frames, strict=True)])
 
         def loss(params, features):
             read = rows._replace(features=features)
-            tokens = model.project(params, "audio", model.features(params, "audio", read), rows.places)
+            tokens = model.project(
+                params, "audio", model.features(params, "audio", read), rows.places
+            )
             of_clips = zip(spans, d_tokens, strict=True)
-            return sum((tokens[row, start // 8 : stop // 8] * d).sum() for (row, start, stop), d in of_clips)
+            return sum(
+                (tokens[row, start // 8 : stop // 8] * d).sum()
+                for (row, start, stop), d in of_clips
+            )
 
         d_params, d_features = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, rows.features)
         used = {name: d_params[name] for name in ("audio", "projector.audio")}

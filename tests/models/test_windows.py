@@ -15,7 +15,14 @@ BLOCK, SLOTS, VOCABULARY, WINDOW = 8, 64, 40, 6
 SPANS = [(0, 0, 30), (0, 30, 33), (0, 33, 62), (1, 0, 64)]  # row, start, stop
 IMAGES = [(0, 5, 20), (0, 40, 44), (1, 50, 60)]  # one is wider than the window
 DECODER = LanguageConfig(
-    width=16, layers=3, heads=4, kv_heads=2, head_size=8, mlp_width=24, rope_sections=(2, 1, 1), window=WINDOW
+    width=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    mlp_width=24,
+    rope_sections=(2, 1, 1),
+    window=WINDOW,
 )
 
 
@@ -56,13 +63,21 @@ def turned(x, positions):
     """[n, heads, 8] with pairs (i, i + 4) turned by the positions of axes 0, 0, 1, 2."""
     angles = positions[:, [0, 0, 1, 2]] * 10_000.0 ** (-np.arange(4) / 4)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    return jnp.concatenate([x[..., :4] * cos - x[..., 4:] * sin, x[..., 4:] * cos + x[..., :4] * sin], -1)
+    return jnp.concatenate(
+        [x[..., :4] * cos - x[..., 4:] * sin, x[..., 4:] * cos + x[..., :4] * sin], -1
+    )
 
 
 def layer(x, p, positions, pairs):
     y = norm(x, p["attention_norm"]["scale"])
-    q, k, v = (jnp.einsum("nd,dhk->nhk", y, p["attention"][name]) for name in ("query", "key", "value"))
-    q, k, v = turned(q, positions), jnp.repeat(turned(k, positions), 2, axis=1), jnp.repeat(v, 2, axis=1)
+    q, k, v = (
+        jnp.einsum("nd,dhk->nhk", y, p["attention"][name]) for name in ("query", "key", "value")
+    )
+    q, k, v = (
+        turned(q, positions),
+        jnp.repeat(turned(k, positions), 2, axis=1),
+        jnp.repeat(v, 2, axis=1),
+    )
     logits = jnp.where(pairs, jnp.einsum("qhk,phk->hqp", q, k) / np.sqrt(8), -jnp.inf)
     x = x + jnp.einsum("hqp,phk,hkd->qd", jax.nn.softmax(logits), v, p["attention"]["out"])
     y = norm(x, p["mlp_norm"]["scale"])
@@ -73,7 +88,9 @@ def dense(p, config, tokens, positions, groups):
     x = p["embedding"][tokens]
     for number, windowed in enumerate(config.windowed):
         pairs = seen(groups, config.window if windowed else len(groups))
-        x = layer(x, jax.tree.map(lambda leaf, number=number: leaf[number], p["layers"]), positions, pairs)
+        x = layer(
+            x, jax.tree.map(lambda leaf, number=number: leaf[number], p["layers"]), positions, pairs
+        )
     return norm(x, p["norm"]["scale"])
 
 
@@ -86,7 +103,9 @@ def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
         mesh = make_mesh({"data": 1}, jax.devices()[:1])
         model = build_model(ModelConfig(language=config), VOCABULARY, settings, mesh)
         rng = np.random.default_rng(1)
-        params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64"))
+        params = jax.tree.map(
+            lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64")
+        )
         weights = rng.standard_normal((2, SLOTS, config.width))
 
         def packed(params):
@@ -105,11 +124,17 @@ def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
         (_, hidden), gradients = jax.jit(jax.value_and_grad(packed, has_aux=True))(params)
         (_, parts), expected = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
     for (row, start, stop), part in zip(SPANS, parts, strict=True):
-        np.testing.assert_allclose(hidden[row, start:stop], part, rtol=0, atol=1e-10 * np.abs(part).max())
-    for (path, got), want in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            hidden[row, start:stop], part, rtol=0, atol=1e-10 * np.abs(part).max()
+        )
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
+    ):
         want = np.asarray(want)
         tolerance = 1e-10 * max(np.abs(want).max(), 1e-3)
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def test_what_makes_no_sense_is_refused_by_name():
@@ -117,7 +142,10 @@ def test_what_makes_no_sense_is_refused_by_name():
     for changes, message in [
         ({"window": None, "full_layers": (1,)}, r"full_layers \[1\] need a window"),
         ({"full_layers": (3,)}, r"full_layers names \[3\], but layers are 0 \.\. 2"),
-        ({"full_layers": (0, 1, 2)}, r"full_layers names all layers, so that window \(6\) changes nothing"),
+        (
+            {"full_layers": (0, 1, 2)},
+            r"full_layers names all layers, so that window \(6\) changes nothing",
+        ),
         ({"window": 0}, "window"),
     ]:
         with pytest.raises(ValueError, match=message):

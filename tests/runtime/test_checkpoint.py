@@ -27,7 +27,10 @@ ROOT = Path(__file__).parents[2]
 def host_params(width: int = 16) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     return {
-        "language": {"w": rng.normal(size=(8, width)).astype(jnp.bfloat16), "scale": rng.normal(size=8).astype("f4")},
+        "language": {
+            "w": rng.normal(size=(8, width)).astype(jnp.bfloat16),
+            "scale": rng.normal(size=8).astype("f4"),
+        },
         "projector": {"vision": {"w": rng.normal(size=(16, 8)).astype(np.float32)}},
     }
 
@@ -38,7 +41,9 @@ def make_state(shape: tuple[int, int], params: dict[str, Any], step: int = 0) ->
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def place(leaf: Any) -> jax.Array:
-        return jax.device_put(leaf, NamedSharding(mesh, P("fsdp", "tensor") if leaf.ndim == 2 else P()))
+        return jax.device_put(
+            leaf, NamedSharding(mesh, P("fsdp", "tensor") if leaf.ndim == 2 else P())
+        )
 
     placed = jax.tree.map(place, params)
     moments = optax.adamw(1e-3).init(jax.tree.map(lambda leaf: leaf + 1, placed))
@@ -51,7 +56,9 @@ def make_state(shape: tuple[int, int], params: dict[str, Any], step: int = 0) ->
 
 
 def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
 
 
 def assert_same(restored: Any, expected: Any) -> None:
@@ -123,17 +130,25 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path) -> None:
         checkpoints.wait()
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], env=environment)
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], env=environment
+    )
     assert killed.returncode == -signal.SIGKILL
     leftovers = [entry.name for entry in tmp_path.iterdir() if entry.name != "1"]
-    assert len(leftovers) == 1 and leftovers[0].startswith("2."), "the kill came in the middle of a save"
+    assert len(leftovers) == 1 and leftovers[0].startswith("2."), (
+        "the kill came in the middle of a save"
+    )
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         assert checkpoints.steps == [1]
-        template = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=jnp.zeros(()).sharding)}
+        template = {
+            "w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=jnp.zeros(()).sharding)
+        }
         assert float(checkpoints.restore(template)["w"].min()) == 1.0
         checkpoints.save(2, {"w": jnp.full((4096, 4096), 3.0)})
         assert float(checkpoints.restore(template)["w"].min()) == 3.0
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"], "leftovers are swept away"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"], (
+        "leftovers are swept away"
+    )
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -145,8 +160,13 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             checkpoints.restore(abstract(make_state((8, 1), wide)))
     text = str(caught.value)
-    assert f"checkpoint {tmp_path / '5'} does not fit the model of this config (9 arrays differ)" in text
-    assert "optimizer.0.mu.language.w: saved bfloat16[8, 16], this model has bfloat16[8, 32]" in text
+    assert (
+        f"checkpoint {tmp_path / '5'} does not fit the model of this config (9 arrays differ)"
+        in text
+    )
+    assert (
+        "optimizer.0.mu.language.w: saved bfloat16[8, 16], this model has bfloat16[8, 32]" in text
+    )
     assert "optimizer.0.mu.language.scale: saved float32[8], this model has bfloat16[8]" in text
     assert "optimizer.0.mu.projector.vision.w: saved float32[16, 8], this model has nothing" in text
     assert "... and 4 more" in text
@@ -156,11 +176,15 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
     state = {"w": jnp.ones((4, 4))}
     with Checkpoints(tmp_path, keep=3) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"does not hold a checkpoint \(steps there: none\)"):
+        with pytest.raises(
+            CheckpointError, match=r"does not hold a checkpoint \(steps there: none\)"
+        ):
             checkpoints.restore(abstract(state))
         checkpoints.save(1, state)
         checkpoints.save(2, state)
-        with pytest.raises(CheckpointError, match=r"does not hold checkpoint 3 \(steps there: \[1, 2\]\)"):
+        with pytest.raises(
+            CheckpointError, match=r"does not hold checkpoint 3 \(steps there: \[1, 2\]\)"
+        ):
             checkpoints.restore(abstract(state), step=3)
 
 
@@ -177,8 +201,13 @@ def three_checkpoints(folder: Path) -> tuple[Any, Any]:
 
 
 def files_of(location: Path) -> list[Path]:
-    stamps = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax adds at the very end, and nothing reads
-    return [path for path in sorted(location.rglob("*")) if path.is_file() and path.name not in stamps]
+    stamps = (
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    )  # which orbax adds at the very end, and nothing reads
+    return [
+        path for path in sorted(location.rglob("*")) if path.is_file() and path.name not in stamps
+    ]
 
 
 def flip(path: Path, bit: int) -> None:
@@ -206,11 +235,17 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     check_files(location)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "half missing", "empty", "no checksums"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str, capfd: Any) -> None:
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "half missing", "empty", "no checksums"]
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, damage: str, capfd: Any
+) -> None:
     target, state = three_checkpoints(tmp_path)
     files = files_of(tmp_path / "3")
-    largest = max((path for path in files if "ocdbt" in str(path)), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in files if "ocdbt" in str(path)), key=lambda path: path.stat().st_size
+    )
     if damage == "flipped":
         flip(largest, 8 * largest.stat().st_size // 2)
     elif damage == "truncated":
@@ -232,7 +267,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     (line,) = lines
     assert line.startswith(f"checkpoint {tmp_path / '3'} is damaged: ") and "\n" not in line
     assert line.endswith("put aside as 3.damaged, continuing from checkpoint 2")
-    said = {"flipped": largest.name, "truncated": f"{largest.name} has", "no checksums": "checksums.json is missing"}
+    said = {
+        "flipped": largest.name,
+        "truncated": f"{largest.name} has",
+        "no checksums": "checksums.json is missing",
+    }
     assert said.get(damage, "missing") in line
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3", "3.damaged"]
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -246,7 +285,9 @@ def test_if_no_checkpoint_is_usable_the_error_is_one_line(tmp_path: Path) -> Non
         with pytest.raises(DamagedError, match=r"none of the 3 checkpoints .* is usable") as caught:
             checkpoints.restore_latest(target)
     assert "\n" not in str(caught.value)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3"], "nothing is moved then"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3"], (
+        "nothing is moved then"
+    )
 
 
 def test_a_new_folder_has_nothing_to_restore(tmp_path: Path) -> None:
@@ -275,10 +316,15 @@ def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, c
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     state = {"w": jnp.ones((4, 4))}
-    with pytest.raises(CheckpointError) as caught, Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+    with (
+        pytest.raises(CheckpointError) as caught,
+        Checkpoints(tmp_path / "run", keep=1) as checkpoints,
+    ):
         checkpoints.save(1, state)
         checkpoints.wait()
-        monkeypatch.setattr(checkpoint_files, "_checksum", full) if late else monkeypatch.setattr(Path, "mkdir", full)
+        monkeypatch.setattr(checkpoint_files, "_checksum", full) if late else monkeypatch.setattr(
+            Path, "mkdir", full
+        )
         checkpoints._swept = False
         checkpoints.save(2, state)
     text = str(caught.value)
@@ -294,7 +340,9 @@ def test_room_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
     needed = state_bytes(target)
     assert needed == sum(leaf.nbytes for leaf in jax.tree.leaves(make_state((4, 2), host_params())))
     check_space(tmp_path / "not" / "yet", needed)
-    with pytest.raises(CheckpointError, match=r"GiB free, but a checkpoint of this model takes 1048576\.00 GiB"):
+    with pytest.raises(
+        CheckpointError, match=r"GiB free, but a checkpoint of this model takes 1048576\.00 GiB"
+    ):
         check_space(tmp_path, 1 << 50)
 
 
@@ -302,7 +350,9 @@ def test_room_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
 
 
 def trained_state(components: list[str], step: int) -> dict[str, Any]:
-    params = make_state((4, 2), {"a": {"w": np.ones((8, 8), "f4")}, "b.c": {"w": np.full((8, 4), 2, "f4")}})["params"]
+    params = make_state(
+        (4, 2), {"a": {"w": np.ones((8, 8), "f4")}, "b.c": {"w": np.full((8, 4), 2, "f4")}}
+    )["params"]
     optimizer = {}
     for name in components:
         moments = optax.scale_by_adam()
@@ -312,8 +362,12 @@ def trained_state(components: list[str], step: int) -> dict[str, Any]:
     return {"params": params, "optimizer": optimizer, "step": jnp.int32(step)}
 
 
-@pytest.mark.parametrize(("before", "after"), [(["a"], ["a", "b.c"]), (["a", "b.c"], ["a"]), (["a"], ["b.c"])])
-def test_optimizer_states_begin_at_zero_and_others_stay(tmp_path: Path, before: list[str], after: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [(["a"], ["a", "b.c"]), (["a", "b.c"], ["a"]), (["a"], ["b.c"])]
+)
+def test_optimizer_states_begin_at_zero_and_others_stay(
+    tmp_path: Path, before: list[str], after: list[str]
+) -> None:
     saved, target = trained_state(before, 5), trained_state(after, 0)
     lines: list[str] = []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -322,9 +376,14 @@ def test_optimizer_states_begin_at_zero_and_others_stay(tmp_path: Path, before: 
     assert jax.tree.structure(restored) == jax.tree.structure(target)
     assert_same(restored["params"], saved["params"])
     for name in after:
-        expected = saved["optimizer"].get(name, jax.tree.map(jnp.zeros_like, target["optimizer"][name]))
+        expected = saved["optimizer"].get(
+            name, jax.tree.map(jnp.zeros_like, target["optimizer"][name])
+        )
         assert_same(restored["optimizer"][name], expected)
     begun, ended = sorted({*after} - {*before}), sorted({*before} - {*after})
     told = [f"optimizer state of {name}: begins at zero from step 5" for name in begun]
-    told += [f"optimizer state of {name}: dropped from step 5, the components are frozen" for name in ended]
+    told += [
+        f"optimizer state of {name}: dropped from step 5, the components are frozen"
+        for name in ended
+    ]
     assert lines == told

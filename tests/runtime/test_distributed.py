@@ -44,9 +44,18 @@ def variables(coordinator: str = "", processes: str = "", process_id: str = "") 
         (variables("host:1", "2"), "JAXMLLM_PROCESS_ID not set"),
         (variables("host", "2", "0"), "must be host:port"),
         (variables("host:99999", "2", "0"), "must be host:port"),
-        (variables("host:1", "two", "0"), "JAXMLLM_PROCESSES='two' must be an integer of at least 1"),
-        (variables("host:1", "2", "-1"), "JAXMLLM_PROCESS_ID='-1' must be an integer of at least 0"),
-        (variables("host:1", "2", "2"), "JAXMLLM_PROCESS_ID=2 must be less than JAXMLLM_PROCESSES=2"),
+        (
+            variables("host:1", "two", "0"),
+            "JAXMLLM_PROCESSES='two' must be an integer of at least 1",
+        ),
+        (
+            variables("host:1", "2", "-1"),
+            "JAXMLLM_PROCESS_ID='-1' must be an integer of at least 0",
+        ),
+        (
+            variables("host:1", "2", "2"),
+            "JAXMLLM_PROCESS_ID=2 must be less than JAXMLLM_PROCESSES=2",
+        ),
         (variables("auto", "2"), "unset JAXMLLM_PROCESSES"),
     ],
 )
@@ -58,13 +67,17 @@ def test_ill_formed_variables(environment: dict[str, str], message: str) -> None
 def test_how_processes_join(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *values, **options: calls.append((values, options)))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *values, **options: calls.append((values, options))
+    )
     monkeypatch.setattr(distributed, "_join", lambda *values: calls.append(values[:5]))
     initialize_distributed({})
     assert calls == []
     limits = DistributedConfig(start_timeout=30, peer_timeout=7)
     initialize_distributed(variables("auto"), limits)
-    assert calls == [((), {"initialization_timeout": 30, "heartbeat_timeout_seconds": 7 + JAX_SLACK_SECONDS})]
+    assert calls == [
+        ((), {"initialization_timeout": 30, "heartbeat_timeout_seconds": 7 + JAX_SLACK_SECONDS})
+    ]
     initialize_distributed(variables("[::1]:4321", "3", "2") | {"JAXMLLM_BIND": "10.0.0.1"})
     assert calls[1] == ("::1", 4321, 3, 2, "10.0.0.1")
 
@@ -74,16 +87,24 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"cannot listen on port {port} of 127.0.0.1 .*: Address already in use"):
+        with pytest.raises(
+            LaunchError,
+            match=rf"cannot listen on port {port} of 127.0.0.1 .*: Address already in use",
+        ):
             start_coordinator("127.0.0.1", port, 2, 60)
 
 
-def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(distributed, "_coordinators", [])
     port = free_port()
     child = start_coordinator("127.0.0.1", port, 2, 60)
     try:
-        sockets = Path(f"/proc/{child.pid}/net/tcp").read_text() + Path(f"/proc/{child.pid}/net/tcp6").read_text()
+        sockets = (
+            Path(f"/proc/{child.pid}/net/tcp").read_text()
+            + Path(f"/proc/{child.pid}/net/tcp6").read_text()
+        )
         inodes = {os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()}
         listening = [
             line.split()[1].split(":")[0]
@@ -164,7 +185,9 @@ def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }
         command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
     try:
         for process in processes:
             assert process.stdout is not None

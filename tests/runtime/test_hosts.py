@@ -18,7 +18,9 @@ from tests.runtime.test_signals import MemoryBoard
 NAMES = ("host-a", "host-b", "host-c")
 
 
-def hosts_on(board: MemoryBoard, process: int, processes: int = 3, start: float = 5.0, peer: float = 10.0) -> Hosts:
+def hosts_on(
+    board: MemoryBoard, process: int, processes: int = 3, start: float = 5.0, peer: float = 10.0
+) -> Hosts:
     return Hosts(process, NAMES[:processes], board, start, peer)
 
 
@@ -45,12 +47,18 @@ def test_equal_facts_pass_and_different_ones_name_process_key_and_both_values() 
     board = MemoryBoard()
     facts = {"run.seed": "0", "data.batch_size": "16"}
     processes = [hosts_on(board, process) for process in range(3)]
-    assert on_threads(*(lambda h=h: h.compare("config", facts, "Advice") for h in processes)) == [""] * 3
+    assert (
+        on_threads(*(lambda h=h: h.compare("config", facts, "Advice") for h in processes))
+        == [""] * 3
+    )
 
     other = facts | {"run.seed": "7", "jax's version": "1"}
     told = [facts, facts, other]
     errors = on_threads(
-        *(lambda h=h, f=f: h.compare("config", f, "Advice") for h, f in zip(processes, told, strict=True))
+        *(
+            lambda h=h, f=f: h.compare("config", f, "Advice")
+            for h, f in zip(processes, told, strict=True)
+        )
     )
     assert (
         errors
@@ -70,13 +78,18 @@ def test_a_process_that_does_not_answer_is_named() -> None:
     assert errors[0] == f"{late}distributed.start_timeout"
     assert "process 0 (host-a) has not told" in errors[1]
     errors = on_threads(*(lambda h=h: h.meet("training") for h in present))
-    assert ["process 1 (host-b) has not come to training" in error for error in errors] == [True, True]
+    assert ["process 1 (host-b) has not come to training" in error for error in errors] == [
+        True,
+        True,
+    ]
 
 
 def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     board = MemoryBoard()
     early, late = hosts_on(board, 0, 2), hosts_on(board, 1, 2)
-    assert on_threads(lambda: early.meet("training"), lambda: (time.sleep(0.3), late.meet("training"))) == ["", ""]
+    assert on_threads(
+        lambda: early.meet("training"), lambda: (time.sleep(0.3), late.meet("training"))
+    ) == ["", ""]
     late.end("process 1 (host-b) failed: no space left")
     assert on_threads(lambda: early.meet("the end")) == ["process 1 (host-b) failed: no space left"]
 
@@ -105,7 +118,9 @@ def beat_together(watchdogs: list[Watchdog], clock: Clock, seconds: float) -> li
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_silent_process_ends_the_others(silent: int) -> None:
     board, clock = MemoryBoard(), Clock()
-    watchdogs = [Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)]
+    watchdogs = [
+        Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)
+    ]
     assert beat_together(watchdogs, clock, 30) == [None] * 3
     rest = [watchdog for process, watchdog in enumerate(watchdogs) if process != silent]
     assert beat_together(rest, clock, 8) == [None] * 2
@@ -117,7 +132,9 @@ def test_a_silent_process_ends_the_others(silent: int) -> None:
 
 def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
     board, clock = MemoryBoard(), Clock()
-    watchdogs = [Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)]
+    watchdogs = [
+        Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)
+    ]
     assert beat_together(watchdogs, clock, 5) == [None] * 3
     clock.now += 60  # the machine slept
     assert watchdogs[0].beat() is None
@@ -155,11 +172,16 @@ def coordinator() -> Iterator[tuple[str, int]]:
     child.wait()
 
 
-def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(coordinator: tuple[str, int]) -> None:
+def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(
+    coordinator: tuple[str, int],
+) -> None:
     first, second = (RemoteBoard(coordinator, process, 5.0) for process in range(2))
     first.key_value_set("a/0", "x")
     second.key_value_set("a/1", json.dumps({"text": "ä\n"}))
-    assert sorted(first.key_value_dir_get("a/")) == [("a/0", "x"), ("a/1", json.dumps({"text": "ä\n"}))]
+    assert sorted(first.key_value_dir_get("a/")) == [
+        ("a/0", "x"),
+        ("a/1", json.dumps({"text": "ä\n"})),
+    ]
     first.key_value_delete("a/0")
     assert [key for key, _ in second.key_value_dir_get("a/")] == ["a/1"]
     with pytest.raises(HostsError, match="process number 1 is taken by another process"):
@@ -170,7 +192,9 @@ def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(coordinato
     time.sleep(RECONNECT_SECONDS + 0.5)
     assert first.key_value_dir_get("ended/") == []
     second.close()
-    with pytest.raises(HostsError, match=rf"process 1 \({socket.gethostname()}\) was killed or crashed"):
+    with pytest.raises(
+        HostsError, match=rf"process 1 \({socket.gethostname()}\) was killed or crashed"
+    ):
         gather(first, "never", 2, 3 * RECONNECT_SECONDS, lambda missing: f"too late: {missing}")
     second.key_value_set("b", "")
     second.leave()
@@ -181,5 +205,7 @@ def test_an_absent_coordinator_is_one_line() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # not listening
         board = RemoteBoard(probe.getsockname(), 1, 0.5)
-        with pytest.raises(HostsError, match=r"which process 0 starts at 127\.0\.0\.1:.* has not answered for 0 s"):
+        with pytest.raises(
+            HostsError, match=r"which process 0 starts at 127\.0\.0\.1:.* has not answered for 0 s"
+        ):
             board.key_value_set("a", "")

@@ -44,7 +44,10 @@ def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError) as caught, RunLock(tmp_path):
                 pass
             text = str(caught.value)
-            assert text.startswith(f"{tmp_path} is held by process {os.getpid()} on ") and "(since 2" in text
+            assert (
+                text.startswith(f"{tmp_path} is held by process {os.getpid()} on ")
+                and "(since 2" in text
+            )
             assert "choose another run.directory" in text and "\n" not in text
         assert [entry.name for entry in tmp_path.iterdir()] == ["run.lock"]
     with RunLock(tmp_path):
@@ -64,9 +67,14 @@ def test_a_killed_holder_gives_way_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"is held by process {process.pid} on "), RunLock(tmp_path):
+        with (
+            pytest.raises(CheckpointError, match=f"is held by process {process.pid} on "),
+            RunLock(tmp_path),
+        ):
             pass
-        process.send_signal(signal.SIGKILL)  # not waited for: as long as nobody does, it is a zombie
+        process.send_signal(
+            signal.SIGKILL
+        )  # not waited for: as long as nobody does, it is a zombie
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         lines: list[str] = []
         with RunLock(tmp_path, lines.append, silence_seconds=600):
@@ -83,7 +91,9 @@ def test_a_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
         pass
 
 
-def test_a_silent_holder_elsewhere_is_waited_for_and_taken_over(tmp_path: Path, elsewhere: Holder) -> None:
+def test_a_silent_holder_elsewhere_is_waited_for_and_taken_over(
+    tmp_path: Path, elsewhere: Holder
+) -> None:
     write(tmp_path, elsewhere)
     lines: list[str] = []
     with RunLock(tmp_path, lines.append, silence_seconds=0.3):
@@ -91,7 +101,9 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_taken_over(tmp_path: Path, 
     assert "waiting up to 0 s for a sign of life" in lines[0] and "is taken over" in lines[1]
 
 
-def test_a_holder_elsewhere_whose_heart_beats_keeps_the_folder(tmp_path: Path, elsewhere: Holder) -> None:
+def test_a_holder_elsewhere_whose_heart_beats_keeps_the_folder(
+    tmp_path: Path, elsewhere: Holder
+) -> None:
     write(tmp_path, elsewhere)
     timer = threading.Timer(0.5, write, (tmp_path, replace(elsewhere, beat=1)))
     timer.start()
@@ -102,13 +114,17 @@ def test_a_holder_elsewhere_whose_heart_beats_keeps_the_folder(tmp_path: Path, e
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}'])
-def test_a_lock_that_cannot_be_read_is_stale_when_nobody_rewrites_it(tmp_path: Path, content: str) -> None:
+def test_a_lock_that_cannot_be_read_is_stale_when_nobody_rewrites_it(
+    tmp_path: Path, content: str
+) -> None:
     (tmp_path / "run.lock").write_text(content)
     with RunLock(tmp_path, lambda _: None, silence_seconds=0.2):
         pass
 
 
-def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(tmp_path: Path, elsewhere: Holder) -> None:
+def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(
+    tmp_path: Path, elsewhere: Holder
+) -> None:
     lost = threading.Event()
     lines: list[str] = []
 
@@ -128,7 +144,9 @@ def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(tmp_path: P
             write(tmp_path, elsewhere)
             assert lost.wait(10)
     assert "was taken over by process" in lines[0]
-    assert json.loads((tmp_path / "run.lock").read_text())["token"] == "theirs", "what is not ours stays"
+    assert json.loads((tmp_path / "run.lock").read_text())["token"] == "theirs", (
+        "what is not ours stays"
+    )
 
 
 def test_a_second_run_is_refused_before_it_reads_anything(tmp_path: Path) -> None:
@@ -136,7 +154,10 @@ def test_a_second_run_is_refused_before_it_reads_anything(tmp_path: Path) -> Non
     with open_folder(config, False) as checked:
         assert checked.optimizer.decay_steps == 10
         for resume in (False, True, "auto"):
-            with pytest.raises(CheckpointError, match="is held by process"), open_folder(config, resume):
+            with (
+                pytest.raises(CheckpointError, match="is held by process"),
+                open_folder(config, resume),
+            ):
                 pass
     with open_folder(config, True):
         pass

@@ -23,7 +23,15 @@ def strict_json(text: str) -> Any:
 
 def test_records_are_valid_json_and_flushed(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(1, {"loss": jnp.float32(1.5), "rows": np.int64(3), "kind": "train", "grad_norm": float("nan")})
+        writer.write(
+            1,
+            {
+                "loss": jnp.float32(1.5),
+                "rows": np.int64(3),
+                "kind": "train",
+                "grad_norm": float("nan"),
+            },
+        )
         (line,) = writer.path.read_text().splitlines()
         record = strict_json(line)
         assert record.pop("time") > 0
@@ -53,18 +61,31 @@ def test_resume_keeps_one_straight_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tail", ['{"step": 3, "loss": 3.0}', '{"step": 4, "loss": 4.0}\n{"step"', '{"step": 3, "loss": 3.0}\n\0']
+    "tail",
+    [
+        '{"step": 3, "loss": 3.0}',
+        '{"step": 4, "loss": 4.0}\n{"step"',
+        '{"step": 3, "loss": 3.0}\n\0',
+    ],
 )
 def test_each_step_is_there_once_whatever_a_kill_left(tmp_path: Path, tail: str, capsys) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n' + tail)
-    (tmp_path / "examples.jsonl").write_text('{"step": 1, "ids": ["a"]}\n{"step": 2, "ids": ["b"]}\n{"step": 3, "i')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n' + tail
+    )
+    (tmp_path / "examples.jsonl").write_text(
+        '{"step": 1, "ids": ["a"]}\n{"step": 2, "ids": ["b"]}\n{"step": 3, "i'
+    )
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.resume_from(2)
         writer.write(3, {"loss": 3.0})
         writer.write_examples(3, ["c", "ü"])
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
     examples = [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
-    assert examples == [{"step": 1, "ids": ["a"]}, {"step": 2, "ids": ["b"]}, {"step": 3, "ids": ["c", "ü"]}]
+    assert examples == [
+        {"step": 1, "ids": ["a"]},
+        {"step": 2, "ids": ["b"]},
+        {"step": 3, "ids": ["c", "ü"]},
+    ]
     assert capsys.readouterr().out == ""
 
 
@@ -76,7 +97,9 @@ def test_a_damaged_file_of_records_is_put_aside_and_said(tmp_path: Path, capsys)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
     said = capsys.readouterr().out
-    assert "metrics.jsonl: 2 lines are no records and are left out" in said and said.count("\n") == 1
+    assert (
+        "metrics.jsonl: 2 lines are no records and are left out" in said and said.count("\n") == 1
+    )
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
@@ -110,7 +133,9 @@ def test_wandb_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def init(**arguments: Any) -> Any:
         calls.append(arguments["id"])
-        return SimpleNamespace(id="r1", log=lambda values, step: calls.append((step, values)), finish=lambda: None)
+        return SimpleNamespace(
+            id="r1", log=lambda values, step: calls.append((step, values)), finish=lambda: None
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for step in (1, 2):
@@ -126,7 +151,11 @@ def test_missing_wandb_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_summary(tmp_path: Path) -> None:
-    summary = {"steps": 10, "eval": {"loss": jnp.float32(0.5), "exact_match": {"picture": float("inf")}}, "m": (1, 2)}
+    summary = {
+        "steps": 10,
+        "eval": {"loss": jnp.float32(0.5), "exact_match": {"picture": float("inf")}},
+        "m": (1, 2),
+    }
     MetricsWriter(tmp_path).write_summary(summary)
     expected = {"steps": 10, "eval": {"loss": 0.5, "exact_match": {"picture": None}}, "m": [1, 2]}
     assert strict_json((tmp_path / "summary.json").read_text()) == expected

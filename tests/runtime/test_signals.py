@@ -114,7 +114,9 @@ def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int
     done = [0, 0, 0]
 
     def train(process: int) -> None:
-        agreement = Agreement(board, "stop", process, 3, lambda: process in notified and asked.is_set(), 0.002)
+        agreement = Agreement(
+            board, "stop", process, 3, lambda: process in notified and asked.is_set(), 0.002
+        )
         agreement.start()
         for step in range(1, 2000):
             with reached:

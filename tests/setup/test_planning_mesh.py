@@ -13,10 +13,24 @@ def test_what_plans_without_running_takes_the_mesh_of_the_config_or_as_many_data
         return dict(planning_mesh(parse_config(tiny_config(tmp_path, **changes)), ranks).shape)
 
     assert shape() == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
-    assert shape(mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
+    assert shape(mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {
+        "data": 2,
+        "fsdp": 2,
+        "context": 1,
+        "tensor": 2,
+    }
     assert shape(mesh={"data": 2, "fsdp": 2}) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
-    assert shape(64, mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {"data": 64, "fsdp": 1, "context": 1, "tensor": 2}
-    with pytest.raises(ConfigError, match=r"mesh.tensor is -1, but --ranks leaves no devices to count"):
+    assert shape(64, mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {
+        "data": 64,
+        "fsdp": 1,
+        "context": 1,
+        "tensor": 2,
+    }
+    with pytest.raises(
+        ConfigError, match=r"mesh.tensor is -1, but --ranks leaves no devices to count"
+    ):
         shape(64, mesh={"data": 2, "tensor": -1})
-    with pytest.raises(ConfigError, match=r"pipeline.stages \(2\): this command plans steps without a pipeline"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline.stages \(2\): this command plans steps without a pipeline"
+    ):
         shape(pipeline__stages=2)

@@ -23,10 +23,14 @@ def test_a_vocabulary_holds_all_tokens(tmp_path):
     tokenizer = ByteTokenizer()
 
     def rows(size: int | str) -> int:
-        return vocabulary(parse_config(tiny_config(tmp_path, model__language__vocab_size=size)), tokenizer)
+        return vocabulary(
+            parse_config(tiny_config(tmp_path, model__language__vocab_size=size)), tokenizer
+        )
 
     assert rows("auto") % VOCABULARY_MULTIPLE == 0
     assert 0 <= rows("auto") - tokenizer.vocab_size < VOCABULARY_MULTIPLE
     assert rows(tokenizer.vocab_size) == tokenizer.vocab_size
-    with pytest.raises(ConfigError, match=rf"is 100, but the tokenizer has {tokenizer.vocab_size} tokens; raise it"):
+    with pytest.raises(
+        ConfigError, match=rf"is 100, but the tokenizer has {tokenizer.vocab_size} tokens; raise it"
+    ):
         rows(100)

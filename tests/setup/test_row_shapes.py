@@ -32,10 +32,21 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
 ):
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
     rows = PhaseSpec(
-        make_phases(config.model)[phase], 4, tuple(capacities), 8, 1, ItemCost(1, 1), long_capacity=long_capacity
+        make_phases(config.model)[phase],
+        4,
+        tuple(capacities),
+        8,
+        1,
+        ItemCost(1, 1),
+        long_capacity=long_capacity,
     )
     split = {phase} if parts > 1 else ()
-    assert attention_block(config, rows, row_formats(modalities(config.model, config.data, split)), parts) == expected
+    assert (
+        attention_block(
+            config, rows, row_formats(modalities(config.model, config.data, split)), parts
+        )
+        == expected
+    )
 
 
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole_chunks(tmp_path):
@@ -48,5 +59,7 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole
 
     assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
     assert [of(block, 2) for block in (8, 32)] == [64, 256]
-    with pytest.raises(ConfigError, match=r"blocks of 16 slots, .* multiple of 32, .* audio tower .* raise it to 8"):
+    with pytest.raises(
+        ConfigError, match=r"blocks of 16 slots, .* multiple of 32, .* audio tower .* raise it to 8"
+    ):
         of(4, 2)

@@ -42,7 +42,10 @@ class Case:
 
     def buffers(self, pool):
         return jax.tree.map(
-            lambda x: np.zeros((len(self.gather_forward), BUFFER[self.pairs], *x.shape[2:]), x.dtype), pool
+            lambda x: np.zeros(
+                (len(self.gather_forward), BUFFER[self.pairs], *x.shape[2:]), x.dtype
+            ),
+            pool,
         )
 
     @property
@@ -53,14 +56,20 @@ class Case:
     def forward(self):
         return jax.jit(
             functools.partial(
-                self._run, self.exchange.hop, self.exchange.deliver, self.send_forward, self.gather_forward
+                self._run,
+                self.exchange.hop,
+                self.exchange.deliver,
+                self.send_forward,
+                self.gather_forward,
             )
         )
 
     @cached_property
     def transposed(self):
         hop, deliver = self.exchange.hop_back, self.exchange.deliver_back
-        return jax.jit(functools.partial(self._run, hop, deliver, self.send_backward, self.gather_backward))
+        return jax.jit(
+            functools.partial(self._run, hop, deliver, self.send_backward, self.gather_backward)
+        )
 
     def _run(self, hop, deliver, hops, gather, source, target):
         buffer = self.buffers(source)
@@ -73,13 +82,23 @@ def make_case(name, seed=0):
     """The tables as balance/records.py documents them, filled one token at a time. Tokens that change their exchange
     rank go straight in a random hop or, every other one, by a random third in two hops."""
     encoder_axes, language_axes, (shared, encoder_only, language_only) = GEOMETRIES[name]
-    layouts = make_layout(MESH, {"batch": encoder_axes}), make_layout(MESH, {"batch": language_axes})
+    layouts = (
+        make_layout(MESH, {"batch": encoder_axes}),
+        make_layout(MESH, {"batch": language_axes}),
+    )
     exchange = Exchange(MESH, *layouts, PADDED.hop_on_device)
     encoder_grid, language_grid = exchange.grid()
-    assert encoder_grid.shape == (shared, encoder_only) and language_grid.shape == (shared, language_only)
+    assert encoder_grid.shape == (shared, encoder_only) and language_grid.shape == (
+        shared,
+        language_only,
+    )
     rng = np.random.default_rng(seed)
-    sources = rng.permutation([(r, s) for r in range(encoder_grid.size) for s in range(ENCODER_SLOTS)])
-    targets = rng.permutation([(r, s) for r in range(language_grid.size) for s in range(LANGUAGE_SLOTS)])
+    sources = rng.permutation(
+        [(r, s) for r in range(encoder_grid.size) for s in range(ENCODER_SLOTS)]
+    )
+    targets = rng.permutation(
+        [(r, s) for r in range(language_grid.size) for s in range(LANGUAGE_SLOTS)]
+    )
     count = 4 * min(len(sources), len(targets)) // 5
     moves = np.concatenate([sources[:count], targets[:count]], axis=1).tolist()
 
@@ -134,7 +153,10 @@ def case(request):
 def pools(case, seed):
     """(tokens, valid) of the encoder ranks and of the language ranks."""
     rng = np.random.default_rng(seed)
-    for layout, slots in ((case.exchange.encoder, ENCODER_SLOTS), (case.exchange.language, LANGUAGE_SLOTS)):
+    for layout, slots in (
+        (case.exchange.encoder, ENCODER_SLOTS),
+        (case.exchange.language, LANGUAGE_SLOTS),
+    ):
         tokens = rng.standard_normal((layout.ranks, slots, WIDTH)).astype(np.float32)
         yield tokens, rng.integers(0, 9, (layout.ranks, slots)).astype(np.int32)
 
@@ -189,11 +211,29 @@ def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
     exchange = Exchange(MESH, case.exchange.encoder, case.exchange.language, hop_on_device)
     shared, ranks = case.pairs, len(case.gather_forward)
     for hop, deliver, layout, other, slots, arrivals in (
-        (exchange.hop, exchange.deliver, exchange.encoder, exchange.language, ENCODER_SLOTS, LANGUAGE_SLOTS),
-        (exchange.hop_back, exchange.deliver_back, exchange.language, exchange.encoder, LANGUAGE_SLOTS, ENCODER_SLOTS),
+        (
+            exchange.hop,
+            exchange.deliver,
+            exchange.encoder,
+            exchange.language,
+            ENCODER_SLOTS,
+            LANGUAGE_SLOTS,
+        ),
+        (
+            exchange.hop_back,
+            exchange.deliver_back,
+            exchange.language,
+            exchange.encoder,
+            LANGUAGE_SLOTS,
+            ENCODER_SLOTS,
+        ),
     ):
-        source = jax.ShapeDtypeStruct((layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows)
-        target = jax.ShapeDtypeStruct((other.ranks, arrivals, WIDTH), np.float32, sharding=other.rows)
+        source = jax.ShapeDtypeStruct(
+            (layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows
+        )
+        target = jax.ShapeDtypeStruct(
+            (other.ranks, arrivals, WIDTH), np.float32, sharding=other.rows
+        )
 
         def table(*shape, dtype=np.int32):
             return jax.ShapeDtypeStruct((ranks, *shape), dtype, sharding=exchange.tables)
@@ -205,6 +245,8 @@ def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
             return deliver(source, hop(source, buffer, 0, *tables), target, gather)
 
         lowered = (
-            jax.jit(run).trace(source, buffer, target, table(arrivals), *tables).lower(lowering_platforms=("cuda",))
+            jax.jit(run)
+            .trace(source, buffer, target, table(arrivals), *tables)
+            .lower(lowering_platforms=("cuda",))
         )
         assert ("ragged_all_to_all" if ragged else "all_to_all") in lowered.as_text()

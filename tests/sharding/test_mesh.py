@@ -16,7 +16,9 @@ def test_axes_keep_their_order_and_use_every_device():
     ("sizes", "shape"), [((-1, 2, 2), (2, 2, 2)), ((2, -1, 1), (2, 4, 1)), ((8, 1, -1), (8, 1, 1))]
 )
 def test_one_size_may_be_the_rest(sizes, shape):
-    assert make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))).devices.shape == shape
+    assert (
+        make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))).devices.shape == shape
+    )
 
 
 def test_axes_are_left_to_the_compiler():

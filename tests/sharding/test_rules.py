@@ -24,7 +24,9 @@ def test_batch_takes_axes_from_the_computation():
     layout = make_layout(MESH, {"batch": ["data", "fsdp", "tensor"]})
     assert layout.ranks == 8
     assert all(layout.mesh_axes(name) == () for name in ("heads", "kv_heads", "mlp", "vocab"))
-    assert layout.mesh_axes("embed") == ("fsdp",)  # parameters may stay split over a batch axis: they are gathered
+    assert layout.mesh_axes("embed") == (
+        "fsdp",
+    )  # parameters may stay split over a batch axis: they are gathered
 
 
 def test_axes_are_in_mesh_order_however_they_are_named():
@@ -40,9 +42,18 @@ def test_an_empty_override_replicates():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"width": ["fsdp"]}, r"here: unknown logical axis 'width'; known: batch, sequence, layers, embed"),
-        ({"embed": ["model"]}, r"here\.embed: unknown mesh axis 'model'; the mesh has data, fsdp, tensor"),
-        ({"batch": ["data", "tensor"], "mlp": ["tensor"]}, r"here: .*\['tensor'\] .*'batch' and 'mlp'"),
+        (
+            {"width": ["fsdp"]},
+            r"here: unknown logical axis 'width'; known: batch, sequence, layers, embed",
+        ),
+        (
+            {"embed": ["model"]},
+            r"here\.embed: unknown mesh axis 'model'; the mesh has data, fsdp, tensor",
+        ),
+        (
+            {"batch": ["data", "tensor"], "mlp": ["tensor"]},
+            r"here: .*\['tensor'\] .*'batch' and 'mlp'",
+        ),
         ({"heads": ["data"]}, r"here: .*\['data'\] .*'batch' and 'heads'"),
     ],
 )
@@ -54,13 +65,17 @@ def test_impossible_layouts_are_refused(overrides, message):
 def test_a_dimension_that_does_not_split_is_refused():
     layout = make_layout(MESH)
     layout.check("language.head", (16, 6), ("embed", "vocab"))
-    with pytest.raises(MeshError, match=r"language\.head: axis 'vocab' of length 7 .* \('tensor',\) of 2 devices"):
+    with pytest.raises(
+        MeshError, match=r"language\.head: axis 'vocab' of length 7 .* \('tensor',\) of 2 devices"
+    ):
         layout.check("language.head", (16, 7), ("embed", "vocab"))
 
 
 def test_two_dimensions_over_one_mesh_axis_are_refused():
     layout = make_layout(MESH, {"embed": ["fsdp", "tensor"]})
-    with pytest.raises(MeshError, match=r"language\.up: .*'embed', 'mlp'.* \['tensor'\]; change this .* layout"):
+    with pytest.raises(
+        MeshError, match=r"language\.up: .*'embed', 'mlp'.* \['tensor'\]; change this .* layout"
+    ):
         layout.check("language.up", (16, 16), ("embed", "mlp"))
 
 

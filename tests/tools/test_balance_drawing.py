@@ -11,7 +11,9 @@ from jaxmllm.tools import balance_figures as figures
 
 
 def test_a_phase_without_items_is_left_out_of_the_picture(balance):
-    empty = figures.PhaseView(np.zeros((0, 4)), np.zeros((0, 4), np.int64), np.zeros(0, np.int64), {})
+    empty = figures.PhaseView(
+        np.zeros((0, 4)), np.zeros((0, 4), np.int64), np.zeros(0, np.int64), {}
+    )
     views = {mode: {**view, "audio": empty} for mode, view in balance.views.items()}
     assert len(drawing.draw(views, "no sound").axes) == 8
     assert figures.table(views)[2][2:] == ["-"] * 6

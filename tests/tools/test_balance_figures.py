@@ -9,17 +9,26 @@ from jaxmllm.tools import balance_figures as figures
 
 
 def test_the_table_has_the_statistics_of_the_plans(compared, balance):
-    plans = {spec.mode: plan_step(compared.items, spec).statistics for spec in (compared.before, compared.after)}
+    plans = {
+        spec.mode: plan_step(compared.items, spec).statistics
+        for spec in (compared.before, compared.after)
+    }
     table = figures.table(balance.views)
-    assert [row[:2] for row in table[:-2]] == [[p, m] for p in ("vision", "audio", "language") for m in plans]
+    assert [row[:2] for row in table[:-2]] == [
+        [p, m] for p in ("vision", "audio", "language") for m in plans
+    ]
     for phase, mode, gap, ratio, synchronised, rows, real, idle in table[:-2]:
         said = {name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()}
         assert float(ratio) == pytest.approx(said["max_over_mean"], abs=6e-4)
         assert float(gap) == pytest.approx(said["gap_to_floor"], abs=6e-4)
         assert float(synchronised) == pytest.approx(said["synchronised"], abs=6e-4)
         assert int(rows) == said["microbatches"]
-        assert float(real.removesuffix(" %")) == pytest.approx(100 * said["real_token_fraction"], abs=0.06)
-        assert float(idle.removesuffix(" %")) == pytest.approx(100 * (1 - 1 / said["synchronised"]), abs=0.06)
+        assert float(real.removesuffix(" %")) == pytest.approx(
+            100 * said["real_token_fraction"], abs=0.06
+        )
+        assert float(idle.removesuffix(" %")) == pytest.approx(
+            100 * (1 - 1 / said["synchronised"]), abs=0.06
+        )
 
 
 def test_the_exchange_is_told_by_mode(compared, balance):
@@ -27,9 +36,14 @@ def test_the_exchange_is_told_by_mode(compared, balance):
     shown = figures.route_table(balance.routes)
     tokens = sum(int(compared.items.phases[phase].tokens.sum()) for phase in ("vision", "audio"))
     assert [row[0] for row in shown] == ["none", "phases"]
-    assert all(float(row[1]) == pytest.approx(tokens * compared.token_bytes / 1e6, abs=0.06) for row in shown)
+    assert all(
+        float(row[1]) == pytest.approx(tokens * compared.token_bytes / 1e6, abs=0.06)
+        for row in shown
+    )
     moved = plan_step(compared.items, compared.after).statistics["route/vision/moved_tokens"]
-    assert shown[0][2] == "-" and float(shown[1][2].removesuffix(" %")) == pytest.approx(100 * moved / tokens, abs=0.06)
+    assert shown[0][2] == "-" and float(shown[1][2].removesuffix(" %")) == pytest.approx(
+        100 * moved / tokens, abs=0.06
+    )
     assert [row[3:5] for row in shown] == [["-", "-"]] * 2
     assert float(shown[1][5]) >= 1
 
@@ -41,7 +55,12 @@ def test_what_is_drawn_adds_up_to_the_batch(compared, balance):
             assert view.real.sum() == items.real.sum()
             assert (view.real <= view.capacity[:, None]).all()
             length = items.length.astype(float)
-            assert view.load.sum() == pytest.approx((spec.cost.linear * length + spec.cost.quadratic * length**2).sum())
-    times = [sum(view.load.max(axis=1).sum() for view in views.values()) for views in balance.views.values()]
+            assert view.load.sum() == pytest.approx(
+                (spec.cost.linear * length + spec.cost.quadratic * length**2).sum()
+            )
+    times = [
+        sum(view.load.max(axis=1).sum() for view in views.values())
+        for views in balance.views.values()
+    ]
     assert balance.ratio == pytest.approx(times[0] / times[1])
     assert balance.ratio > 1

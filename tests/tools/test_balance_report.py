@@ -28,7 +28,10 @@ def rows_of(page, number):
 
 
 def test_both_files_are_written_and_the_page_holds_the_picture(folder):
-    picture, page = (folder / "balance.png").read_bytes(), (folder / "balance.html").read_text(encoding="utf-8")
+    picture, page = (
+        (folder / "balance.png").read_bytes(),
+        (folder / "balance.html").read_text(encoding="utf-8"),
+    )
     assert np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).std() > 10
     assert base64.b64encode(picture).decode() in page
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)  # nothing is loaded from elsewhere
@@ -41,13 +44,20 @@ def test_the_page_has_the_tables(folder, balance):
 
 
 def test_the_command_draws_data_of_a_config(balance_config, tmp_path, capsys):
-    assert report.main(["--config", str(balance_config), "--out", str(tmp_path), "data.batch_size=16"]) == 0
+    assert (
+        report.main(["--config", str(balance_config), "--out", str(tmp_path), "data.batch_size=16"])
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "config.yaml, 2 data ranks, 16 examples per step" in out and "as long with mode none" in out
+    assert (
+        "config.yaml, 2 data ranks, 16 examples per step" in out and "as long with mode none" in out
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"balance.png", "balance.html"}
 
 
-@pytest.mark.parametrize("command", [[], ["--generated", "run.seed=1"], ["--generated", "--ranks", "0"]])
+@pytest.mark.parametrize(
+    "command", [[], ["--generated", "run.seed=1"], ["--generated", "--ranks", "0"]]
+)
 def test_commands_that_make_no_sense_are_refused(command, capsys):
     with pytest.raises(SystemExit):
         report.main(command)

@@ -31,7 +31,9 @@ ROWS = [fill for capacity in (4096, 512) for fill in fills(capacity, 8, 64)]
 
 def close(found: Coefficients, tolerance: float) -> bool:
     names = ("row", "slot", "linear", "quadratic")
-    return all(getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=tolerance) for name in names)
+    return all(
+        getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=tolerance) for name in names
+    )
 
 
 # ---------------------------------------------------------------------------- the fit
@@ -40,9 +42,20 @@ def close(found: Coefficients, tolerance: float) -> bool:
 def test_rows_are_filled_in_every_way():
     assert len(set(ROWS)) == len(ROWS)
     for fill in ROWS:
-        assert fill.length % 8 == 0 and 0 < fill.items * fill.length <= fill.capacity and fill.items <= 64
+        assert (
+            fill.length % 8 == 0
+            and 0 < fill.items * fill.length <= fill.capacity
+            and fill.items <= 64
+        )
     assert {fill.items for fill in ROWS} == {1, 2, 4, 8, 16, 32, 64}
-    assert {fill.items * fill.length for fill in ROWS if fill.items == 1} == {4096, 2048, 1024, 512, 256, 128}
+    assert {fill.items * fill.length for fill in ROWS if fill.items == 1} == {
+        4096,
+        2048,
+        1024,
+        512,
+        256,
+        128,
+    }
     assert max(fill.items for fill in fills(4096, 8, 5)) == 4
 
 
@@ -53,19 +66,29 @@ def test_the_fit_recovers_known_coefficients():
 
 def test_the_fit_bears_noise():
     noise = np.random.default_rng(0).normal(1, 0.02, len(ROWS))
-    found = fit({fill: KNOWN.seconds(fill, FLOPS) * factor for fill, factor in zip(ROWS, noise, strict=True)}, FLOPS)
+    found = fit(
+        {
+            fill: KNOWN.seconds(fill, FLOPS) * factor
+            for fill, factor in zip(ROWS, noise, strict=True)
+        },
+        FLOPS,
+    )
     assert close(found, 0.15) and 0.01 < found.residual < 0.03
 
 
 def test_with_one_capacity_the_row_is_told_by_its_slots():
     found = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS if fill.capacity == 512}, FLOPS)
-    assert found.row == 0 and found.slot * 512 == pytest.approx(KNOWN.row + KNOWN.slot * 512, rel=1e-4)
+    assert found.row == 0 and found.slot * 512 == pytest.approx(
+        KNOWN.row + KNOWN.slot * 512, rel=1e-4
+    )
     assert found.linear == pytest.approx(KNOWN.linear, rel=1e-4)
 
 
 def test_no_coefficient_is_negative():
     """Rows that get faster the more they hold: noise, which must not make items a gain."""
-    found = fit({fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS}, FLOPS)
+    found = fit(
+        {fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS}, FLOPS
+    )
     assert found.linear == found.quadratic == 0 and found.row > 0 and found.residual > 0.1
 
 
@@ -117,7 +140,10 @@ def written(path, **changes):
         ({"phases__vision__training__quadratic": "fast"}, "phases.vision.training.quadratic: "),
         ({"phases__vision__training__linear": None}, "phases.vision.training.linear: "),
         ({"phases__vision__speed": 1}, "phases.vision.speed: "),
-        ({"phases__audio__training": dict.fromkeys(Coefficients.model_fields, 0.0)}, "phases.audio.training: "),
+        (
+            {"phases__audio__training": dict.fromkeys(Coefficients.model_fields, 0.0)},
+            "phases.audio.training: ",
+        ),
     ],
 )
 def test_a_bad_file_is_told_in_one_line(tmp_path, changes, said):
@@ -147,7 +173,10 @@ def test_another_device_or_model_is_said(tmp_path):
     measured = load_calibration(written(tmp_path / "file.json"), ("language",))
     same, other = {"language": ItemCost(1, 1)}, {"language": ItemCost(1, 2)}
     assert measured.differences("some", same) == measured.differences(None, same) == []
-    assert "'some'" in measured.differences("TPU", same)[0] and "'TPU'" in measured.differences("TPU", same)[0]
+    assert (
+        "'some'" in measured.differences("TPU", same)[0]
+        and "'TPU'" in measured.differences("TPU", same)[0]
+    )
     assert "language" in measured.differences("some", other)[0]
 
 
@@ -176,7 +205,9 @@ def command(data, tmp_path_factory):
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     out = folder / "made" / "calibration.json"
     arguments = ["--config", str(folder / "config.yaml"), "--out", str(out), "--repeats", "1"]
-    assert calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0  # what it replaces is not read
+    assert (
+        calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0
+    )  # what it replaces is not read
     return folder / "config.yaml", out
 
 
@@ -186,9 +217,14 @@ def test_the_command_measures_every_phase(command):
     assert measured.mesh["data"] == 4 and measured.jax == jax.__version__
     for phase in measured.phases.values():
         full = Fill(phase.capacities[0], 1, phase.capacities[0])
-        assert phase.forward.seconds(full, phase.flops) > 0 and 0 < phase.training.seconds(full, phase.flops) < 10
+        assert (
+            phase.forward.seconds(full, phase.flops) > 0
+            and 0 < phase.training.seconds(full, phase.flops) < 10
+        )
     lines = calibrate.table(measured)
-    assert [line[:2] for line in lines] == [[p, n] for p in measured.phases for n in ("forward", "training")]
+    assert [line[:2] for line in lines] == [
+        [p, n] for p in measured.phases for n in ("forward", "training")
+    ]
 
 
 def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
@@ -216,7 +252,9 @@ def test_a_poor_fit_is_said(command, capsys):
     measured = load_calibration(command[1], ("vision", "language"))
     for residual, said in ((0.01, False), (0.5, True)):
         phase = measured.phases["vision"]
-        phase = phase.model_copy(update={"training": phase.training.model_copy(update={"residual": residual})})
+        phase = phase.model_copy(
+            update={"training": phase.training.model_copy(update={"residual": residual})}
+        )
         calibrate.show(measured.model_copy(update={"phases": {"vision": phase}}), "title")
         assert ("fit of vision is poor" in capsys.readouterr().out) == said
 
@@ -226,7 +264,10 @@ def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(tree | {"device": "TPU v9"}))
     config = load_config(command[0], [f"balance.calibration={other}"])
-    for mesh, warnings in ((make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), 1), (abstract_mesh({"data": 8}, 8), 0)):
+    for mesh, warnings in (
+        (make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), 1),
+        (abstract_mesh({"data": 8}, 8), 0),
+    ):
         inputs = prepare(config, mesh)
         caplog.clear()
         plan_spec(config, inputs)
@@ -247,11 +288,15 @@ def test_loss_and_gradients_do_not_notice(data, tmp_path):
     """The same programs on plans by FLOPs and by a calibration for which only attention counts."""
     setup = assemble(silent(data, mesh={"data": 2}), 2)
     only = dict.fromkeys(Coefficients.model_fields, 0.0) | {"quadratic": 1e-9}
-    path = written(tmp_path / "file.json", **{f"phases__{name}__training": only for name in setup.spec.phases})
+    path = written(
+        tmp_path / "file.json", **{f"phases__{name}__training": only for name in setup.spec.phases}
+    )
     config = parse_config(silent(data, mesh={"data": 2}, balance={"calibration": str(path)}))
     inputs = prepare(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
     chosen = plan_spec(config, inputs).phases
-    compiled = {name: (phase.capacities, phase.max_segments) for name, phase in setup.spec.phases.items()}
+    compiled = {
+        name: (phase.capacities, phase.max_segments) for name, phase in setup.spec.phases.items()
+    }
     phases = {
         name: replace(phase, capacities=compiled[name][0], max_segments=compiled[name][1])
         for name, phase in chosen.items()

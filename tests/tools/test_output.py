@@ -2,7 +2,15 @@
 
 import json
 
-from jaxmllm.tools.output import Page, html_table, measuring_parser, new_figure, print_table, write_json, write_picture
+from jaxmllm.tools.output import (
+    Page,
+    html_table,
+    measuring_parser,
+    new_figure,
+    print_table,
+    write_json,
+    write_picture,
+)
 
 ROWS = [["a<b", 0.123456, None], ["c", 7, "8 %"]]
 
@@ -17,16 +25,32 @@ def test_cells_are_the_same_in_text_and_html(capsys):
 
 
 def test_a_page_holds_its_picture(tmp_path):
-    page = Page(title="a & b", heading="A", introduction="<p>said</p>", picture="a square", body="<p>end</p>")
+    page = Page(
+        title="a & b",
+        heading="A",
+        introduction="<p>said</p>",
+        picture="a square",
+        body="<p>end</p>",
+    )
     told = write_picture(tmp_path / "new", "drawing", new_figure(1.0, head=0.2), page)
     text = (tmp_path / "new" / "drawing.html").read_text()
-    assert told == f"wrote {tmp_path / 'new' / 'drawing.png'} and {tmp_path / 'new' / 'drawing.html'}"
-    assert "<title>a &amp; b</title>" in text and "<p>said</p>" in text and "data:image/png;base64," in text
+    assert (
+        told == f"wrote {tmp_path / 'new' / 'drawing.png'} and {tmp_path / 'new' / 'drawing.html'}"
+    )
+    assert (
+        "<title>a &amp; b</title>" in text
+        and "<p>said</p>" in text
+        and "data:image/png;base64," in text
+    )
     assert (tmp_path / "new" / "drawing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_record_says_what_it_was_measured_on(tmp_path):
-    path = measuring_parser("what it does").parse_args(["--json", str(tmp_path / "made" / "x.json")]).json
+    path = (
+        measuring_parser("what it does")
+        .parse_args(["--json", str(tmp_path / "made" / "x.json")])
+        .json
+    )
     write_json(path, "name", 3, "from the seed", results=[1])
     record = json.loads(path.read_text())
     assert {"python", "jax", "jaxlib", "numpy"} == set(record["versions"])

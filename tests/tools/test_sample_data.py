@@ -36,7 +36,9 @@ def colour_in(path: Path) -> str:
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB"), float)
     height, width, _ = pixels.shape
-    middle = pixels[height * 2 // 5 : height * 3 // 5, width * 2 // 5 : width * 3 // 5].mean(axis=(0, 1))
+    middle = pixels[height * 2 // 5 : height * 3 // 5, width * 2 // 5 : width * 3 // 5].mean(
+        axis=(0, 1)
+    )
     return min(COLOURS, key=lambda name: float(np.abs(middle - COLOURS[name]).sum()))
 
 
@@ -62,7 +64,9 @@ def test_two_runs_give_the_same_bytes_and_another_seed_does_not(sample, tmp_path
     out, _ = sample
     make_sample(tmp_path / "again", seed=3, train=TRAIN, test=TEST)
     files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
-    assert files == sorted(p.relative_to(tmp_path / "again") for p in (tmp_path / "again").rglob("*") if p.is_file())
+    assert files == sorted(
+        p.relative_to(tmp_path / "again") for p in (tmp_path / "again").rglob("*") if p.is_file()
+    )
     for path in files:
         assert (out / path).read_bytes() == (tmp_path / "again" / path).read_bytes(), path
 
@@ -94,11 +98,22 @@ def test_answers_follow_from_the_media_alone(sample):
 
 def test_kinds_have_exactly_their_modalities(sample):
     out, summary = sample
-    wanted = {"picture": (True, False), "sound": (False, True), "both": (True, True), "text": (False, False)}
+    wanted = {
+        "picture": (True, False),
+        "sound": (False, True),
+        "both": (True, True),
+        "text": (False, False),
+    }
     records = read(out, "train")
     for record in records:
-        assert (bool(media_of(record, "image")), bool(media_of(record, "audio"))) == wanted[record["source"]]
-    assert {len(media_of(r, "image")) for r in records} == {len(media_of(r, "audio")) for r in records} == {0, 1, 2, 3}
+        assert (bool(media_of(record, "image")), bool(media_of(record, "audio"))) == wanted[
+            record["source"]
+        ]
+    assert (
+        {len(media_of(r, "image")) for r in records}
+        == {len(media_of(r, "audio")) for r in records}
+        == {0, 1, 2, 3}
+    )
     assert summary["train"]["without_picture"] == summary["train"]["without_clip"] == 0.5
 
 
@@ -121,7 +136,15 @@ def test_spreads_hold_for_the_files_that_are_asked_about(sample, split):
     assert max(seconds) / min(seconds) >= 15
     assert summary[split]["pictures"]["spread"] >= max(areas) / min(areas)
     assert summary[split]["clips"]["spread"] >= max(seconds) / min(seconds)
-    assert kinds >= {("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("JPEG", "RGB"), ("WEBP", "RGB"), "WAV", "FLAC"}
+    assert kinds >= {
+        ("PNG", "RGB"),
+        ("PNG", "RGBA"),
+        ("PNG", "P"),
+        ("JPEG", "RGB"),
+        ("WEBP", "RGB"),
+        "WAV",
+        "FLAC",
+    }
     assert len(rates) >= 3
     assert channels == {1, 2}
 

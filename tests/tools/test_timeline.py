@@ -57,7 +57,10 @@ def test_bars_stand_where_operations_run(schedule):
                 key = (graph.kind[n], graph.depth[n], graph.microbatch[n])
                 expected.add((rank, start, graph.duration[n] // PFLOP, name, *key))
         start += max(graph.duration[n] for n in row if n >= 0) // PFLOP
-    found = {(b.rank, b.start, b.length, b.component, int(b.kind), b.chunk, b.microbatch) for b in shown.bars}
+    found = {
+        (b.rank, b.start, b.length, b.component, int(b.kind), b.chunk, b.microbatch)
+        for b in shown.bars
+    }
     assert found == expected and len(shown.bars) == graph.size
     assert shown.ticks[-1] == start == lockstep(schedule) // PFLOP
     assert shown.busy() == pytest.approx([work / PFLOP / start for work in graph.rank_work])
@@ -73,7 +76,8 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
 
     def operations(one) -> list:
         return sorted(
-            (b.rank, np.searchsorted(one.ticks, b.start), b.component, b.kind, b.microbatch) for b in one.bars
+            (b.rank, np.searchsorted(one.ticks, b.start), b.component, b.kind, b.microbatch)
+            for b in one.bars
         )
 
     assert operations(shown) == operations(drawn)
@@ -89,7 +93,9 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
     ],
 )
 def test_a_generated_batch_is_drawn(choice, tmp_path, capsys):
-    assert timeline.main(["--generated", "--microbatches", "2", *choice, "--out", str(tmp_path)]) == 0
+    assert (
+        timeline.main(["--generated", "--microbatches", "2", *choice, "--out", str(tmp_path)]) == 0
+    )
     page = (tmp_path / "pipeline.html").read_text()
     (image,) = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert base64.b64decode(image) == (tmp_path / "pipeline.png").read_bytes()
@@ -104,7 +110,11 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     make_sample(folder, train=64, test=8)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(tiny_config(folder, mesh={"data": 2}, pipeline={"stages": 2, "layout": "chain"})))
+    file.write_text(
+        yaml.safe_dump(
+            tiny_config(folder, mesh={"data": 2}, pipeline={"stages": 2, "layout": "chain"})
+        )
+    )
     return file
 
 
@@ -112,7 +122,15 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
     """Drawn, and saved table for table; other steps and settings have other tables."""
 
     def saved(name: str, *changes: str) -> np.ndarray:
-        command = ["--config", str(config), "--save", str(tmp_path / name), "--out", str(tmp_path), *changes]
+        command = [
+            "--config",
+            str(config),
+            "--save",
+            str(tmp_path / name),
+            "--out",
+            str(tmp_path),
+            *changes,
+        ]
         assert timeline.main(command) == 0
         assert name in capsys.readouterr().out and (tmp_path / "pipeline.png").exists()
         return np.concatenate(load_tables(tmp_path / name).rows)
@@ -131,7 +149,10 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
 def test_configs_that_have_no_schedule_to_draw(config, capsys):
     for change, words in (
         ("pipeline.stages=1", "pipeline.stages (1): there is no schedule without stages"),
-        ("pipeline.schedule=zigzag", "pipeline.schedule = 'zigzag': there is no such schedule; choose one of 1f1b"),
+        (
+            "pipeline.schedule=zigzag",
+            "pipeline.schedule = 'zigzag': there is no such schedule; choose one of 1f1b",
+        ),
     ):
         assert timeline.main(["--config", str(config), change]) == 1
         assert words in capsys.readouterr().err
@@ -143,7 +164,11 @@ def test_configs_that_have_no_schedule_to_draw(config, capsys):
 
 
 def test_components_and_kinds_look_different():
-    colors = {timeline_drawing._color(name, kind) for name in ("vision", "audio", "language") for kind in Kind}
+    colors = {
+        timeline_drawing._color(name, kind)
+        for name in ("vision", "audio", "language")
+        for kind in Kind
+    }
     assert len(colors) == 12 and all(0 <= channel <= 1 for color in colors for channel in color)
 
 

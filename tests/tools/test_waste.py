@@ -30,7 +30,15 @@ data:
 phases: {{vision: {{block: 32}}, audio: {{block: 32}}, language: {{block: 32}}}}
 optimizer: {{learning_rate: 1e-3}}
 """
-FIGURES = {"real_token_fraction", "max_over_mean", "floor", "synchronised", "over_ideal", "rows", "plan_ms"}
+FIGURES = {
+    "real_token_fraction",
+    "max_over_mean",
+    "floor",
+    "synchronised",
+    "over_ideal",
+    "rows",
+    "plan_ms",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +54,21 @@ def config_file(tmp_path_factory):
 def report(config_file):
     path = config_file.with_name("waste.json")
     compilations = CompilationCounter()
-    assert main(["--config", str(config_file), "--ranks", str(RANKS), "--steps", str(STEPS), "--json", str(path)]) == 0
+    assert (
+        main(
+            [
+                "--config",
+                str(config_file),
+                "--ranks",
+                str(RANKS),
+                "--steps",
+                str(STEPS),
+                "--json",
+                str(path),
+            ]
+        )
+        == 0
+    )
     assert compilations.count == 0
     return json.loads(path.read_text())
 
@@ -65,8 +87,13 @@ def drawn(config_file):
     for mode in ("phases", "none"):
         with_mode = load_config(config_file, [f"balance.mode={mode}"])
         specs[mode] = plan_spec(with_mode, inputs)
-    batches = [inputs.corpus.gather(batch_examples(inputs.order, BATCH, step)) for step in range(STEPS)]
-    return [(items, plan_step(items, specs["phases"]), plan_step(items, specs["none"])) for items in batches], specs
+    batches = [
+        inputs.corpus.gather(batch_examples(inputs.order, BATCH, step)) for step in range(STEPS)
+    ]
+    return [
+        (items, plan_step(items, specs["phases"]), plan_step(items, specs["none"]))
+        for items in batches
+    ], specs
 
 
 PHASES = ("vision", "audio", "language")
@@ -87,7 +114,9 @@ def test_json_names_its_data_and_has_every_phase_and_method(report):
 def own_ranks(items, phase):
     """Lengths of the items of a phase by the rank where sampling put their example."""
     lengths = [[] for _ in range(RANKS)]
-    for length, example in zip(items.phases[phase].length.tolist(), items.phases[phase].example.tolist(), strict=True):
+    for length, example in zip(
+        items.phases[phase].length.tolist(), items.phases[phase].example.tolist(), strict=True
+    ):
         lengths[example * RANKS // BATCH].append(length)
     return lengths
 
@@ -105,7 +134,9 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
     for items, _, _ in batches:
         shapes = [(len(lengths), max(lengths, default=0)) for lengths in own_ranks(items, phase)]
         if method == "padded, one shape":
-            shapes = [(max(count for count, _ in shapes), max(longest for _, longest in shapes))] * RANKS
+            shapes = [
+                (max(count for count, _ in shapes), max(longest for _, longest in shapes))
+            ] * RANKS
         costs = [count * cost(spec, longest) for count, longest in shapes]
         share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
         tokens += sum(items.phases[phase].real.tolist())
@@ -136,7 +167,9 @@ def test_padding_is_balanced_as_well_as_it_can_be(measured, drawn, phase):
     spec = specs["phases"].phases[phase]
     slowest = ideal = 0
     for items, _, _ in batches:
-        costs = sorted((cost(spec, length) for length in items.phases[phase].length.tolist()), reverse=True)
+        costs = sorted(
+            (cost(spec, length) for length in items.phases[phase].length.tolist()), reverse=True
+        )
         slowest += least_padded(costs, RANKS)
         ideal += sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
     record = measured[phase, "padded, balanced"]
@@ -157,7 +190,9 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
         row_time = np.zeros((len(plan.capacity), RANKS))
         for microbatch, capacity in enumerate(plan.capacity.tolist()):
             for rank in range(RANKS):
-                here = np.flatnonzero((plan.microbatch == microbatch) & (plan.rank == rank)).tolist()
+                here = np.flatnonzero(
+                    (plan.microbatch == microbatch) & (plan.rank == rank)
+                ).tolist()
                 row_cost[microbatch, rank] = sum(cost(spec, length[item]) for item in here)
                 attention = sum(spec.cost.quadratic * length[item] ** 2 for item in here)
                 row_time[microbatch, rank] = spec.cost.linear * capacity + attention
@@ -168,7 +203,9 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
         slowest += row_time.max(axis=1).sum()
         ideal += share
         weighted += share * row_cost.sum(axis=0).max() / row_cost.sum(axis=0).mean()
-        floor += share * max(1, max(cost(spec, one) for one in length) / row_cost.sum(axis=0).mean())
+        floor += share * max(
+            1, max(cost(spec, one) for one in length) / row_cost.sum(axis=0).mean()
+        )
         waiting += share * row_cost.max(axis=1).sum() / row_cost.mean(axis=1).sum()
     record = measured[phase, method]
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
@@ -186,7 +223,9 @@ def test_packing_alone_leaves_every_rank_its_own_load(measured, drawn, phase):
     spec = specs["none"].phases[phase]
     weighted = ideal = 0
     for items, _, _ in batches:
-        loads = [sum(cost(spec, length) for length in lengths) for lengths in own_ranks(items, phase)]
+        loads = [
+            sum(cost(spec, length) for length in lengths) for lengths in own_ranks(items, phase)
+        ]
         share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
         weighted += share * max(loads) / (sum(loads) / RANKS)
         ideal += share

@@ -29,7 +29,9 @@ def test_one_seed_makes_one_batch():
     one, again, other = generate([5, 1], 200), generate([5, 1], 200), generate([5, 2], 200)
     for phase in one.phases:
         for field in ("length", "real", "example", "tokens", "slot"):
-            np.testing.assert_array_equal(getattr(one.phases[phase], field), getattr(again.phases[phase], field))
+            np.testing.assert_array_equal(
+                getattr(one.phases[phase], field), getattr(again.phases[phase], field)
+            )
     assert not np.array_equal(one.phases["language"].length, other.phases["language"].length)
 
 
@@ -38,10 +40,15 @@ def test_units_are_those_of_training():
     vision, audio, language = (batch.phases[name] for name in ("vision", "audio", "language"))
     assert (vision.length % 4 == 0).all() and (vision.tokens * 4 == vision.length).all()
     assert (vision.real == vision.length).all()
-    assert (audio.tokens == np.ceil(audio.real / 8)).all() and (audio.length == audio.tokens * 8).all()
+    assert (audio.tokens == np.ceil(audio.real / 8)).all() and (
+        audio.length == audio.tokens * 8
+    ).all()
     assert (audio.real > 0).all()
     assert language.length.tolist() == language.real.tolist() and len(language.length) == 1000
-    assert all(items.length.dtype == np.int64 and items.example.dtype == np.int32 for items in batch.phases.values())
+    assert all(
+        items.length.dtype == np.int64 and items.example.dtype == np.int32
+        for items in batch.phases.values()
+    )
 
 
 def test_media_stand_inside_their_sequence_one_after_another():
@@ -91,15 +98,21 @@ def test_distributions_are_what_they_say():
     assert normal.min() >= 50 and normal.max() <= 300
     inside = np.exp(np.random.default_rng(1).normal(np.log(100), 0.5, 100_000))
     inside = inside[(inside >= 50) & (inside <= 300)]
-    np.testing.assert_allclose(np.quantile(normal, [0.1, 0.5, 0.9]), np.quantile(inside, [0.1, 0.5, 0.9]), rtol=0.02)
+    np.testing.assert_allclose(
+        np.quantile(normal, [0.1, 0.5, 0.9]), np.quantile(inside, [0.1, 0.5, 0.9]), rtol=0.02
+    )
     uniform = np.log(LogUniform(10, 1000).draw(random, 20_000))
-    np.testing.assert_allclose(np.quantile(uniform, [0, 0.5, 1]), np.log([10, 100, 1000]), atol=0.05)
+    np.testing.assert_allclose(
+        np.quantile(uniform, [0, 0.5, 1]), np.log([10, 100, 1000]), atol=0.05
+    )
 
 
 def test_the_mix_is_drawn_by_weight():
     batch = generate(0, 20_000)
     has_image = len(np.unique(batch.phases["vision"].example)) / 20_000
-    assert has_image == pytest.approx(sum(DEFAULT_MIX[t] for t in TASKS if "vision" in TASKS[t].encoders), abs=0.01)
+    assert has_image == pytest.approx(
+        sum(DEFAULT_MIX[t] for t in TASKS if "vision" in TASKS[t].encoders), abs=0.01
+    )
 
 
 def test_description_is_that_of_plain_sums():
@@ -108,7 +121,9 @@ def test_description_is_that_of_plain_sums():
     vision = batch.phases["vision"]
     assert said["vision/items"] == len(vision.length)
     assert said["vision/cv"] == pytest.approx(np.std(vision.length) / np.mean(vision.length))
-    assert said["vision/max_over_mean"] == pytest.approx(np.max(vision.length) / np.mean(vision.length))
+    assert said["vision/max_over_mean"] == pytest.approx(
+        np.max(vision.length) / np.mean(vision.length)
+    )
     audio = batch.phases["audio"]
     assert said["audio/inner_padding"] == pytest.approx(1 - audio.real.sum() / audio.length.sum())
     of_example = [vision.length[vision.example == example].sum() for example in range(300)]
@@ -129,7 +144,9 @@ def test_models_get_the_tasks_and_units_that_they_can_take():
     assert list(generate(0, 20, mix, without_audio).phases) == ["vision", "language"]
     with pytest.raises(ValueError, match="spoken_question"):
         generate(0, 20, DEFAULT_MIX, without_audio)
-    coarse = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"chunk_frames": 400, "merge": 100})})
+    coarse = MODEL.model_copy(
+        update={"audio": MODEL.audio.model_copy(update={"chunk_frames": 400, "merge": 100})}
+    )
     assert (generate(0, 50, DEFAULT_MIX, coarse).phases["audio"].length % 400 == 0).all()
 
 

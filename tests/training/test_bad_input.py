@@ -16,7 +16,9 @@ from tests.support import tiny_config, train_command
 @pytest.fixture
 def config(data, tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tiny_config(data, run={"directory": str(tmp_path / "run"), "steps": 2})))
+    path.write_text(
+        yaml.safe_dump(tiny_config(data, run={"directory": str(tmp_path / "run"), "steps": 2}))
+    )
     return path
 
 
@@ -48,7 +50,9 @@ def test_unknown_exchange(capsys, config):
     assert "balance.exchange: must be one of auto, ragged, padded (got 'rugged')" in error
 
 
-@pytest.mark.parametrize("sizes", [["mesh.data=3"], ["mesh.data=-1", "mesh.fsdp=3"], ["mesh.data=16"]])
+@pytest.mark.parametrize(
+    "sizes", [["mesh.data=3"], ["mesh.data=-1", "mesh.fsdp=3"], ["mesh.data=16"]]
+)
 def test_mesh_that_does_not_divide_the_devices(capsys, config, sizes):
     error = refusal(capsys, config, *sizes)
     assert error.count("\n") == 1 and "there are 8" in error and "change the mesh sizes" in error
@@ -111,7 +115,9 @@ def test_run_folder_in_use(capsys, begun):
     assert "already holds a run; pass --resume" in error
 
 
-@pytest.mark.parametrize("change", ["model.language.width=64", "model.vision.layers=2", "run.seed=3"])
+@pytest.mark.parametrize(
+    "change", ["model.language.width=64", "model.vision.layers=2", "run.seed=3"]
+)
 def test_resume_with_an_incompatible_config(capsys, begun, change):
     error = refusal(capsys, begun, "--resume", change)
     key = change.split("=")[0]
@@ -119,7 +125,9 @@ def test_resume_with_an_incompatible_config(capsys, begun, change):
 
 
 def test_the_command_itself_fails_with_one_line(config):
-    ran = subprocess.run(train_command(config, "mesh.data=3"), capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        train_command(config, "mesh.data=3"), capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 1
     lines = [line for line in ran.stderr.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: mesh {'data': 3")
@@ -130,7 +138,11 @@ def test_source_without_a_record(capsys, config, data, tmp_path):
     empty.write_text("\n")
     error = refusal(capsys, config, f"data.sources=[{{name: s, path: {empty}}}]")
     assert error == f"error: source 's': {empty} holds no record; see data.sources\n"
-    error = refusal(capsys, config, f"data.sources=[{{name: t, path: {data}/train.jsonl}}, {{name: s, path: {empty}}}]")
+    error = refusal(
+        capsys,
+        config,
+        f"data.sources=[{{name: t, path: {data}/train.jsonl}}, {{name: s, path: {empty}}}]",
+    )
     assert error == f"error: source 's': {empty} holds no record; see data.sources\n"
 
 

@@ -28,7 +28,10 @@ def folder(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     lines = []
     for number in range(6):
-        record = {"id": f"r{number}", "messages": [{"role": "assistant", "content": f"answer {number}"}]}
+        record = {
+            "id": f"r{number}",
+            "messages": [{"role": "assistant", "content": f"answer {number}"}],
+        }
         if number % 2:
             picture = Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8))
             picture.save(folder / f"{number}.bmp")
@@ -41,7 +44,9 @@ def folder(tmp_path: Path) -> Path:
 
 def opened(folder: Path) -> Corpus:
     source = SourceConfig(name="s", path=str(folder / "a.jsonl"))
-    return Corpus.open([source], ByteTokenizer(), {"vision": Images(14, 2, 28 * 28, 1 << 20)}, progress=False)
+    return Corpus.open(
+        [source], ByteTokenizer(), {"vision": Images(14, 2, 28 * 28, 1 << 20)}, progress=False
+    )
 
 
 def refusal(run: Path, corpus: Corpus) -> str:
@@ -55,7 +60,11 @@ def refusal(run: Path, corpus: Corpus) -> str:
 def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
     for _ in range(2):
         check_data(tmp_path / "run", opened(folder), True)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["data.json", "data.npz", "rejected.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "data.json",
+        "data.npz",
+        "rejected.jsonl",
+    ]
     assert capsys.readouterr().out == ""
 
 
@@ -63,18 +72,24 @@ def test_another_answer_of_the_same_length_is_named(folder, tmp_path):
     before = opened(folder)
     check_data(tmp_path / "run", before, True)
     path = folder / "a.jsonl"
-    path.write_text(path.read_text().replace("answer 2", "answer 9").replace("answer 4", "answer 8"))
+    path.write_text(
+        path.read_text().replace("answer 2", "answer 9").replace("answer 4", "answer 8")
+    )
     after = opened(folder)
     assert after.fingerprint() == before.fingerprint(), "lengths say nothing"
     text = refusal(tmp_path / "run", after)
-    assert text.startswith(f"{path}:3: the record 'r2' is not the one that the run was trained on (2 records differ)")
+    assert text.startswith(
+        f"{path}:3: the record 'r2' is not the one that the run was trained on (2 records differ)"
+    )
 
 
 def test_records_that_came_or_went_are_counted(folder, tmp_path):
     check_data(tmp_path / "run", opened(folder), True)
     path = folder / "a.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
-    assert "a.jsonl: 5 usable records, 6 when the run was trained on them" in refusal(tmp_path / "run", opened(folder))
+    assert "a.jsonl: 5 usable records, 6 when the run was trained on them" in refusal(
+        tmp_path / "run", opened(folder)
+    )
 
 
 def test_another_picture_is_named(folder, tmp_path):
@@ -83,7 +98,9 @@ def test_another_picture_is_named(folder, tmp_path):
         stream.write(b"more")
     text = refusal(tmp_path / "run", opened(folder))
     size = (folder / "3.bmp").stat().st_size
-    assert text.startswith(f"{folder / '3.bmp'} has {size} bytes, {size - 4} when the run was trained on it (1 media")
+    assert text.startswith(
+        f"{folder / '3.bmp'} has {size} bytes, {size - 4} when the run was trained on it (1 media"
+    )
 
 
 def test_a_copy_with_new_times_is_a_warning(folder, tmp_path, capsys):
@@ -114,7 +131,9 @@ def test_other_lengths_are_refused_without_stamps_too(folder, tmp_path):
 def test_damaged_files_are_one_line(folder, tmp_path, name, content):
     check_data(tmp_path / "run", opened(folder), True)
     (tmp_path / "run" / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged \(.*delete it to continue") as caught:
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is damaged \(.*delete it to continue"
+    ) as caught:
         check_data(tmp_path / "run", opened(folder), True)
     assert "\n" not in str(caught.value)
     shutil.rmtree(tmp_path / "run")
@@ -124,7 +143,9 @@ def test_slots_that_depend_on_the_mesh_are_no_other_data(data):
     """Parts of a row hold whole chunks of sound, so clips take more slots there."""
     config = parse_config(tiny_config(data))
     plain, split = (
-        Corpus.open(config.data.sources, ByteTokenizer(), modalities(config.model, config.data, phases))
+        Corpus.open(
+            config.data.sources, ByteTokenizer(), modalities(config.model, config.data, phases)
+        )
         for phases in ((), ("audio",))
     )
     assert not np.array_equal(plain.indexes[0].item_length, split.indexes[0].item_length)

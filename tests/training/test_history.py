@@ -30,7 +30,9 @@ def test_a_change_counts_from_its_step_on() -> None:
     changed = Segment(9, 8, (1.0,))
     assert continued_history((FIRST,), changed, Path()) == ((FIRST, changed), [])
     again = Segment(9, 16, (3.0,))
-    assert continued_history((FIRST, changed), again, Path()) == ((FIRST, again), []), "no step was done with it"
+    assert continued_history((FIRST, changed), again, Path()) == ((FIRST, again), []), (
+        "no step was done with it"
+    )
     back = Segment(9, 4, (1.0,))
     assert continued_history((FIRST, changed), back, Path()) == ((FIRST,), [])
 
@@ -39,13 +41,16 @@ def test_a_change_after_the_checkpoint_is_dropped_and_said() -> None:
     late = Segment(9, 8, (2.0,))
     history, (line,) = continued_history((FIRST, late), Segment(6, 4, (1.0,)), Path("run"))
     assert history == (FIRST,)
-    assert line.startswith("run/history.json: the batch size 8 and weights [2.0] from step 9 on are dropped")
+    assert line.startswith(
+        "run/history.json: the batch size 8 and weights [2.0] from step 9 on are dropped"
+    )
     history, lines = continued_history((FIRST, late), Segment(6, 8, (2.0,)), Path("run"))
     assert history == (FIRST, Segment(6, 8, (2.0,))) and len(lines) == 1
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[", "{}", "[]", '[{"step": 3, "batch_size": 4, "weights": [1]}]', '[{"step": 0}]', "[1]"]
+    "content",
+    ["", "[", "{}", "[]", '[{"step": 3, "batch_size": 4, "weights": [1]}]', '[{"step": 0}]', "[1]"],
 )
 def test_a_damaged_history_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "history.json").write_text(content)
@@ -56,7 +61,9 @@ def test_a_damaged_history_is_one_line(tmp_path: Path, content: str) -> None:
 
 def test_batch_size_and_weights_may_change_and_sources_may_not() -> None:
     saved = begun_config(make_config())
-    heavier = make_config(data__batch_size=8, data__sources=[{"name": "s", "path": "s.jsonl", "weight": 3.0}])
+    heavier = make_config(
+        data__batch_size=8, data__sources=[{"name": "s", "path": "s.jsonl", "weight": 3.0}]
+    )
     check_compatible(saved, heavier)
     assert changes(saved, begun_config(heavier), 5) == [
         "from step 5: data.sources.0.weight 1.0 -> 3.0",
@@ -69,4 +76,6 @@ def test_batch_size_and_weights_may_change_and_sources_may_not() -> None:
 
 def test_the_file_is_readable(tmp_path: Path) -> None:
     write_history(tmp_path, (FIRST,))
-    assert json.loads((tmp_path / "history.json").read_text()) == [{"step": 0, "batch_size": 4, "weights": [1.0]}]
+    assert json.loads((tmp_path / "history.json").read_text()) == [
+        {"step": 0, "batch_size": 4, "weights": [1.0]}
+    ]

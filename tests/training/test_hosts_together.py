@@ -53,23 +53,36 @@ class Group:
                     "JAXMLLM_PROCESS_ID": str(process),
                 }
             command = train_command(
-                config, f"run.directory={self.folder}", *arguments, *(of_process or {}).get(process, [])
+                config,
+                f"run.directory={self.folder}",
+                *arguments,
+                *(of_process or {}).get(process, []),
             )
             with log.open("w") as output:
                 self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
                 )
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + 2 * SOON
         while not condition():
-            assert all(process.poll() is None for process in self.processes), f"ended before {what}: {self.output()}"
+            assert all(process.poll() is None for process in self.processes), (
+                f"ended before {what}: {self.output()}"
+            )
             assert time.monotonic() < deadline, f"never {what}: {self.output()}"
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
         path = self.folder / "metrics.jsonl"
-        self.wait_until(lambda: path.exists() and f'{{"step": {step},' in path.read_text(), f"step {step}")
+        self.wait_until(
+            lambda: path.exists() and f'{{"step": {step},' in path.read_text(), f"step {step}"
+        )
 
     def send(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -124,7 +137,9 @@ def start(data, tmp_path):
         tree = tiny_config(data, run={"directory": "unset", "steps": 5000}, **changes)
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(tree))
-        groups.append(Group(tmp_path, config, processes, *arguments, without=without, of_process=of_process))
+        groups.append(
+            Group(tmp_path, config, processes, *arguments, without=without, of_process=of_process)
+        )
         return groups[-1]
 
     yield begin
@@ -152,7 +167,9 @@ def test_a_signal_in_a_step_saves_and_a_resumed_run_stops_again(start, processes
 def test_a_signal_before_the_first_step_is_one_line(start, processes):
     group = start(processes)
     # JAX has its threads once it has devices; indexing and compiling, which come next, take seconds.
-    group.wait_until(lambda: all(threads(process.pid) > 8 for process in group.processes), "devices")
+    group.wait_until(
+        lambda: all(threads(process.pid) > 8 for process in group.processes), "devices"
+    )
     group.send(signal.SIGTERM)
     assert group.codes() == [128 + signal.SIGTERM] * processes, group.output()
     for log in group.logs:
@@ -222,7 +239,9 @@ def test_a_process_that_dies_or_stops_ends_the_other(start, victim, number, said
     other = group.processes[1 - victim]
     assert other.wait(timeout=150) == 1, group.output()
     lines = error_lines(group.logs[1 - victim])
-    assert len(lines) == 1 and lines[0].startswith(f"error: process {victim} (") and said in lines[0]
+    assert (
+        len(lines) == 1 and lines[0].startswith(f"error: process {victim} (") and said in lines[0]
+    )
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -236,7 +255,9 @@ def test_a_process_that_never_starts_is_named(start, absent):
         assert "which process 0 starts at 127.0.0.1:" in line and "has not answered for 5 s" in line
 
 
-def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compiling(start, data, tmp_path):
+def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compiling(
+    start, data, tmp_path
+):
     group = start(2, distributed=LIMITS, of_process={1: ["run.seed=5"]})
     assert group.codes() == [1, 1], group.output()
     for log in group.logs:
@@ -248,18 +269,27 @@ def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compil
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (other / "train.jsonl").write_text("".join(lines[:-1]))
     sources = "data.sources=[{name: sample, path: train.jsonl}]"
-    arguments = {p: [sources, "data.evaluation=[]", f"data.root={root}"] for p, root in enumerate((data, other))}
+    arguments = {
+        p: [sources, "data.evaluation=[]", f"data.root={root}"]
+        for p, root in enumerate((data, other))
+    }
     group = start(2, distributed=LIMITS, of_process=arguments)
     assert group.codes() == [1, 1], group.output()
     for log in group.logs:
         (line,) = error_lines(log)
-        assert "process 1 (" in line and "data of source 'sample' is 95 examples" in line and "96 examples" in line
+        assert (
+            "process 1 (" in line
+            and "data of source 'sample' is 95 examples" in line
+            and "96 examples" in line
+        )
 
 
 def test_a_process_more_than_thirty_seconds_late_is_waited_for(start):
     """Gloo gives up after 30 s: one process is held up between the meeting of all and its first program."""
     group = start(2, "run.steps=2", distributed={"start_timeout": 240, "peer_timeout": 120})
-    group.wait_until(lambda: all(threads(process.pid) > 8 for process in group.processes), "devices")
+    group.wait_until(
+        lambda: all(threads(process.pid) > 8 for process in group.processes), "devices"
+    )
     os.kill(group.processes[1].pid, signal.SIGSTOP)
     time.sleep(40)
     os.kill(group.processes[1].pid, signal.SIGCONT)

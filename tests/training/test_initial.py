@@ -55,7 +55,9 @@ def test_parameters_are_read_on_any_mesh(source, by_example, which):
     for left, right in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
     (line,) = lines
-    assert line.startswith("model.from: audio, language, projector.audio, ") and line.endswith("checkpoints/4")
+    assert line.startswith("model.from: audio, language, projector.audio, ") and line.endswith(
+        "checkpoints/4"
+    )
 
 
 def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
@@ -65,7 +67,11 @@ def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
     wanted = abstract_params(tree, {"data": 8})
     lines: list[str] = []
     params = read_parameters(str(folder), wanted, lines.append)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), {name: expected[name] for name in wanted})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(params),
+        {name: expected[name] for name in wanted},
+    )
     assert len(lines) == 2
     assert lines[1].startswith("model.from: audio, projector.audio of ") and "left out" in lines[1]
     with Checkpoints(tmp_path / "checkpoints", 1) as checkpoints:
@@ -74,7 +80,10 @@ def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
     more = read_parameters(str(tmp_path), abstract_params(by_example(), {"data": 8}), lines.append)
     assert more.keys() == params.keys()
     assert len(lines) == 2
-    assert lines[1].startswith("model.from: audio, projector.audio not in ") and "at random" in lines[1]
+    assert (
+        lines[1].startswith("model.from: audio, projector.audio not in ")
+        and "at random" in lines[1]
+    )
 
 
 def test_another_shape_names_component_array_and_both_shapes(source, by_example):
@@ -84,21 +93,29 @@ def test_another_shape_names_component_array_and_both_shapes(source, by_example)
         read_parameters(str(source[0]), abstract_params(tree, {"data": 8}))
     text = str(caught.value)
     assert text.startswith("model.from: ") and "do not fit this model" in text
-    assert "vision.layers." in text and "float32[1, 16, 32], this model has float32[1, 16, 64]" in text
+    assert (
+        "vision.layers." in text and "float32[1, 16, 32], this model has float32[1, 16, 64]" in text
+    )
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(source, by_example, tmp_path):
     shutil.copytree(source[0], tmp_path / "copy")
     (tmp_path / "copy" / "checkpoints" / "4" / "manifest.ocdbt").write_bytes(b"torn")
     lines: list[str] = []
-    read_parameters(str(tmp_path / "copy"), abstract_params(by_example(), {"data": 8}), lines.append)
-    assert "4 is damaged: manifest.ocdbt has 4 bytes" in lines[0] and lines[1].endswith("checkpoints/3")
+    read_parameters(
+        str(tmp_path / "copy"), abstract_params(by_example(), {"data": 8}), lines.append
+    )
+    assert "4 is damaged: manifest.ocdbt has 4 bytes" in lines[0] and lines[1].endswith(
+        "checkpoints/3"
+    )
 
 
 def test_a_source_that_is_none_is_found_before_anything_is_built(data, tmp_path):
     tree = tiny_config(data, run={"directory": str(tmp_path / "run"), "steps": 1})
     tree["model"]["from"] = str(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.from: .* is neither a run folder with a checkpoint nor"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.from: .* is neither a run folder with a checkpoint nor"
+    ):
         check_folder(parse_config(tree), False)
 
 
@@ -110,7 +127,9 @@ def test_the_key_reads_back_and_its_neighbours_are_suggested(data, tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]["from"] == "runs/a"
     assert load_config(tmp_path / "config.yaml") == config
     for name in ("from_", "fron"):
-        with pytest.raises(ConfigError, match=rf"unknown key 'model\.{name}'; did you mean 'model\.from'"):
+        with pytest.raises(
+            ConfigError, match=rf"unknown key 'model\.{name}'; did you mean 'model\.from'"
+        ):
             parse_config(tree | {"model": tree["model"] | {name: "x"}})
 
 
@@ -118,11 +137,18 @@ def test_the_key_reads_back_and_its_neighbours_are_suggested(data, tmp_path):
 def test_two_stages_and_a_resumed_second_one(data, tmp_path, capsys):
     """Projectors alone, then everything from their run; the second stage is resumed after the first one is gone."""
     frozen = {"vision": {"freeze": True}, "audio": {"freeze": True}, "language": {"freeze": True}}
-    tree = tiny_config(data, run={"directory": str(tmp_path / "align"), "steps": 3}, data__evaluation=[])
+    tree = tiny_config(
+        data, run={"directory": str(tmp_path / "align"), "steps": 3}, data__evaluation=[]
+    )
     tree["mesh"] = {"data": 8}
     train(build_run(check_folder(parse_config(tree | {"components": frozen}), False)))
-    second = tiny_config(data, run={"directory": str(tmp_path / "all"), "steps": 2}, data__evaluation=[])
-    second |= {"mesh": {"data": 4, "fsdp": 2}, "model": tree["model"] | {"from": str(tmp_path / "align")}}
+    second = tiny_config(
+        data, run={"directory": str(tmp_path / "all"), "steps": 2}, data__evaluation=[]
+    )
+    second |= {
+        "mesh": {"data": 4, "fsdp": 2},
+        "model": tree["model"] | {"from": str(tmp_path / "align")},
+    }
     train(build_run(check_folder(parse_config(second), False)))
     (tmp_path / "align").rename(tmp_path / "gone")
     second["run"]["steps"] = 3
@@ -130,10 +156,18 @@ def test_two_stages_and_a_resumed_second_one(data, tmp_path, capsys):
     train(build_run(config))
     said = capsys.readouterr().out
     assert f"from {tmp_path / 'align' / 'checkpoints' / '3'}" in said
-    records = [json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [1, 2, 3]
-    aligned = [json.loads(line) for line in (tmp_path / "gone" / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["loss"] < aligned[0]["loss"], "the second stage begins where the first one ended"
+    aligned = [
+        json.loads(line) for line in (tmp_path / "gone" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert records[0]["loss"] < aligned[0]["loss"], (
+        "the second stage begins where the first one ended"
+    )
     second["model"]["from"] = "elsewhere"
-    with pytest.raises(CheckpointError, match=r"model\.from: '.*align' in the run, 'elsewhere' now"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.from: '.*align' in the run, 'elsewhere' now"
+    ):
         check_folder(parse_config(second), True)

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.records import Mode
-from tests.support import ENCODER_LAYOUT, Result, added, assemble, assert_close, assert_same, scaled, without_targets
+from tests.support import (
+    ENCODER_LAYOUT,
+    Result,
+    added,
+    assemble,
+    assert_close,
+    assert_same,
+    scaled,
+    without_targets,
+)
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 
@@ -46,7 +55,11 @@ def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
     packed = alone.step(EXAMPLES)
     among_others = alone.gradients(without_targets(packed, [source], keep=True))
     by_itself = alone.gradients(alone.step([i]))
-    used = {name: g for name, g in by_itself.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+    used = {
+        name: g
+        for name, g in by_itself.grads.items()
+        if any(np.any(leaf) for leaf in jax.tree.leaves(g))
+    }
     assert set(used) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
     factor = packed.targets / by_itself.targets.sum()
     assert_close({name: scaled(among_others.grads[name], factor) for name in used}, used, 1e-5)
@@ -55,12 +68,17 @@ def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
 # ---------------------------------------------------------------------------- any plan on any mesh
 
 MODES = get_args(Mode)
-ALONG = {f"components__{name}__layout": {"batch": ["data", "fsdp", "context"]} for name in ("vision", "audio")}
+ALONG = {
+    f"components__{name}__layout": {"batch": ["data", "fsdp", "context"]}
+    for name in ("vision", "audio")
+}
 WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
 MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
     pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE, id="mixed-encoders-over-tensor"),
     pytest.param(8, {"data": 8}, {}, id="data8"),
-    pytest.param(8, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, {}, id="fsdp2-context2-tensor2"),
+    pytest.param(
+        8, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, {}, id="fsdp2-context2-tensor2"
+    ),
     *(
         pytest.param(*each, id=name, marks=pytest.mark.slow)
         for name, each in {
@@ -87,7 +105,9 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
 
 
 @pytest.mark.parametrize("devices, mesh, changes", MESHES)
-def test_mesh_and_plan_leave_the_mathematics_alone(setups, by_example, alone, whole, devices, mesh, changes):
+def test_mesh_and_plan_leave_the_mathematics_alone(
+    setups, by_example, alone, whole, devices, mesh, changes
+):
     setup = setups(by_example(mesh=mesh, **changes), devices)
     language = setup.spec.phases["language"].ranks
     inner = math.prod(mesh.get(axis, 1) for axis in ("context", "tensor"))
@@ -149,7 +169,9 @@ def test_long_rows_leave_the_mathematics_alone(with_long_rows, whole, mode):
 def test_float64_agrees_to_ten_digits(by_example):
     double = {
         "run__param_dtype": "float64",
-        "components": {name: {"compute_dtype": "float64"} for name in ("vision", "audio", "language")}
+        "components": {
+            name: {"compute_dtype": "float64"} for name in ("vision", "audio", "language")
+        }
         | {"projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}},
     }
     with jax.enable_x64(True):
@@ -161,7 +183,8 @@ def test_float64_agrees_to_ten_digits(by_example):
         assert_close(scaled(reference.grads, reference.targets.sum()), unpacked, 1e-10)
 
         changes = double["components"] | {
-            name: double["components"][name] | {"layout": ENCODER_LAYOUT} for name in ("vision", "audio")
+            name: double["components"][name] | {"layout": ENCODER_LAYOUT}
+            for name in ("vision", "audio")
         }
         mesh = {"data": 1, "context": 2, "tensor": 2}
         many = assemble(by_example(mesh=mesh, **double | {"components": changes}), 4)

@@ -91,18 +91,25 @@ def model(config: Config) -> MLLM:
 def weights(config: Config, _: Scene) -> Any:
     """Shapes, types and places of all parameters."""
     leaves = jax.tree.leaves_with_path(model(config).abstract(config.run.param_dtype))
-    return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype, str(leaf.sharding)) for path, leaf in leaves]
+    return [
+        (jax.tree_util.keystr(path), leaf.shape, leaf.dtype, str(leaf.sharding))
+        for path, leaf in leaves
+    ]
 
 
 def decoder_weights(config: Config, scene: Scene) -> Any:
     """The same without encoders, which is quicker."""
-    return weights(config.model_copy(update={"model": config.model.model_copy(update=NO_ENCODERS)}), scene)
+    return weights(
+        config.model_copy(update={"model": config.model.model_copy(update=NO_ENCODERS)}), scene
+    )
 
 
 def text_of(function: Callable[..., Any], *arguments: Any) -> str:
     """A traced function with its constants, without addresses."""
     traced = jax.make_jaxpr(function)(*arguments)
-    constants = [np.asarray(value).tobytes() for value in traced.consts if not hasattr(value, "eqns")]
+    constants = [
+        np.asarray(value).tobytes() for value in traced.consts if not hasattr(value, "eqns")
+    ]
     return re.sub(r"0x[0-9a-f]+", "", f"{traced} {constants}")
 
 
@@ -118,11 +125,15 @@ def encoder(phase: str) -> Observer:
         row_format = modalities(config.model, config.data, ())[phase].format
         block = getattr(config.phases, phase).block
         layout = made.layout(phase)
-        rows = abstract_encoder_rows(layout, CAPACITY, row_format, block, phase in config.model.windows)
+        rows = abstract_encoder_rows(
+            layout, CAPACITY, row_format, block, phase in config.model.windows
+        )
         params = {name: made.abstract("float32")[name] for name in (phase, f"projector.{phase}")}
 
         def loss(params: Any, rows: Any) -> Any:
-            return made.project(params, phase, made.features(params, phase, rows), rows.places).sum()
+            return made.project(
+                params, phase, made.features(params, phase, rows), rows.places
+            ).sum()
 
         return text_of(jax.grad(loss), params, rows)
 
@@ -133,7 +144,9 @@ def language(config: Config, _: Scene) -> str:
     """The gradient of the decoder's loss."""
     made, step = model(config), step_of(config)
     windows = "language" in config.model.windows
-    rows = abstract_language_rows(made.layout("language"), CAPACITY, 8, config.phases.language.block, windows)
+    rows = abstract_language_rows(
+        made.layout("language"), CAPACITY, 8, config.phases.language.block, windows
+    )
     ranks, width = made.layout("language").ranks, config.model.language.width
     media = jax.ShapeDtypeStruct((ranks, CAPACITY, width), np.float32)
     valid = jax.ShapeDtypeStruct((ranks, CAPACITY), np.float32)
@@ -141,7 +154,9 @@ def language(config: Config, _: Scene) -> str:
     def loss(params: Any, *arguments: Any) -> Any:
         return step.language_loss(params, *arguments)[0]
 
-    return text_of(jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid)
+    return text_of(
+        jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid
+    )
 
 
 def trained(config: Config, _: Scene) -> Any:
@@ -150,7 +165,10 @@ def trained(config: Config, _: Scene) -> Any:
 
 def scales(config: Config, _: Scene) -> Any:
     """The learning rate of each component, as the update multiplies it."""
-    return {name: component.settings.learning_rate_scale for name, component in model(config).components.items()}
+    return {
+        name: component.settings.learning_rate_scale
+        for name, component in model(config).components.items()
+    }
 
 
 def rates(config: Config, _: Scene) -> Any:
@@ -183,8 +201,15 @@ def examples(config: Config, _: Scene) -> Any:
         for corpus in inputs.corpora
         for index in corpus.indexes
     ]
-    weights = [corpus.weights for corpus in inputs.corpora[1:]]  # training weights act through the order
-    return indexes, weights, [inputs.order[i] for i in range(64)], [len(batch.examples) for batch in inputs.samples]
+    weights = [
+        corpus.weights for corpus in inputs.corpora[1:]
+    ]  # training weights act through the order
+    return (
+        indexes,
+        weights,
+        [inputs.order[i] for i in range(64)],
+        [len(batch.examples) for batch in inputs.samples],
+    )
 
 
 def cache_files(config: Config, scene: Scene) -> Any:
@@ -210,7 +235,11 @@ def stages(config: Config, scene: Scene) -> Any:
     inputs = scene.staged
     sizes = pipeline_sizes(config, inputs)
     made = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
-    return repr(sizes.training.tables), sizes.training.microbatches, made.digest(inputs.samples[0].examples)
+    return (
+        repr(sizes.training.tables),
+        sizes.training.microbatches,
+        made.digest(inputs.samples[0].examples),
+    )
 
 
 def mesh(config: Config, _: Scene) -> Any:
@@ -232,7 +261,9 @@ class Effect:
     given: tuple[str, ...] = ()
 
 
-def effects(section: str, seen: Observer, given: tuple[str, ...] = (), **values: str) -> dict[str, Effect]:
+def effects(
+    section: str, seen: Observer, given: tuple[str, ...] = (), **values: str
+) -> dict[str, Effect]:
     return {f"{section}.{name}": Effect(seen, value, given) for name, value in values.items()}
 
 
@@ -251,36 +282,61 @@ CHANGED = {
     "targets": PLAIN.replace("assistant", "all"),
 }
 RELATIVE = ("data.root={data}", "data.sources=[{name: a, path: train.jsonl}]", "data.evaluation=[]")
-INCOMPLETE = ("data.max_rejected=1.0", "data.sources=[{name: a, path: {data}/train.jsonl, root: {data}/..}]")
+INCOMPLETE = (
+    "data.max_rejected=1.0",
+    "data.sources=[{name: a, path: {data}/train.jsonl, root: {data}/..}]",
+)
 LENIENT = ("data.max_rejected=1.0",)
 
 
 def sources(split: str) -> dict[str, Effect]:
     """Each key of a source, as the second of two."""
     given = (*LENIENT, SOURCES.replace("{split}", split).replace("{first}", PLAIN))
-    values = {key: SOURCES.replace("{split}", split).replace("{first}", text) for key, text in CHANGED.items()}
-    return {f"data.{split}.*.{key}": Effect(examples, value.partition("=")[2], given) for key, value in values.items()}
+    values = {
+        key: SOURCES.replace("{split}", split).replace("{first}", text)
+        for key, text in CHANGED.items()
+    }
+    return {
+        f"data.{split}.*.{key}": Effect(examples, value.partition("=")[2], given)
+        for key, value in values.items()
+    }
 
 
 def component(name: str, seen: Observer) -> dict[str, Effect]:
     section = f"components.{name}"
     remat = "dots" if not name.startswith("projector") else "full"
     part = "[layers.mlp.*]" if not name.startswith("projector") else "[mlp.up]"
-    found = effects(section, trained, freeze="true", train=part) | effects(section, scales, learning_rate_scale="0.5")
+    found = effects(section, trained, freeze="true", train=part) | effects(
+        section, scales, learning_rate_scale="0.5"
+    )
     found |= effects(section, weights, layout="{mlp: [], heads: []}")
     return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
 
 
 def phase(name: str) -> dict[str, Effect]:
     section = f"phases.{name}"
-    found = effects(section, plan, capacities="[1024]", row_classes="4", max_segments="99", block="64")
-    return found | effects(section, limits, max_capacity="640") | effects(section, plan, long_capacity="4096")
+    found = effects(
+        section, plan, capacities="[1024]", row_classes="4", max_segments="99", block="64"
+    )
+    return (
+        found
+        | effects(section, limits, max_capacity="640")
+        | effects(section, plan, long_capacity="4096")
+    )
 
 
 EFFECTS: dict[str, Effect] = {
     **effects("model.language", decoder_weights, **SHAPES | {"heads": "8"}, vocab_size="384"),
-    **effects("model.language", decoder_weights, qkv_bias="true", qk_norm="true", tie_embeddings="true"),
-    **effects("model.language", decoder_weights, ("model.language.rope_sections=null",), head_size="16", kv_heads="4"),
+    **effects(
+        "model.language", decoder_weights, qkv_bias="true", qk_norm="true", tie_embeddings="true"
+    ),
+    **effects(
+        "model.language",
+        decoder_weights,
+        ("model.language.rope_sections=null",),
+        head_size="16",
+        kv_heads="4",
+    ),
     **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
     **effects("model.language", plan, bidirectional="[]"),
     **effects("model.language", language, window="4"),
@@ -303,7 +359,14 @@ EFFECTS: dict[str, Effect] = {
     **effects("data", examples, INCOMPLETE, max_rejected="0.0"),
     **effects("data", cache_files, index_cache="{folder}"),
     **effects("data.images", lengths, min_pixels="1000", max_pixels="10000"),
-    **effects("data.audio", lengths, sample_rate="8000", window_length="200", hop_length="80", max_seconds="4.0"),
+    **effects(
+        "data.audio",
+        lengths,
+        sample_rate="8000",
+        window_length="200",
+        hop_length="80",
+        max_seconds="4.0",
+    ),
     **phase("vision"),
     **phase("audio"),
     **phase("language"),
@@ -311,13 +374,29 @@ EFFECTS: dict[str, Effect] = {
     **effects("balance", plan, ranks_per_node="2", calibration="absent.json"),
     **effects("mesh", mesh, ("mesh.data=-1",), data="2", fsdp="2", context="2", tensor="2"),
     **effects("pipeline", mesh, ("pipeline.layout=chain",), stages="2"),
-    **effects("pipeline", stages, STAGED, layout="parallel", schedule="gpipe", split_backward="true"),
+    **effects(
+        "pipeline", stages, STAGED, layout="parallel", schedule="gpipe", split_backward="true"
+    ),
     **effects("pipeline", stages, STAGED, microbatches="3", kept_residuals="2"),
-    **effects("pipeline", stages, STAGED, microbatches_in_flight="2", encoder_rows_per_microbatch="5"),
-    **effects("optimizer", rates, ("optimizer.schedule=cosine",), learning_rate="0.5", warmup_steps="2"),
-    **effects("optimizer", rates, ("optimizer.schedule=cosine",), final_scale="0.9", decay_steps="40"),
+    **effects(
+        "pipeline", stages, STAGED, microbatches_in_flight="2", encoder_rows_per_microbatch="5"
+    ),
+    **effects(
+        "optimizer", rates, ("optimizer.schedule=cosine",), learning_rate="0.5", warmup_steps="2"
+    ),
+    **effects(
+        "optimizer", rates, ("optimizer.schedule=cosine",), final_scale="0.9", decay_steps="40"
+    ),
     **effects("optimizer", rates, schedule="cosine"),
-    **effects("optimizer", updates, beta1="0.5", beta2="0.5", epsilon="0.1", weight_decay="0.1", clip_norm="0.5"),
+    **effects(
+        "optimizer",
+        updates,
+        beta1="0.5",
+        beta2="0.5",
+        epsilon="0.1",
+        weight_decay="0.1",
+        clip_norm="0.5",
+    ),
     **effects("run", decoder_weights, param_dtype="bfloat16"),
     **effects("run", examples, seed="1"),
 }
@@ -393,7 +472,9 @@ def test_the_shown_elsewhere_are_shown() -> None:
 @pytest.fixture(scope="module")
 def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "base.yaml"
-    path.write_text(write_text(tiny_config(data, run={"directory": str(path.parent / "run"), "steps": 8})))
+    path.write_text(
+        write_text(tiny_config(data, run={"directory": str(path.parent / "run"), "steps": 8}))
+    )
     return path
 
 
@@ -453,7 +534,9 @@ def run(base: Path) -> Run:
     return build_run(load_config(base, ["run.steps=3", "logging.tensorboard=false"]))
 
 
-def left_by(run: Run, folder: Path, config: Path, overrides: Iterable[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def left_by(
+    run: Run, folder: Path, config: Path, overrides: Iterable[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """What a run leaves behind, and how its reader was made."""
     made: list[tuple[int, ...]] = []
 
@@ -464,10 +547,14 @@ def left_by(run: Run, folder: Path, config: Path, overrides: Iterable[str], monk
 
     monkeypatch.setattr(loop, "Loader", Recorder)
     directory = f"run.directory={folder}/run"
-    changed = load_config(config, ["run.steps=3", "logging.tensorboard=false", directory, *overrides])
+    changed = load_config(
+        config, ["run.steps=3", "logging.tensorboard=false", directory, *overrides]
+    )
     loop.train(dataclasses.replace(run, config=changed))
     (directory,) = {path.parent for path in folder.rglob("metrics.jsonl")}
-    records = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    ]
     return (
         str(Path(directory).relative_to(folder)),
         sorted(path.name for path in Path(directory).iterdir()),
@@ -490,4 +577,6 @@ def test_keys_of_a_run_change_what_it_leaves(
         if given not in before:
             before[given] = left_by(run, folders[0], base, given, monkeypatch)
         value = f"{folders[1]}/elsewhere" if key == "run.directory" else value
-        assert left_by(run, folders[1], base, (*given, f"{key}={value}"), monkeypatch) != before[given], key
+        assert (
+            left_by(run, folders[1], base, (*given, f"{key}={value}"), monkeypatch) != before[given]
+        ), key

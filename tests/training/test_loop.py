@@ -45,7 +45,9 @@ STEP_SECONDS, EVALUATION_SECONDS = 0.6, 0.6  # of the devices below, at the leas
 def finished(data, tmp_path_factory):
     """A whole run on slow devices: its folder and the summary it returned."""
     folder = tmp_path_factory.mktemp("finished")
-    tree = tiny_config(data, run={"directory": str(folder), "steps": 6}, checkpoint={"every": 2, "keep": 2})
+    tree = tiny_config(
+        data, run={"directory": str(folder), "steps": 6}, checkpoint={"every": 2, "keep": 2}
+    )
     tree |= {"mesh": {"data": 4, "fsdp": 2}, "evaluation": {"every": 3}}
     tree["logging"] |= {"tensorboard": True, "peak_flops": 1e12}
     run = build_run(parse_config(tree))
@@ -60,7 +62,9 @@ def slow_down(programs) -> None:
     train_at_once, totals_at_once = programs.train, programs.totals
 
     def late(array, seconds):
-        return Late(array, devices.submit(lambda: (jax.block_until_ready(array), time.sleep(seconds))))
+        return Late(
+            array, devices.submit(lambda: (jax.block_until_ready(array), time.sleep(seconds)))
+        )
 
     def slow_train(state, batch):
         state, metrics = train_at_once(state, batch)
@@ -91,7 +95,9 @@ class Late:
 def test_run_folder(finished):
     folder, _, tree = finished
     assert load_config(folder / "config.yaml") == begun_config(parse_config(tree))
-    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95  # resolved
+    assert (
+        yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95
+    )  # resolved
     assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [4, 6]
     assert any((folder / "tensorboard").iterdir())
 
@@ -101,10 +107,20 @@ def test_metric_records_hold_what_there_is_to_know(finished):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {"loss", "learning_rate", "gradient_norm", "examples/s", "mfu", "data_wait_seconds", "plan_ms"}
+    wanted = {
+        "loss",
+        "learning_rate",
+        "gradient_norm",
+        "examples/s",
+        "mfu",
+        "data_wait_seconds",
+        "plan_ms",
+    }
     wanted |= {"compilations", "skipped", "failed_media", "masked_targets", "step_seconds"}
     wanted |= {
-        f"{phase}/{name}" for phase in PHASES for name in ("tokens/s", "real_token_fraction", "max_over_mean", "rows")
+        f"{phase}/{name}"
+        for phase in PHASES
+        for name in ("tokens/s", "real_token_fraction", "max_over_mean", "rows")
     }
     for record in steps:
         assert wanted <= record.keys(), wanted - record.keys()
@@ -112,16 +128,23 @@ def test_metric_records_hold_what_there_is_to_know(finished):
         assert {name.removeprefix("loss/") for name in record if name.startswith("loss/")} <= KINDS
         assert min(by_source) <= record["loss"] <= max(by_source)
         assert all(
-            0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"] for phase in PHASES
+            0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"]
+            for phase in PHASES
         )
         assert record["mfu"] > 0
         token_bytes = 4 * 32 + 4  # 32 float32 and one validity
-        assert record["route/vision/bytes_moved"] == token_bytes * record["route/vision/slots_moved"] > 0
+        assert (
+            record["route/vision/bytes_moved"]
+            == token_bytes * record["route/vision/slots_moved"]
+            > 0
+        )
         assert record["route/vision/node_bytes"] == token_bytes * record["route/vision/node_tokens"]
         assert record["route/vision/ragged"] == 0
     evaluations = [record for record in records if "eval/loss" in record]
     assert [record["step"] for record in evaluations] == [3, 6]
-    assert all({f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations)
+    assert all(
+        {f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations
+    )
     assert steps[-1]["compilations"] == steps[3]["compilations"]
 
 
@@ -133,7 +156,10 @@ def test_summary(finished):
     assert summary["eval"]["examples"] == dict.fromkeys(KINDS, 6)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
-    assert summary["loss"] == steps[-1]["loss"] and summary["compilations"] == records[-2]["compilations"]
+    assert (
+        summary["loss"] == steps[-1]["loss"]
+        and summary["compilations"] == records[-2]["compilations"]
+    )
     for phase in PHASES:
         fractions = [record[f"{phase}/real_token_fraction"] for record in steps]
         assert min(fractions) <= summary["real_token_fraction"][phase] <= max(fractions)
@@ -200,17 +226,25 @@ def greedy_decoder(setup, params):
         media = np.zeros((1, rows["tokens"].shape[1], model.config.language.width), np.float32)
         for phase, row_format in setup.corpus.formats.items():
             spans = [span for span in rendered.media if span.phase == phase]
-            encoded = [np.asarray(encode(phase, EncoderRows.of(arrays))) for arrays in step.rows[phase]]
+            encoded = [
+                np.asarray(encode(phase, EncoderRows.of(arrays))) for arrays in step.rows[phase]
+            ]
             where = plan.phases[phase]
             for span, row, offset in zip(spans, where.microbatch, where.offset, strict=True):
                 first = offset // row_format.slots_per_token
-                media[0, span.slot : span.slot + span.tokens] = encoded[row][0, first : first + span.tokens]
+                media[0, span.slot : span.slot + span.tokens] = encoded[row][
+                    0, first : first + span.tokens
+                ]
         (places,) = np.nonzero(rendered.targets >= 0)  # tokens followed by one of the answer
         assert np.all(np.diff(places) == 1)
         written = rows["tokens"].copy()
         written[0, places[0] + 1 :] = 0
         for place in places:
-            token = int(np.argmax(logits(LanguageRows.of(rows | {"tokens": written.copy()}), media)[0, place]))
+            token = int(
+                np.argmax(
+                    logits(LanguageRows.of(rows | {"tokens": written.copy()}), media)[0, place]
+                )
+            )
             if token != rendered.targets[place]:
                 return False
             written[0, place + 1] = token
@@ -229,9 +263,16 @@ def test_evaluation_counts_every_example_once(alone, learnt):
     assert short["examples"] == whole["examples"] == dict.fromkeys(KINDS, 6)
     assert short["exact_match"] == whole["exact_match"]
     assert short["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    assert short["masked_examples"] == short["failed_media"] == 0 and short["masked_by_source"] == {}
-    one_by_one = [alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))).sums for i in range(24)]
-    loss, targets = (sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets"))
+    assert (
+        short["masked_examples"] == short["failed_media"] == 0 and short["masked_by_source"] == {}
+    )
+    one_by_one = [
+        alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))).sums
+        for i in range(24)
+    ]
+    loss, targets = (
+        sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets")
+    )
     assert whole["loss"] == pytest.approx(loss / targets, rel=1e-5)
 
 
@@ -241,7 +282,12 @@ def damaged_held_out(tmp_path_factory) -> tuple[Path, set[Path]]:
     folder = tmp_path_factory.mktemp("damaged_held_out")
     make_sample(folder, train=96, test=24)
     records = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    pictures = {part["image"] for record in records for part in record["messages"][0]["content"] if "image" in part}
+    pictures = {
+        part["image"]
+        for record in records
+        for part in record["messages"][0]["content"]
+        if "image" in part
+    }
     broken = {folder / name for name in sorted(pictures) if name.endswith(".png")}
     for path in broken:
         break_body(path)
@@ -254,8 +300,13 @@ def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_ou
     filler = StepFiller(corpus, alone.spec, alone.programs.local_share, alone.attention)
     told = []
     batches, names = evaluation_steps(filler, 10), corpus.sources
-    result = evaluate(alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append)
-    bad = {i: [media for media in corpus.example(i).media if media.reference.path in broken] for i in range(24)}
+    result = evaluate(
+        alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append
+    )
+    bad = {
+        i: [media for media in corpus.example(i).media if media.reference.path in broken]
+        for i in range(24)
+    }
     masked = [i for i, media in bad.items() if media]
     assert result["failed_media"] == sum(map(len, bad.values())) == sum(map(len, told)) > 1
     assert all(sum(str(path) in line for lines in told for line in lines) >= 1 for path in broken)
@@ -263,18 +314,33 @@ def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_ou
     assert result["masked_by_source"] == Counter(names[corpus.source_of(i)] for i in masked)
     others = Counter(names[corpus.source_of(i)] for i in range(24) if i not in masked)
     assert result["examples"] == others
-    healthy = [alone.programs.evaluate(alone.params, alone.put(alone.step([i], corpus))) for i in range(24)]
+    healthy = [
+        alone.programs.evaluate(alone.params, alone.put(alone.step([i], corpus))) for i in range(24)
+    ]
     assert [int(found.failed) > 0 for found in healthy] == [i in masked for i in range(24)]
-    loss, targets = (sum(float(getattr(found.sums, name).sum()) for found in healthy) for name in ("loss", "targets"))
+    loss, targets = (
+        sum(float(getattr(found.sums, name).sum()) for found in healthy)
+        for name in ("loss", "targets")
+    )
     assert result["loss"] == pytest.approx(loss / targets, rel=1e-5)
 
 
 def test_an_evaluation_of_nothing_has_no_loss(alone, damaged_held_out):
     folder, broken = damaged_held_out
     corpus = setup_corpus(alone, folder, alone.held_out)
-    masked = [i for i in range(24) if any(media.reference.path in broken for media in corpus.example(i).media)]
-    result = evaluate(alone.programs, alone.params, [alone.step(masked, corpus)], corpus.sources, corpus.source_of)
-    assert result["loss"] is None and result["exact_match"] == {} and result["masked_examples"] == len(masked)
+    masked = [
+        i
+        for i in range(24)
+        if any(media.reference.path in broken for media in corpus.example(i).media)
+    ]
+    result = evaluate(
+        alone.programs, alone.params, [alone.step(masked, corpus)], corpus.sources, corpus.source_of
+    )
+    assert (
+        result["loss"] is None
+        and result["exact_match"] == {}
+        and result["masked_examples"] == len(masked)
+    )
     empty = evaluate(alone.programs, alone.params, [], corpus.sources, corpus.source_of)
     assert empty["loss"] is None and empty.keys() == result.keys()
 
@@ -295,34 +361,57 @@ class StopAt(StopSignals):
 def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, tmp_path):
     """Calls 1 and 2 belong to the two batches of the evaluation at the start, 3 to 5 to steps, 6 and 7 to the next."""
     folder, _ = damaged_held_out
-    tree = tiny_config(folder, run={"directory": str(tmp_path), "steps": 4}, mesh={"data": 1, "fsdp": 8})
+    tree = tiny_config(
+        folder, run={"directory": str(tmp_path), "steps": 4}, mesh={"data": 1, "fsdp": 8}
+    )
     tree |= {"evaluation": {"at_start": True, "every": 3}}
     tree["data"]["max_failed_media"] = 1000
     run = build_run(parse_config(tree))
 
     def records():
-        lines = (tmp_path / "metrics.jsonl").read_text().splitlines() if (tmp_path / "metrics.jsonl").exists() else []
+        lines = (
+            (tmp_path / "metrics.jsonl").read_text().splitlines()
+            if (tmp_path / "metrics.jsonl").exists()
+            else []
+        )
         return [record for record in map(json.loads, lines) if "message" not in record]
 
     def history():
         return [(record["step"], "eval/examples/text" in record) for record in records()]
 
     summary = train(run, StopAt(2))
-    assert summary["steps"] == 0 and summary["eval"] is None and not summary["complete"] and history() == []
+    assert (
+        summary["steps"] == 0
+        and summary["eval"] is None
+        and not summary["complete"]
+        and history() == []
+    )
     summary = train(run, StopAt(7))
     assert summary["steps"] == 3 and summary["eval"]["step"] == 0 and not summary["complete"]
     assert history() == [(0, True), (1, False), (2, False), (3, False)]
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [0, 3]
     strict = parse_config(tree | {"data": tree["data"] | {"max_failed_media": 0}})
-    with pytest.raises(TrainingError, match=r"step 3: \d+ media items of the evaluation .*max_failed_media = 0"):
+    with pytest.raises(
+        TrainingError, match=r"step 3: \d+ media items of the evaluation .*max_failed_media = 0"
+    ):
         train(dataclasses.replace(run, config=strict), StopAt())
     assert "max_failed_media" in json.loads((tmp_path / "summary.json").read_text())["error"]
     summary = train(run, StopAt())
-    assert history() == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
+    assert history() == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+        (4, False),
+        (4, True),
+    ]
     assert summary["complete"] and summary["eval"]["step"] == 4 and summary["error"] is None
     assert records()[-1]["eval/failed_media"] == summary["eval"]["failed_media"] > 0
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    named = [record for record in map(json.loads, lines) if "message" in record and record["step"] == 4]
+    named = [
+        record for record in map(json.loads, lines) if "message" in record and record["step"] == 4
+    ]
     assert named and all("masked in the evaluation" in record["message"] for record in named)
 
 
@@ -343,8 +432,13 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("damaged")
     make_sample(folder, train=96, test=24)
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    shown = [[part["image"] for part in record["messages"][0]["content"] if "image" in part] for record in records]
-    example = next(i for i, images in enumerate(shown) if len(images) == 1 and images[0].endswith(".png"))
+    shown = [
+        [part["image"] for part in record["messages"][0]["content"] if "image" in part]
+        for record in records
+    ]
+    example = next(
+        i for i, images in enumerate(shown) if len(images) == 1 and images[0].endswith(".png")
+    )
     break_body(folder / shown[example][0])
     return folder, example
 
@@ -358,7 +452,9 @@ def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks
     healthy = [i for i in range(96) if corpus.example(i).media and not shares_media(corpus, i, bad)]
     batches = ([bad, *healthy[first : first + 9]] for first in range(len(healthy) - 9))
     steps = ((batch, setup.step(batch, corpus)) for batch in batches)
-    examples, step = next((batch, step) for batch, step in steps if (len(set(places(step, source))) == 2) == apart)
+    examples, step = next(
+        (batch, step) for batch, step in steps if (len(set(places(step, source))) == 2) == apart
+    )
     assert len(step.failures) == 1 and "png" in step.failures[0]
 
     result = setup.gradients(step)
@@ -392,25 +488,40 @@ def setup_corpus(setup, folder, corpus=None):
     (index,) = corpus.indexes
     copy = folder / index.source.path.name
     copy.write_bytes(index.source.path.read_bytes())
-    return dataclasses.replace(corpus, indexes=(dataclasses.replace(index, source=JsonLines(copy, folder)),))
+    return dataclasses.replace(
+        corpus, indexes=(dataclasses.replace(index, source=JsonLines(copy, folder)),)
+    )
 
 
 def shares_media(corpus, i: int, j: int) -> bool:
-    return bool({m.reference for m in corpus.example(i).media} & {m.reference for m in corpus.example(j).media})
+    return bool(
+        {m.reference for m in corpus.example(i).media}
+        & {m.reference for m in corpus.example(j).media}
+    )
 
 
 def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
     folder, _ = damaged
-    tree = tiny_config(folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8})
+    tree = tiny_config(
+        folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8}
+    )
     tree["checkpoint"] = {"every": 1}
-    with pytest.raises(TrainingError, match=r"\d+ media items could not be decoded.*data\.max_failed_media = 0"):
+    with pytest.raises(
+        TrainingError, match=r"\d+ media items could not be decoded.*data\.max_failed_media = 0"
+    ):
         train(build_run(parse_config(tree)))
     tree["run"]["directory"] = str(tmp_path / "tolerant")
     tree["data"]["max_failed_media"] = 100
     summary = train(build_run(parse_config(tree)))
     assert summary["steps"] == 12
-    records = [json.loads(line) for line in (tmp_path / "tolerant" / "metrics.jsonl").read_text().splitlines()]
-    assert records[-2]["failed_media"] >= 1 and max(record.get("masked_targets", 0) for record in records) > 0
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "tolerant" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (
+        records[-2]["failed_media"] >= 1
+        and max(record.get("masked_targets", 0) for record in records) > 0
+    )
 
 
 @pytest.mark.slow
@@ -422,14 +533,25 @@ def test_a_clip_of_absurd_amplitude_costs_no_update(tmp_path):
         path = min((folder / "media" / split).glob("*.wav"))
         samples, rate = soundfile.read(path)
         soundfile.write(path, 1e20 * samples, rate, subtype="FLOAT")
-    tree = tiny_config(folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8})
+    tree = tiny_config(
+        folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8}
+    )
     tree["data"]["max_failed_media"] = 100
     train(build_run(parse_config(tree)))
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if "failed_media" in record]
-    assert len(steps) >= 12 and steps[-1]["failed_media"] >= 1 and all(record["skipped"] == 0 for record in steps)
+    assert (
+        len(steps) >= 12
+        and steps[-1]["failed_media"] >= 1
+        and all(record["skipped"] == 0 for record in steps)
+    )
     evaluations = [
-        value for record in records for name, value in record.items() if name.startswith("eval") and "loss" in name
+        value
+        for record in records
+        for name, value in record.items()
+        if name.startswith("eval") and "loss" in name
     ]
     assert evaluations and all(value is not None and math.isfinite(value) for value in evaluations)
 
@@ -442,23 +564,37 @@ def test_updates_that_are_not_finite_are_skipped(alone):
     broken = jax.tree.map(lambda leaf: leaf, state.params)
     broken["projector.audio"] = jax.tree.map(lambda leaf: leaf * jnp.nan, broken["projector.audio"])
     before = jax.device_get((broken, state.optimizer))
-    with_audio, text = alone.put(alone.step(alone.of_kind(["audio"])[:4])), alone.put(alone.step(alone.of_kind([])[:4]))
+    with_audio, text = (
+        alone.put(alone.step(alone.of_kind(["audio"])[:4])),
+        alone.put(alone.step(alone.of_kind([])[:4])),
+    )
     state = state._replace(params=broken)
     for count in (1, 2):
         state, metrics = alone.programs.train(state, with_audio)
         assert not np.isfinite(metrics["loss"])
         assert (metrics["skipped"], metrics["skipped_in_row"]) == (count, count)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before
+    )
     state, metrics = alone.programs.train(state, text)
-    assert np.isfinite(metrics["loss"]) and (metrics["skipped"], metrics["skipped_in_row"]) == (2, 0)
-    assert not np.array_equal(state.params["language"]["embedding"], before[0]["language"]["embedding"])
+    assert np.isfinite(metrics["loss"]) and (metrics["skipped"], metrics["skipped_in_row"]) == (
+        2,
+        0,
+    )
+    assert not np.array_equal(
+        state.params["language"]["embedding"], before[0]["language"]["embedding"]
+    )
 
 
 def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
-    tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1, "keep": 1})
+    tree = tiny_config(
+        data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1, "keep": 1}
+    )
     tree["mesh"] = {"data": 8}
     tree["optimizer"] |= {"learning_rate": 1e30, "max_skipped": 3}
-    with pytest.raises(TrainingError, match=r"not finite for 3 steps in a row.*optimizer\.max_skipped"):
+    with pytest.raises(
+        TrainingError, match=r"not finite for 3 steps in a row.*optimizer\.max_skipped"
+    ):
         train(build_run(parse_config(tree)))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped"] for record in records][-3:] == [1, 2, 3]
@@ -466,4 +602,7 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
     good = max(record["step"] for record in records if record["skipped"] == 0)
     kept = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert kept == [good], "a state inside the streak took the place of the last good one"
-    assert f"step {good + 1}: no checkpoint, the last 1 updates were not finite" in capsys.readouterr().err
+    assert (
+        f"step {good + 1}: no checkpoint, the last 1 updates were not finite"
+        in capsys.readouterr().err
+    )

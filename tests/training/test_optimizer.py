@@ -48,8 +48,13 @@ def test_clipping_zero_gradients_leaves_them_zero():
 def test_adam_with_decoupled_decay_of_matrices_alone():
     names = ["embedding", "head", "up", "up_bias", "query_bias", "bias"]
     rng = np.random.default_rng(0)
-    params = {"x": {name: rng.standard_normal((3, 2)) for name in names}, "norm": {"scale": rng.standard_normal(3)}}
-    config = OptimizerConfig(learning_rate=1.0, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.1)
+    params = {
+        "x": {name: rng.standard_normal((3, 2)) for name in names},
+        "norm": {"scale": rng.standard_normal(3)},
+    }
+    config = OptimizerConfig(
+        learning_rate=1.0, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.1
+    )
     with jax.enable_x64(True):
         optimizer = make_optimizer(config)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
@@ -65,4 +70,6 @@ def test_adam_with_decoupled_decay_of_matrices_alone():
                 want = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.9**step)) + 1e-3)
                 if name in ("head", "up"):
                     want = want + 0.1 * p
-                np.testing.assert_allclose(got[group][name], want, rtol=1e-10, err_msg=f"{step} {name}")
+                np.testing.assert_allclose(
+                    got[group][name], want, rtol=1e-10, err_msg=f"{step} {name}"
+                )

@@ -24,7 +24,9 @@ LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
         pytest.param("bfloat16", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="bfloat16-params"),
     ],
 )
-def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, alone, param_dtype, devices, mesh):
+def test_a_step_in_bfloat16_is_that_in_float32(
+    setups, by_example, alone, param_dtype, devices, mesh
+):
     setup = setups(by_example(mesh=mesh, run__param_dtype=param_dtype, **COMPUTE), devices)
     step, reference = setup.step(EXAMPLES), alone.step(EXAMPLES)
     found, expected = setup.gradients(step), alone.gradients(reference)
@@ -40,14 +42,19 @@ def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, alone, param_
     assert metrics["skipped"] == 0 and np.isfinite(metrics["gradient_norm"])
     # The first update of Adam is the sign of the gradient, which rounding turns where that is next to nothing.
     for name in wanted:
-        want, got = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree[name])]) for tree in (wanted, moved))
+        want, got = (
+            np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree[name])])
+            for tree in (wanted, moved)
+        )
         cosine = want @ got / np.linalg.norm(want) / np.linalg.norm(got)
         assert cosine > 0.95, f"{name}: {cosine:.3f}"
 
 
 def assert_near(found, expected, tolerance: float) -> None:
     """Every leaf is off by at most `tolerance` of its norm."""
-    for (path, want), got in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+    for (path, want), got in zip(
+        jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+    ):
         want, got = np.float64(want), np.float64(got)
         difference = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert difference < tolerance, f"{jax.tree_util.keystr(path)}: {difference:.3f}"
@@ -59,5 +66,9 @@ def update(setup: Setup, step):
     before = jax.device_get(state.params)
     state, metrics = setup.programs.train(state, setup.put(step))
     after = jax.device_get(state.params)
-    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, before)
-    return jax.tree.map(lambda new, old: np.float64(new) - np.float64(old), after, before), jax.device_get(metrics)
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(
+        lambda leaf: leaf.dtype, before
+    )
+    return jax.tree.map(
+        lambda new, old: np.float64(new) - np.float64(old), after, before
+    ), jax.device_get(metrics)

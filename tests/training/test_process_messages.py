@@ -6,7 +6,13 @@ import threading
 import pytest
 
 from jaxmllm.runtime.board import HostsError
-from jaxmllm.training.process_messages import SHOWN_CHARACTERS, SHOWN_LINES, Message, Messages, WarningLog
+from jaxmllm.training.process_messages import (
+    SHOWN_CHARACTERS,
+    SHOWN_LINES,
+    Message,
+    Messages,
+    WarningLog,
+)
 from tests.runtime.test_signals import MemoryBoard
 
 
@@ -25,12 +31,16 @@ def drained(messages: Messages) -> list[Message]:
 
 @pytest.fixture
 def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Messages]]:
-    monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0] * 3))  # three processes of one run
+    monkeypatch.setattr(
+        "jaxmllm.training.process_messages._serial", iter([0] * 3)
+    )  # three processes of one run
     board = Store()
     return board, [Messages(board, process) for process in range(3)]
 
 
-def test_main_process_hears_all_and_leaves_nothing(board_and_processes: tuple[Store, list[Messages]]) -> None:
+def test_main_process_hears_all_and_leaves_nothing(
+    board_and_processes: tuple[Store, list[Messages]],
+) -> None:
     board, (main, first, second) = board_and_processes
     second.tell(4, ["masked: c.wav"])
     first.tell(3, ["masked: a.png", "masked: b.png"])
@@ -50,13 +60,17 @@ def test_main_process_hears_all_and_leaves_nothing(board_and_processes: tuple[St
     assert drained(main) == [Message(6, 2, "again")]
 
 
-def test_many_and_long_lines_are_counted_and_cut(board_and_processes: tuple[Store, list[Messages]]) -> None:
+def test_many_and_long_lines_are_counted_and_cut(
+    board_and_processes: tuple[Store, list[Messages]],
+) -> None:
     board, (main, first, _) = board_and_processes
     first.tell(1, [f"{n}: {'x' * 9000}\n{n}" for n in range(1000)])
     (value,) = board.values.values()
     assert len(value) < SHOWN_LINES * (SHOWN_CHARACTERS + 30)
     texts = [message.text for message in drained(main)]
-    assert len(texts) == SHOWN_LINES + 1 and texts[-1] == f"and {1000 - SHOWN_LINES} more like these"
+    assert (
+        len(texts) == SHOWN_LINES + 1 and texts[-1] == f"and {1000 - SHOWN_LINES} more like these"
+    )
     assert texts[3].startswith("3: xxx") and texts[3].endswith(r"xx\n3")
 
 
@@ -76,7 +90,9 @@ def test_what_cannot_be_sent_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "step 7: masked: a.png\n"
 
 
-def test_a_process_waits_until_its_messages_are_published(board_and_processes: tuple[Store, list[Messages]]) -> None:
+def test_a_process_waits_until_its_messages_are_published(
+    board_and_processes: tuple[Store, list[Messages]],
+) -> None:
     _, (main, first, second) = board_and_processes
     first.tell(1, ["masked: a.png"])
     second.tell(1, ["masked: b.png"])
@@ -85,18 +101,24 @@ def test_a_process_waits_until_its_messages_are_published(board_and_processes: t
     waiting.start()
     main.drain(lambda message: published.append((message.text, waiting.is_alive())))
     waiting.join(60)
-    assert published == [("masked: a.png", True), ("masked: b.png", True)] and not waiting.is_alive()
+    assert (
+        published == [("masked: a.png", True), ("masked: b.png", True)] and not waiting.is_alive()
+    )
     first.tell(2, ["masked: c.png"])
     first.await_publication(0.0)  # the main process is gone
 
 
-def test_warnings_are_kept_and_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_kept_and_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     replaced, log = WarningLog(), WarningLog()
     logger = logging.getLogger("jaxmllm.data.index.builder")
     logger.warning("the index %s\nis damaged", "x")
     logger.info("nothing to keep")
-    assert log.take() == [r"warning: the index x\nis damaged"] and log.take() == replaced.take() == []
+    assert (
+        log.take() == [r"warning: the index x\nis damaged"] and log.take() == replaced.take() == []
+    )
     assert capsys.readouterr().err == "the index x\nis damaged\n", "once, as without a handler"
     log.close()
     logger.warning("later")

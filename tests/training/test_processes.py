@@ -24,7 +24,12 @@ def in_two_processes(tree, folder):
     environment = os.environ | {"NPROC": "16"}
     command = [*launcher, *train_command(config)]
     return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
     )
 
 
@@ -44,7 +49,9 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_train_as_one(data, tmp_path, layout):
-    tree = tiny_config(data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3})
+    tree = tiny_config(
+        data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3}
+    )
     tree |= LAYOUTS[layout] | {"evaluation": {"every": 3}}
     ran = in_two_processes(tree, tmp_path)
     assert ran.returncode == 0, ran.stdout[-5000:]
@@ -52,8 +59,14 @@ def test_two_processes_train_as_one(data, tmp_path, layout):
     tree["run"]["directory"] = str(tmp_path / "one")
     train(build_run(parse_config(tree)))
     one, two = (records_of(tmp_path / name) for name in ("one", "two"))
-    assert [record["step"] for record in one] == [record["step"] for record in two] == [1, 2, 3, 3, 4, 5, 6, 6]
-    batches = [[record["batch"] for record in records if "batch" in record] for records in (one, two)]
+    assert (
+        [record["step"] for record in one]
+        == [record["step"] for record in two]
+        == [1, 2, 3, 3, 4, 5, 6, 6]
+    )
+    batches = [
+        [record["batch"] for record in records if "batch" in record] for records in (one, two)
+    ]
     assert batches[0] == batches[1] and len(set(batches[0])) == 6, "the same examples in every step"
     for key in ("loss", "gradient_norm", "eval/loss", "eval/exact_match/text"):
         values = [[record[key] for record in records if key in record] for records in (one, two)]
@@ -68,16 +81,24 @@ def test_what_the_second_process_cannot_decode_is_named_before_both_end(tmp_path
     for path in (tmp_path / "media").rglob("*.png"):
         content = path.read_bytes()
         path.write_bytes(content[: content.index(b"IDAT") + 4] + bytes(64))
-    tree = tiny_config(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, mesh={"data": 8})
+    tree = tiny_config(
+        tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, mesh={"data": 8}
+    )
     ran = in_two_processes(tree, tmp_path)
     assert ran.returncode != 0
     errors = [line for line in ran.stdout.splitlines() if "could not be decoded so far" in line]
     assert errors and "Traceback" not in ran.stdout, ran.stdout[-3000:]
     named = [record for record in records_of(tmp_path / "run") if "message" in record]
-    assert {record["process"] for record in named} == {0, 1} and {record["step"] for record in named} <= {1, 2}
+    assert {record["process"] for record in named} == {0, 1} and {
+        record["step"] for record in named
+    } <= {1, 2}
     for record in named:
         line = f"step {record['step']}: process {record['process']}: {record['message']}"
         assert "masked: " in line and ".png" in line
         assert ran.stdout.index(line) < ran.stdout.index("could not be decoded so far")
-    failed = next(record for record in records_of(tmp_path / "run") if "loss" in record)["failed_media"]
-    assert failed == sum(record["step"] == 1 for record in named), "few enough to be named one by one"
+    failed = next(record for record in records_of(tmp_path / "run") if "loss" in record)[
+        "failed_media"
+    ]
+    assert failed == sum(record["step"] == 1 for record in named), (
+        "few enough to be named one by one"
+    )

@@ -17,7 +17,12 @@ from jaxmllm.training.process_messages import Messages
 from jaxmllm.training.report import RunReport, StartedStep, TrainingError
 from tests.training.test_process_messages import Store
 
-PHASE = {"language/tokens": 300.0, "language/slots": 400.0, "language/flops": 6e9, "language/max_over_mean": 1.5}
+PHASE = {
+    "language/tokens": 300.0,
+    "language/slots": 400.0,
+    "language/flops": 6e9,
+    "language/max_over_mean": 1.5,
+}
 PEAK = 1e9
 
 
@@ -50,7 +55,9 @@ def make_run(**config: Any) -> Any:
     }
     return SimpleNamespace(
         config=SimpleNamespace(**sections | config),
-        programs=SimpleNamespace(spec=SimpleNamespace(phases=["language"]), route_metrics=lambda statistics: {}),
+        programs=SimpleNamespace(
+            spec=SimpleNamespace(phases=["language"]), route_metrics=lambda statistics: {}
+        ),
         sources=("a", "b"),
         peak_flops=PEAK,
         compilations=SimpleNamespace(count=7),
@@ -77,7 +84,9 @@ def step_metrics(**changes: Any) -> dict[str, Any]:
     return metrics | changes
 
 
-def started(step: int, began: float, completed: float, waited: float = 0.0, **changes: Any) -> StartedStep:
+def started(
+    step: int, began: float, completed: float, waited: float = 0.0, **changes: Any
+) -> StartedStep:
     batch: Any = SimpleNamespace(examples=np.arange(12), statistics=PHASE)
     future: Future[float] = Future()
     future.set_result(completed)
@@ -111,14 +120,18 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     )
     rates = [12 * n / sum(seconds[:n]) for n in range(1, 9)]
     assert [record["examples/s"] for _, record in out.records] == pytest.approx(rates)
-    assert [record["language/tokens/s"] for _, record in out.records] == pytest.approx([25 * rate for rate in rates])
+    assert [record["language/tokens/s"] for _, record in out.records] == pytest.approx(
+        [25 * rate for rate in rates]
+    )
     assert out.records[5][1]["data_wait_seconds"] == 4.9
 
 
 # ---------------------------------------------------------------------------- messages and limits
 
 
-def test_a_limits_error_comes_after_the_lines_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limits_error_comes_after_the_lines_of_all_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0, 0]))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     run, out, board = make_run(), Written(), Store()
@@ -130,9 +143,15 @@ def test_a_limits_error_comes_after_the_lines_of_all_processes(monkeypatch: pyte
     other.tell(2, ["masked: b.png: broken", "masked: c.wav: broken"])
     report.follow(started(2, began=0.0, completed=2.0, failed_media=np.int32(3)))
     assert out.lines == ["step 1: process 0: masked: a.png: broken", *OTHERS]
-    with pytest.raises(TrainingError, match=r"step 2: 3 media items .* data\.max_failed_media = 2 .*metrics\.jsonl"):
+    with pytest.raises(
+        TrainingError, match=r"step 2: 3 media items .* data\.max_failed_media = 2 .*metrics\.jsonl"
+    ):
         report.settle()
-    messages = [(step, record["process"], record["message"]) for step, record in out.records if "message" in record]
+    messages = [
+        (step, record["process"], record["message"])
+        for step, record in out.records
+        if "message" in record
+    ]
     assert messages == [
         (0, 0, "warning: the index is damaged"),
         (1, 0, "masked: a.png: broken"),
@@ -147,10 +166,17 @@ OTHERS = ["step 2: process 1: masked: b.png: broken", "step 2: process 1: masked
 def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
     run, out = make_run(), Written()
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
-    nothing = {"loss": np.float32(0), "targets_by_source": np.zeros(2), "masked_targets": np.float32(30)}
+    nothing = {
+        "loss": np.float32(0),
+        "targets_by_source": np.zeros(2),
+        "masked_targets": np.float32(30),
+    }
     report.follow(started(1, began=0.0, completed=1.0, **nothing))
     report.follow(started(2, began=0.0, completed=2.0, **nothing, skipped_in_row=np.int32(3)))
-    with pytest.raises(TrainingError, match="step 2: loss or gradients were not finite, or of no target token, for 3"):
+    with pytest.raises(
+        TrainingError,
+        match="step 2: loss or gradients were not finite, or of no target token, for 3",
+    ):
         report.settle()
     for _, record in out.records:
         assert record["loss"] is None and record["masked_targets"] == 30
@@ -164,7 +190,11 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
     run = make_run()
     run.directory, run.evaluation = tmp_path, object()
     run.config.evaluation = SimpleNamespace(at_start=True, every=3)
-    evaluation = {"loss": 0.5, "exact_match": {"a": 1.0, "b/c": 0.5}, "examples": {"a": 2, "b/c": 4}}
+    evaluation = {
+        "loss": 0.5,
+        "exact_match": {"a": 1.0, "b/c": 0.5},
+        "examples": {"a": 2, "b/c": 4},
+    }
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         progress = ProgressBar(8, visible=False)
         report = RunReport(run, writer, progress, None)
@@ -174,12 +204,16 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
             report.follow(started(step, began=0.0, completed=step, loss=np.float32(step)))
         report.settle()
         flat = {
-            f"eval/{name}/{source}": n for name in ("exact_match", "examples") for source, n in evaluation[name].items()
+            f"eval/{name}/{source}": n
+            for name in ("exact_match", "examples")
+            for source, n in evaluation[name].items()
         }
         writer.write(6, {"eval/loss": 0.5} | flat)
         assert not report.evaluation_due(7) and report.evaluation_due(8)
 
-        killed = RunReport(run, writer, progress, None)  # between the last checkpoint and its evaluation
+        killed = RunReport(
+            run, writer, progress, None
+        )  # between the last checkpoint and its evaluation
         killed.resume(8)
         assert killed.evaluation_missing(8)
         assert (

@@ -36,7 +36,11 @@ def finish(process: subprocess.Popen) -> None:
 def records(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [record for record in map(json.loads, (line for line in lines if line.endswith("\n"))) if "loss" in record]
+    return [
+        record
+        for record in map(json.loads, (line for line in lines if line.endswith("\n")))
+        if "loss" in record
+    ]
 
 
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
@@ -56,7 +60,10 @@ def history(data, tmp_path_factory):
     base = tmp_path_factory.mktemp("history")
     config = base / "config.yaml"
     tree = tiny_config(
-        data, run={"directory": "unset", "steps": STEPS}, checkpoint={"every": 3}, logging__examples=True
+        data,
+        run={"directory": "unset", "steps": STEPS},
+        checkpoint={"every": 3},
+        logging__examples=True,
     )
     config.write_text(yaml.safe_dump(tree))
     random = np.random.default_rng()  # any step will do: no test may depend on which
@@ -68,7 +75,9 @@ def history(data, tmp_path_factory):
     process = begin("killed", "data.workers=1")
     wait_for_step(process, base / "killed", killed_after)
     process.kill()
-    process.communicate(timeout=60)  # ends when its data worker does, which holds the other end of the pipe
+    process.communicate(
+        timeout=60
+    )  # ends when its data worker does, which holds the other end of the pipe
     shutil.copytree(base / "killed", base / "moved")
 
     process = begin("killed")
@@ -91,7 +100,9 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert [record["step"] for record in actual] == list(range(1, STEPS + 1))
     assert [record["step"] for record in expected] == list(range(1, STEPS + 1))
     for key in ("loss", "learning_rate", "gradient_norm"):
-        np.testing.assert_allclose([r[key] for r in actual], [r[key] for r in expected], rtol=tolerance)
+        np.testing.assert_allclose(
+            [r[key] for r in actual], [r[key] for r in expected], rtol=tolerance
+        )
     assert [record["batch"] for record in actual] == [record["batch"] for record in expected]
     drawn = [(base / each / "examples.jsonl").read_text() for each in ("whole", name)]
     assert drawn[0] == drawn[1], "the examples of every step, by id"
@@ -100,7 +111,9 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert by_source == [{k for k in record if k.startswith("loss/")} for record in actual]
     summaries = [json.loads((base / each / "summary.json").read_text()) for each in ("whole", name)]
     assert [summary["steps"] for summary in summaries] == [STEPS, STEPS]
-    assert summaries[1]["eval"]["loss"] == pytest.approx(summaries[0]["eval"]["loss"], rel=tolerance)
+    assert summaries[1]["eval"]["loss"] == pytest.approx(
+        summaries[0]["eval"]["loss"], rel=tolerance
+    )
     assert summaries[1]["eval"]["exact_match"] == summaries[0]["eval"]["exact_match"]
 
 

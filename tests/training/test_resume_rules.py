@@ -20,7 +20,9 @@ from tests.support import tiny_config
 def make_config(directory: str = "runs/a", **settings: Any) -> Config:
     tree: dict[str, Any] = {
         "run": {"directory": directory, "steps": 10},
-        "model": {"language": dict(width=8, layers=1, heads=2, kv_heads=1, head_size=4, mlp_width=16)},
+        "model": {
+            "language": dict(width=8, layers=1, heads=2, kv_heads=1, head_size=4, mlp_width=16)
+        },
         "data": {"sources": [{"name": "s", "path": "s.jsonl"}], "batch_size": 4},
         "optimizer": {"learning_rate": 1e-3},
     }
@@ -66,8 +68,14 @@ def test_what_may_change_without_a_word(change: dict[str, Any]) -> None:
         ({"optimizer__beta2": 0.99}, "optimizer.beta2 0.95 -> 0.99"),
         ({"optimizer__clip_norm": None}, "optimizer.clip_norm 1.0 -> None"),
         ({"components__audio__freeze": True}, "components.audio.freeze False -> True"),
-        ({"components__projector__vision__freeze": True}, "components.projector.vision.freeze False -> True"),
-        ({"components__language__learning_rate_scale": 0.1}, "components.language.learning_rate_scale 1.0 -> 0.1"),
+        (
+            {"components__projector__vision__freeze": True},
+            "components.projector.vision.freeze False -> True",
+        ),
+        (
+            {"components__language__learning_rate_scale": 0.1},
+            "components.language.learning_rate_scale 1.0 -> 0.1",
+        ),
     ],
 )
 def test_what_may_change_and_is_told(change: dict[str, Any], line: str) -> None:
@@ -81,8 +89,14 @@ def test_what_may_change_and_is_told(change: dict[str, Any], line: str) -> None:
     [
         ({"run__seed": 3}, "run.seed: 0 in the run, 3 now"),
         ({"data__tokenizer": "t.json"}, "data.tokenizer: None in the run, 't.json' now"),
-        ({"data__images__max_pixels": 1000}, "data.images.max_pixels: 1048576 in the run, 1000 now"),
-        ({"data__sources": [{"name": "s", "path": "z.jsonl"}]}, "data.sources.0.path: 's.jsonl' in the run, 'z.jsonl'"),
+        (
+            {"data__images__max_pixels": 1000},
+            "data.images.max_pixels: 1048576 in the run, 1000 now",
+        ),
+        (
+            {"data__sources": [{"name": "s", "path": "z.jsonl"}]},
+            "data.sources.0.path: 's.jsonl' in the run, 'z.jsonl'",
+        ),
         ({"model__language__qk_norm": True}, "model.language.qk_norm: False in the run, True now"),
         ({"run__param_dtype": "float64"}, "run.param_dtype: 'float32' in the run, 'float64' now"),
     ],
@@ -97,7 +111,9 @@ def test_what_may_not_change(change: dict[str, Any], line: str) -> None:
 
 def test_a_source_more_is_named() -> None:
     sources = [{"name": "s", "path": "s.jsonl"}, {"name": "t", "path": "t.jsonl"}]
-    with pytest.raises(CheckpointError, match=r"data\.sources\.1\.name: absent in the run, 't' now"):
+    with pytest.raises(
+        CheckpointError, match=r"data\.sources\.1\.name: absent in the run, 't' now"
+    ):
         check_compatible(make_config(), make_config(data__sources=sources))
 
 
@@ -112,18 +128,35 @@ def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
     assert told[0] == "from step 10: run.steps 10 -> 50"
     assert "reaches final_scale 0.1 at step 10 and stays there; optimizer.decay_steps" in told[1]
     shorter = resumed_config(saved, make_config(run__steps=5))
-    assert "would reach final_scale 0.1 at step 10, after the run's end" in changes(saved, shorter, 2)[1]
+    assert (
+        "would reach final_scale 0.1 at step 10, after the run's end"
+        in changes(saved, shorter, 2)[1]
+    )
     chosen = resumed_config(saved, make_config(run__steps=50, optimizer__decay_steps=50))
     assert chosen.decay_steps == 50 and len(changes(saved, chosen, 10)) == 2
-    assert len(changes(saved, resumed_config(saved, make_config(run__steps=9, optimizer__schedule="constant")), 1)) == 2
+    assert (
+        len(
+            changes(
+                saved,
+                resumed_config(saved, make_config(run__steps=9, optimizer__schedule="constant")),
+                1,
+            )
+        )
+        == 2
+    )
 
 
 @pytest.mark.slow
 def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
     """Unfrozen, slower, in smaller batches and other weights: what was said, and which examples were drawn."""
-    sources = [{"name": name, "path": str(data / "train.jsonl"), "weight": 1.0} for name in ("a", "b")]
+    sources = [
+        {"name": name, "path": str(data / "train.jsonl"), "weight": 1.0} for name in ("a", "b")
+    ]
     tree = tiny_config(data, run={"directory": str(tmp_path), "steps": 3}, data__evaluation=[])
-    tree |= {"mesh": {"data": 8}, "components": {"language": {"freeze": True}, "vision": {"freeze": True}}}
+    tree |= {
+        "mesh": {"data": 8},
+        "components": {"language": {"freeze": True}, "vision": {"freeze": True}},
+    }
     tree["data"]["sources"], tree["logging"]["examples"] = sources, True
     train(build_run(check_folder(parse_config(tree), False)))
     tree["run"]["steps"] = 5
@@ -146,7 +179,9 @@ def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert [record["learning_rate"] for record in records] == pytest.approx([1e-2] * 3 + [1e-3] * 2)
-    drawn = [json.loads(line)["ids"] for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
+    drawn = [
+        json.loads(line)["ids"] for line in (tmp_path / "examples.jsonl").read_text().splitlines()
+    ]
     assert [len(ids) for ids in drawn] == [16, 16, 16, 8, 8]
     assert max(Counter(chain.from_iterable(drawn)).values()) <= 2, (
         "no source has begun its epoch anew: each holds an example once"

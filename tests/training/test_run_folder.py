@@ -13,7 +13,9 @@ from tests.training.test_resume_rules import make_config
 
 
 def test_config_survives_the_run_folder(tmp_path: Path) -> None:
-    config = make_config(components__vision__layout={"batch": ["data", "tensor"]}, optimizer__epsilon=1e-12)
+    config = make_config(
+        components__vision__layout={"batch": ["data", "tensor"]}, optimizer__epsilon=1e-12
+    )
     assert read_config(tmp_path) is None
     write_config(tmp_path / "run", config)
     assert read_config(tmp_path / "run") == config
@@ -46,13 +48,18 @@ def test_a_folder_that_holds_a_run_is_resumed_when_that_is_meant(tmp_path: Path)
 def test_a_folder_without_config_does_not_resume_silently(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     (tmp_path / "slurm-17.out").touch()
-    with pytest.raises(CheckpointError, match=r"holds no run to resume: there is no config\.yaml beside slurm-17\.out"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no run to resume: there is no config\.yaml beside slurm-17\.out",
+    ):
         check_folder(config, True)
     check_folder(config, "auto")
     check_folder(config, False)
     (tmp_path / "checkpoints").mkdir()
     for resume in (False, True, "auto"):
-        with pytest.raises(CheckpointError, match=r"holds checkpoints but no config\.yaml") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"holds checkpoints but no config\.yaml"
+        ) as caught:
             check_folder(config, resume)
         assert "\n" not in str(caught.value)
 
@@ -68,7 +75,9 @@ def test_a_damaged_config_is_one_line(tmp_path: Path, content: bytes) -> None:
 def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) -> None:
     write_config(tmp_path, make_config(str(tmp_path)))
     path = tmp_path / "config.yaml"
-    path.write_text(path.read_text().replace("  audio:\n    sample_rate", "  sounds:\n    sample_rate"))
+    path.write_text(
+        path.read_text().replace("  audio:\n    sample_rate", "  sounds:\n    sample_rate")
+    )
     with pytest.raises(
         CheckpointError, match=r"'data.sounds' is now called 'data.audio'; rename them in that"
     ) as caught:
@@ -80,7 +89,9 @@ def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) 
 
 def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"):
+    with pytest.raises(
+        CheckpointError, match=r"run\.directory: .*file/run cannot be written \(Not a directory\)"
+    ):
         with open_folder(make_config(str(tmp_path / "file" / "run")), False):
             raise AssertionError("opened")
 
@@ -88,7 +99,8 @@ def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "metrics.jsonl"))
     with pytest.raises(
-        CheckpointError, match=r"metrics\.jsonl cannot be written \(No space left on device\): make room"
+        CheckpointError,
+        match=r"metrics\.jsonl cannot be written \(No space left on device\): make room",
     ):
         with open_folder(make_config(str(tmp_path)), False):
             raise full

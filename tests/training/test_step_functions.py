@@ -27,7 +27,9 @@ MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 RANKS, SLOTS, BLOCK, VOCABULARY, SOURCES = 4, 64, 32, 30, 2
 TOKENS, PATCHES = 16, 64  # a row of 64 patches becomes 16 tokens
 CONFIG = ModelConfig(
-    language=LanguageConfig(width=8, layers=1, heads=2, kv_heads=2, head_size=8, mlp_width=12, loss_chunk=32),
+    language=LanguageConfig(
+        width=8, layers=1, heads=2, kv_heads=2, head_size=8, mlp_width=12, loss_chunk=32
+    ),
     vision=VisionConfig(width=8, layers=1, heads=2, mlp_width=12, patch_size=2),
 )
 FROZEN = ComponentConfig(freeze=True, compute_dtype="float64")
@@ -44,14 +46,18 @@ def make_step(mesh=MESH, vision=WIDE, projector=WIDE, language=WIDE, **optimizer
     settings = ComponentsConfig(vision=vision, language=language, projector=projectors)
     model = build_model(CONFIG, VOCABULARY, settings, mesh)
     return StepFunctions(
-        model, OptimizerConfig(**({"learning_rate": 0.1} | optimizer)), decay_steps=20, sources=SOURCES
+        model,
+        OptimizerConfig(**({"learning_rate": 0.1} | optimizer)),
+        decay_steps=20,
+        sources=SOURCES,
     )
 
 
 def randomized(step, seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(dtype), step.model.abstract("float32")
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(dtype),
+        step.model.abstract("float32"),
     )
 
 
@@ -67,7 +73,12 @@ def encoder_rows(seed):
         "failed": np.zeros(RANKS, np.int32),
     }
     row_format = RowFormat(
-        12, np.dtype(np.uint8), slots_per_token=PATCHES // TOKENS, stride=1, alignment=1, axes=(1, 2)
+        12,
+        np.dtype(np.uint8),
+        slots_per_token=PATCHES // TOKENS,
+        stride=1,
+        alignment=1,
+        axes=(1, 2),
     )
     finish_encoder_row(row, AttentionSpec({"vision": BLOCK}), "vision", row_format)
     return EncoderRows.of(row)
@@ -131,7 +142,9 @@ class Driver:
         with jax.enable_x64(True):
             pool, starts, failed = empty_pool(), [], np.int32(0)
             for m, rows in enumerate(images):
-                pool, features, failed = self.encode(params, rows, pool, np.int32(m * TOKENS), failed)
+                pool, features, failed = self.encode(
+                    params, rows, pool, np.int32(m * TOKENS), failed
+                )
                 starts.append(rows if features is None else features)
             d_pool, sums = np.zeros(pool.tokens.shape), zero_sums()
             grads = zeros_like(self.step.model.trainable.split(params)[0])
@@ -159,13 +172,17 @@ def whole():
 
     def objective(params):
         def encoded(rows):
-            return model.project(params, "vision", model.features(params, "vision", rows), rows.places)
+            return model.project(
+                params, "vision", model.features(params, "vision", rows), rows.places
+            )
 
         def total(rows):
             media = jnp.take_along_axis(pool, jnp.maximum(rows.media, 0)[..., None], axis=1)
             hidden, head = model.hidden(params, rows, media)
             chances = jax.nn.log_softmax(hidden @ head)
-            chosen = jnp.take_along_axis(chances, jnp.maximum(rows.targets, 0)[..., None], axis=-1)[..., 0]
+            chosen = jnp.take_along_axis(chances, jnp.maximum(rows.targets, 0)[..., None], axis=-1)[
+                ..., 0
+            ]
             return jnp.where(rows.targets >= 0, chosen, 0).sum()
 
         first, second = jax.lax.map(encoded, stacked(IMAGES))
@@ -181,7 +198,9 @@ def assert_trees_close(got, want, tolerance=1e-10):
     flat = jax.tree.leaves_with_path(want)
     for (path, expected), value in zip(flat, jax.tree.leaves(got), strict=True):
         name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance * abs(expected).max(), err_msg=name)
+        np.testing.assert_allclose(
+            value, expected, rtol=0, atol=tolerance * abs(expected).max(), err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +220,9 @@ def test_sums_count_targets_and_examples_by_source(phased):
     _, sums, failed, _ = phased
     for source, segment in ((1, 1), (0, 2)):
         for rank in range(RANKS):
-            count = sum((rows.targets[rank][rows.segments[rank] == segment] >= 0).sum() for rows in TEXT)
+            count = sum(
+                (rows.targets[rank][rows.segments[rank] == segment] >= 0).sum() for rows in TEXT
+            )
             assert sums.targets[rank, source] == count
             assert sums.examples[rank, source] == len(TEXT)
     assert failed == 0
@@ -219,10 +240,14 @@ def test_sums_count_targets_and_examples_by_source(phased):
 def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, trained):
     params, _, expected = whole
     step = make_step(**frozen)
-    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.loss_and_grad).run(params)
+    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.loss_and_grad).run(
+        params
+    )
     assert set(grads) == trained
     assert_trees_close(grads, {name: expected[name] for name in trained})
-    assert step.keeps_features("vision") == ("projector.vision" in trained and "vision" not in trained)
+    assert step.keeps_features("vision") == (
+        "projector.vision" in trained and "vision" not in trained
+    )
     assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
 
 
@@ -235,17 +260,25 @@ def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, 
     step = make_step(vision=vision, projector=projector, language=language)
     grads, _, _, _ = Driver(step).run(params)
     trained, frozen = step.model.trainable.split(expected)
-    assert trained["projector.vision"].keys() == {"mlp"} and trained["projector.vision"]["mlp"].keys() == {"down"}
+    assert trained["projector.vision"].keys() == {"mlp"} and trained["projector.vision"][
+        "mlp"
+    ].keys() == {"down"}
     assert trained["language"].keys() == {"layers", "head"} and "patch" not in trained["vision"]
     assert_trees_close(grads, trained)
 
     with jax.enable_x64(True):
         state = jax.device_get(step.init(params))
-        new, _ = jax.device_get(jax.jit(step.update)(state, grads, make_sums(80.0), np.float64(80.0), np.int32(0)))
+        new, _ = jax.device_get(
+            jax.jit(step.update)(state, grads, make_sums(80.0), np.float64(80.0), np.int32(0))
+        )
     moments = {name: optimizer[0].mu for name, optimizer in new.optimizer.items()}
     assert jax.tree.structure(moments) == jax.tree.structure(trained)
-    changed, same = step.model.trainable.split(jax.tree.map(lambda new, old: (new != old).any(), new.params, params))
-    assert jax.tree.structure(changed) == jax.tree.structure(trained) and all(jax.tree.leaves(changed))
+    changed, same = step.model.trainable.split(
+        jax.tree.map(lambda new, old: (new != old).any(), new.params, params)
+    )
+    assert jax.tree.structure(changed) == jax.tree.structure(trained) and all(
+        jax.tree.leaves(changed)
+    )
     assert jax.tree.structure(same) == jax.tree.structure(frozen) and not any(jax.tree.leaves(same))
 
 
@@ -254,7 +287,9 @@ def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole)
     params = whole[0]
     valid, failed = IMAGES[0].valid.copy(), IMAGES[0].failed.copy()
     valid[2, 3], failed[2] = False, 1
-    _, sums, count, _ = driver.run(params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1]))
+    _, sums, count, _ = driver.run(
+        params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1])
+    )
     assert count == 1
     hit = np.zeros((RANKS, SOURCES))
     hit[2, 1] = 1  # segment 1 has source 1
@@ -264,10 +299,17 @@ def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole)
         own = {"language": zeros_like(params["language"])}
         pool = empty_pool()
         pool = pool._replace(valid=pool.valid + 1)
-        masked = [np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets) for rows in TEXT]
-        broken = pool._replace(valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2))
+        masked = [
+            np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets)
+            for rows in TEXT
+        ]
+        broken = pool._replace(
+            valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2)
+        )
         arguments = 0.01, np.zeros_like(pool.tokens), own, zero_sums()
-        by_hand = driver.loss_and_grad(params, TEXT[0]._replace(targets=masked[0]), pool, *arguments)
+        by_hand = driver.loss_and_grad(
+            params, TEXT[0]._replace(targets=masked[0]), pool, *arguments
+        )
         by_flag = driver.loss_and_grad(params, TEXT[0], broken, *arguments)
         evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken, zero_sums())
     assert_trees_close(jax.device_get(by_flag), jax.device_get(by_hand), 1e-13)
@@ -305,14 +347,21 @@ OPTIMIZER = {
 
 
 def make_sums(targets):
-    return Sums(*(np.full((RANKS, SOURCES), value / RANKS / SOURCES) for value in (3.0 * targets, targets, 0.0, 0.0)))
+    return Sums(
+        *(
+            np.full((RANKS, SOURCES), value / RANKS / SOURCES)
+            for value in (3.0 * targets, targets, 0.0, 0.0)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def updating():
     """A step with a frozen tower and a slow projector; its compiled update, first state and some gradients."""
     step = make_step(
-        vision=FROZEN, projector=ComponentConfig(compute_dtype="float64", learning_rate_scale=0.25), **OPTIMIZER
+        vision=FROZEN,
+        projector=ComponentConfig(compute_dtype="float64", learning_rate_scale=0.25),
+        **OPTIMIZER,
     )
     params = randomized(step)
     with jax.enable_x64(True):
@@ -321,7 +370,9 @@ def updating():
 
     def update(state, grads, sums, planned=80.0, failed=0):
         with jax.enable_x64(True):
-            return jax.device_get(program(state, grads, sums, np.float64(planned), np.int32(failed)))
+            return jax.device_get(
+                program(state, grads, sums, np.float64(planned), np.int32(failed))
+            )
 
     grads = {name: randomized(step, 7)[name] for name in ("language", "projector.vision")}
     return update, state, grads
@@ -354,11 +405,15 @@ def test_update_equals_adamw_by_hand(updating):
             component, name = path[0].key, path[-1].key
             direction = m / (1 - 0.8**count) / (np.sqrt(v / (1 - 0.9**count)) + 1e-6)
             decay = 0.0 if name.endswith(("bias", "scale", "embedding")) else 0.2
-            return p - rate * (0.25 if component == "projector.vision" else 1) * (direction + decay * p)
+            return p - rate * (0.25 if component == "projector.vision" else 1) * (
+                direction + decay * p
+            )
 
         trained = jax.tree.map_with_path(stepped, {name: params[name] for name in grads}, m, v)
         params = params | trained
-        assert_trees_close(state.params, params, 1e-6 if metrics["learning_rate"].dtype == np.float32 else 1e-10)
+        assert_trees_close(
+            state.params, params, 1e-6 if metrics["learning_rate"].dtype == np.float32 else 1e-10
+        )
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-10)
         np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
         np.testing.assert_allclose(metrics["loss"], 3.0, rtol=1e-10)
@@ -370,7 +425,9 @@ def test_frozen_components_stay_bit_for_bit(updating):
     update, state, grads = updating
     new, _ = update(state, grads, make_sums(80.0))
     assert_trees_close(new.params["vision"], state.params["vision"], 0)
-    changed = jax.tree.map(lambda new, old: (new != old).any(), new.params["language"], state.params["language"])
+    changed = jax.tree.map(
+        lambda new, old: (new != old).any(), new.params["language"], state.params["language"]
+    )
     assert all(jax.tree.leaves(changed))
 
 
@@ -415,4 +472,6 @@ def test_loss_by_source(updating):
 def test_the_state_is_a_checkpoints_tree(updating):
     state = updating[1]
     assert isinstance(state, TrainState)
-    assert [int(x) for x in (state.step, state.skipped, state.skipped_in_row, state.failed_media)] == [0, 0, 0, 0]
+    assert [
+        int(x) for x in (state.step, state.skipped, state.skipped_in_row, state.failed_media)
+    ] == [0, 0, 0, 0]

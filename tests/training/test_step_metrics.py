@@ -9,7 +9,12 @@ import pytest
 from jaxmllm.training import step_metrics
 from jaxmllm.training.step_metrics import METRICS, StepFacts, Values, step_record
 
-PLAN = {"language/tokens": 300.0, "language/slots": 400.0, "language/flops": 6e12, "language/rows": 4}
+PLAN = {
+    "language/tokens": 300.0,
+    "language/slots": 400.0,
+    "language/flops": 6e12,
+    "language/rows": 4,
+}
 
 
 def facts(seconds: float = 2.0, **changes: Any) -> StepFacts:

@@ -39,7 +39,9 @@ def test_packed_equals_unpacked(one, whole):
 
 
 def test_a_window_is_seen_in_the_loss(setups, by_example, whole):
-    full = setups(by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2]}), 1)
+    full = setups(
+        by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2]}), 1
+    )
     other = full.gradients(full.step(EXAMPLES))
     assert abs(other.mean_loss - whole.mean_loss) > 1e-4
 
@@ -59,8 +61,18 @@ CASES = {  # devices, mesh, phases, pipeline
     "context4-tensor2": (8, {"data": 1, "context": 4, "tensor": 2}, BLOCKS, {}),
     "long": (4, {"data": 2, "tensor": 2}, LONG, {}),
     "stages2": (2, {"data": 1}, BLOCKS, {"stages": 2, "layout": "chain"}),
-    "stages2-context2-segments": (4, {"data": 1, "context": 2}, BLOCKS, {"stages": 2, "layout": "segments"}),
-    "stages4-split": (4, {"data": 1}, BLOCKS, {"stages": 4, "layout": "parallel", "split_backward": True}),
+    "stages2-context2-segments": (
+        4,
+        {"data": 1, "context": 2},
+        BLOCKS,
+        {"stages": 2, "layout": "segments"},
+    ),
+    "stages4-split": (
+        4,
+        {"data": 1},
+        BLOCKS,
+        {"stages": 4, "layout": "parallel", "split_backward": True},
+    ),
     "stages2-kept": (
         2,
         {"data": 1},
@@ -71,7 +83,8 @@ CASES = {  # devices, mesh, phases, pipeline
 
 
 @pytest.mark.parametrize(
-    "devices, mesh, phases, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()]
+    "devices, mesh, phases, pipeline",
+    [pytest.param(*case, id=name) for name, case in CASES.items()],
 )
 def test_parts_long_rows_and_stages_leave_the_mathematics_alone(
     setups, by_example, whole, devices, mesh, phases, pipeline
@@ -90,8 +103,11 @@ def test_both_kernels_compute_the_same(setups, by_example):
     wide = MODEL | {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
     kernels = ("jax", "gpu")
     jax_kernel, gpu_kernel = (
-        setups(by_example(phases=BLOCKS, components__language__attention=kernel, **wide), 1) for kernel in kernels
+        setups(by_example(phases=BLOCKS, components__language__attention=kernel, **wide), 1)
+        for kernel in kernels
     )
-    examples = [jax_kernel.of_kind(kind)[0] for kind in ((), ("vision",), ("audio",), ("vision", "audio"))]
+    examples = [
+        jax_kernel.of_kind(kind)[0] for kind in ((), ("vision",), ("audio",), ("vision", "audio"))
+    ]
     expected = jax_kernel.gradients(jax_kernel.step(examples))
     assert_same(gpu_kernel.gradients(gpu_kernel.step(examples)), expected, 1e-5)

@@ -46,7 +46,9 @@ def run(data, tmp_path_factory):
 def changed(run: Any, folder: Path, at: int, happens: Any) -> Any:
     """The run in another folder, `happens` when it loads step `at`."""
     batches = replace(run.batches, filler=At(run.batches.filler, at, happens))
-    config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"directory": str(folder)})})
+    config = run.config.model_copy(
+        update={"run": run.config.run.model_copy(update={"directory": str(folder)})}
+    )
     return replace(run, batches=batches, config=config)
 
 
@@ -93,11 +95,17 @@ def test_a_request_to_stop_does_not_wait_for_data(run, tmp_path):
     summary = train(changed(run, tmp_path, 2, hang), stop)
     assert summary["steps"] == 2 and checkpoints(tmp_path) == ["2"]
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("data-")]
+    assert not [
+        thread for thread in set(threading.enumerate()) - before if thread.name.startswith("data-")
+    ]
 
 
-def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_to(data, run, tmp_path):
-    tree = tiny_config(data, run={"directory": str(tmp_path / "run"), "steps": 200}, data__workers=2)
+def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_to(
+    data, run, tmp_path
+):
+    tree = tiny_config(
+        data, run={"directory": str(tmp_path / "run"), "steps": 200}, data__workers=2
+    )
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
     with (tmp_path / "output").open("wb") as output:
@@ -118,7 +126,9 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
         process.kill()
         process.wait()
     said = (tmp_path / "output").read_text()
-    assert said.count("was killed by SIGKILL (out of memory?); another one loads it again") == len(killed)
+    assert said.count("was killed by SIGKILL (out of memory?); another one loads it again") == len(
+        killed
+    )
     assert "Traceback" not in said and "KeyboardInterrupt" not in said
     assert all(f"(process {pid})" in said for pid in killed)
     assert len(workers) == 2 and not any(map(alive, workers))
@@ -135,5 +145,7 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     deadline = time.monotonic() + LONG
     while max(losses(folder), default=0) < step:
-        assert process.poll() is None and time.monotonic() < deadline, f"step {step} was not reached"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            f"step {step} was not reached"
+        )
         time.sleep(0.01)

@@ -56,7 +56,8 @@ class Coefficients(Section):
         """What the planner gets of items of these FLOPs: femtoseconds, the same on every host since the file's decimal
         figures are scaled."""
         row, slot, linear, quadratic = (
-            PER_SECOND * Decimal(repr(seconds)) for seconds in (self.row, self.slot, self.linear, self.quadratic)
+            PER_SECOND * Decimal(repr(seconds))
+            for seconds in (self.row, self.slot, self.linear, self.quadratic)
         )
         return PhaseTime(flops.measured(slot + linear, quadratic), int(row.to_integral_value()))
 
@@ -93,7 +94,9 @@ class Calibration(Section):
             found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
         others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops]
         if others:
-            found.append(f"was measured with another model or other frozen components (phases {', '.join(others)})")
+            found.append(
+                f"was measured with another model or other frozen components (phases {', '.join(others)})"
+            )
         return found
 
 
@@ -112,7 +115,9 @@ def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
     try:
         calibration = Calibration.model_validate_json(text)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
+        problems = [
+            f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()
+        ]
         raise ConfigError(f"{where} is no calibration: {'; '.join(problems)}; {REMEDY}") from error
     for phase in phases:
         if phase not in calibration.phases:

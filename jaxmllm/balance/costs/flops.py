@@ -22,7 +22,13 @@ from fractions import Fraction
 from typing import Any
 
 from jaxmllm.arrays import Longs
-from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig, VisionConfig
+from jaxmllm.config.schema import (
+    AudioConfig,
+    LanguageConfig,
+    ModelConfig,
+    TowerConfig,
+    VisionConfig,
+)
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 NO_SQUARES: tuple[Fraction, ...] = (Fraction(0), Fraction(0))
@@ -59,7 +65,10 @@ class ItemCost:
 
     def attention(self, length: Any) -> Any:
         """What pairs of slots cost, the part that is not linear in the length."""
-        return sum(cost * square for cost, square in zip(self.per_square, self.squares(length), strict=True))
+        return sum(
+            cost * square
+            for cost, square in zip(self.per_square, self.squares(length), strict=True)
+        )
 
     def mean_squares(self, length: int) -> float:
         """`squares` averaged over the kinds of layers, by what these cost."""
@@ -69,18 +78,24 @@ class ItemCost:
         """Cost of items of these lengths together."""
         length = length.astype(float)
         squares = (square.sum() for square in self.squares(length))
-        attention = sum(cost * square for cost, square in zip(self.per_square, squares, strict=True))
+        attention = sum(
+            cost * square for cost, square in zip(self.per_square, squares, strict=True)
+        )
         return float(self.linear * length.sum() + attention)
 
     def shifted(self, bits: int) -> ItemCost:
         """The cost in units of 2**bits, rounded down."""
-        return ItemCost(self.linear >> bits, self.quadratic >> bits, self.windowed >> bits, self.window)
+        return ItemCost(
+            self.linear >> bits, self.quadratic >> bits, self.windowed >> bits, self.window
+        )
 
     def measured(self, linear: Decimal, mean_square: Decimal) -> ItemCost:
         """The same with measured costs per slot and per mean square."""
         share = Fraction(self.windowed, sum(self.per_square)) if self.windowed else Fraction(0)
         windowed = share * Fraction(mean_square)
-        return ItemCost(round(linear), round(Fraction(mean_square) - windowed), round(windowed), self.window)
+        return ItemCost(
+            round(linear), round(Fraction(mean_square) - windowed), round(windowed), self.window
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,9 @@ class Layer:
           slots: sum of the lengths of the items.
           squares: sums of their `ItemCost.squares`.
         """
-        pairs = (flops * square for flops, square in zip(self.attention_squares, squares, strict=True))
+        pairs = (
+            flops * square for flops, square in zip(self.attention_squares, squares, strict=True)
+        )
         return round(self.attention_linear * slots + sum(pairs))
 
 
@@ -141,9 +158,13 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     phases = make_phases(model)
     components = frozenset(component_names(phases))
     if unknown := trained.keys() - components:
-        raise ValueError(f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}")
+        raise ValueError(
+            f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}"
+        )
     layers = phase_layers(model, phase)
-    upstream = any(name in trained for read in phases[phase].reads for name in phases[read].components)
+    upstream = any(
+        name in trained for read in phases[phase].reads for name in phases[read].components
+    )
     linear = Fraction(0)
     squares = NO_SQUARES
     for layer in layers:
@@ -151,7 +172,8 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
         attention_passes = 3 if upstream else 1
         linear += attention_passes * layer.attention_linear
         squares = tuple(
-            total + attention_passes * flops for total, flops in zip(squares, layer.attention_squares, strict=True)
+            total + attention_passes * flops
+            for total, flops in zip(squares, layer.attention_squares, strict=True)
         )
         for product in layer.products or (Fraction(0),):
             # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
@@ -181,9 +203,13 @@ def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
 
 def _language(config: LanguageConfig) -> tuple[Layer, ...]:
     if config.vocab_size == "auto":
-        raise ValueError("model.language.vocab_size is 'auto': resolve it from the tokenizer before asking for FLOPs")
+        raise ValueError(
+            "model.language.vocab_size is 'auto': resolve it from the tokenizer before asking for FLOPs"
+        )
     heads_width = config.heads * config.head_size
-    weights = config.width * (2 * heads_width + 2 * config.kv_heads * config.head_size + 3 * config.mlp_width)
+    weights = config.width * (
+        2 * heads_width + 2 * config.kv_heads * config.head_size + 3 * config.mlp_width
+    )
     vocabulary = config.vocab_size * config.width
     embedding = Layer(LANGUAGE, 0 if config.tie_embeddings else vocabulary, products=())
     causal = Fraction(2 * heads_width)  # half of the pairs
@@ -200,7 +226,10 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     if config.window is not None:  # a patch of a windowed layer sees no more than its window
         seen = blocks[0].attention_squares[0] * config.window**2
         windowed = replace(blocks[0], attention_linear=seen, attention_squares=NO_SQUARES)
-        blocks = [windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)]
+        blocks = [
+            windowed if narrow else block
+            for narrow, block in zip(config.windowed, blocks, strict=True)
+        ]
     group = config.merge**2
     projector = _projector("vision", group * config.width, per_token=group, width=language_width)
     return (embedding, *blocks, projector)
@@ -210,7 +239,9 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     stride = config.stem_stride
     mels = config.stem_kernel * config.mel_bins * config.width
     halves = config.stem_kernel * config.width**2
-    after_first = _product(mels, per_token=stride // 2)  # outputs of the first convolution are 2 frames apart
+    after_first = _product(
+        mels, per_token=stride // 2
+    )  # outputs of the first convolution are 2 frames apart
     stem = Layer("audio", mels + halves, after_first + _product(halves, per_token=stride))
     blocks = [_encoder_block("audio", config, per_token=stride)] * config.layers
     features = config.merge * config.width
@@ -225,7 +256,12 @@ def _encoder_block(phase: str, config: TowerConfig, per_token: int) -> Layer:
     """A layer that attends in both directions; `per_token` slots are one token of its attention."""
     weights = config.width * (4 * config.width + 2 * config.mlp_width)
     pairs = Fraction(4 * config.width, per_token**2)
-    return Layer(phase, weights, _product(weights, per_token=per_token), attention_squares=(pairs, Fraction(0)))
+    return Layer(
+        phase,
+        weights,
+        _product(weights, per_token=per_token),
+        attention_squares=(pairs, Fraction(0)),
+    )
 
 
 def _projector(phase: str, features: int, per_token: int, width: int) -> Layer:

@@ -68,7 +68,9 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
+    def tables(
+        self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]
+    ) -> RouteTables:
         """The index tables of a round for some exchange ranks.
 
         Args:
@@ -92,7 +94,9 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
+    def hop_on_host(
+        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+    ) -> None:
         """Run a hop on all exchange ranks: source [X, W], buffer [X, U], which is filled in place.
 
         Args:

@@ -45,7 +45,9 @@ class Padded(Backend):
             max_hops=route.hops,
         )
 
-    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
+    def tables(
+        self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]
+    ) -> RouteTables:
         peers = route.grid.peers
         groups = route.grid.groups
         slots = route.pair_slots
@@ -137,7 +139,9 @@ class Padded(Backend):
             return None
         return "a token is sent so late that the round has no hop for it"
 
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
+    def hop_on_host(
+        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+    ) -> None:
         peers = route.grid.peers
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index.reshape(len(source), -1))
         slots = chunks.shape[1]
@@ -176,7 +180,9 @@ class _Leg(NamedTuple):
     source: Longs  # slot of pool ++ buffer that is sent
 
 
-def choose_pair_slots(moves: Sequence[tuple[Longs, Longs, Longs]], grid: ExchangeGrid, longest: int) -> int:
+def choose_pair_slots(
+    moves: Sequence[tuple[Longs, Longs, Longs]], grid: ExchangeGrid, longest: int
+) -> int:
     """Pair slots with which `USUAL_HOPS` move what sampled steps move on average.
 
     Args:

@@ -52,7 +52,9 @@ def place_items_near(
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
     media_of_sequences = media[sequences.example]
-    language = _spread_media(plans[LANGUAGE], sequences.length, phases[LANGUAGE], media_of_sequences)
+    language = _spread_media(
+        plans[LANGUAGE], sequences.length, phases[LANGUAGE], media_of_sequences
+    )
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
     example_rank = _example_ranks(items, language)
@@ -152,7 +154,9 @@ class _Movable:
         return replace(plan, **changed)
 
 
-def _movable(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs | None = None) -> _Movable:
+def _movable(
+    plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs | None = None
+) -> _Movable:
     """What may move of a plan, and how much the rows can take.
 
     Args:

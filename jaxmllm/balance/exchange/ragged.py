@@ -40,10 +40,16 @@ class Ragged(Backend):
             direct_tokens=0,
         )
 
-    def tables(self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]) -> RouteTables:
+    def tables(
+        self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]
+    ) -> RouteTables:
         groups = route.grid.groups
-        sent, landing_there = _volumes(round_.sender, round_.receiver, round_.tokens, ranks=ranks, grid=route.grid)
-        expected, landing_back = _volumes(round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid)
+        sent, landing_there = _volumes(
+            round_.sender, round_.receiver, round_.tokens, ranks=ranks, grid=route.grid
+        )
+        expected, landing_back = _volumes(
+            round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid
+        )
         leaving = np.cumsum(sent, axis=1) - sent
         landing = np.cumsum(expected, axis=1) - expected
 
@@ -94,7 +100,9 @@ class Ragged(Backend):
         moving = (round_.tokens[round_.sender != round_.receiver] for round_ in rounds)
         return sum(int(tokens.sum(dtype=np.int64)) for tokens in moving)
 
-    def hop_on_host(self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec) -> None:
+    def hop_on_host(
+        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+    ) -> None:
         assert hop.sizes is not None
         groups = route.grid.groups
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index)
@@ -120,7 +128,9 @@ class Ragged(Backend):
         index, sizes = tables
         begin, sent, land, expected = sizes
         chunks = gather_either(pool, buffer, index)
-        return jax.lax.ragged_all_to_all(chunks, buffer, begin, sent, land, expected, axis_name=axes)
+        return jax.lax.ragged_all_to_all(
+            chunks, buffer, begin, sent, land, expected, axis_name=axes
+        )
 
 
 def _volumes(

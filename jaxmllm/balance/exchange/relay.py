@@ -134,7 +134,9 @@ def _split(
     )
 
 
-def _choose_direct_tokens(sender: Longs, receiver: Longs, tokens: Longs, *, peers: int, groups: int) -> int:
+def _choose_direct_tokens(
+    sender: Longs, receiver: Longs, tokens: Longs, *, peers: int, groups: int
+) -> int:
     """How many tokens per pair to send directly, judged by the busiest ranks."""
     ranks = peers * groups
     pairs = ranks * (peers - 1)
@@ -177,7 +179,9 @@ def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
     return largest
 
 
-def _most_of_one_color(group: Longs, color: Longs, tokens: Longs, *, colors: int) -> tuple[Longs, Longs]:
+def _most_of_one_color(
+    group: Longs, color: Longs, tokens: Longs, *, colors: int
+) -> tuple[Longs, Longs]:
     """Most tokens of one color in each group, when an item's tokens take the colors in turn.
 
     Full circles count for every color. What is left over is an arc on the circle of colors, and the
@@ -227,7 +231,9 @@ class TokenPaths:
     relay_slot: Longs  # between relay and receiver
 
 
-def token_paths(round_: RouteRound, *, peers: int, groups: int, pair_slots: int, local: Longs) -> TokenPaths:
+def token_paths(
+    round_: RouteRound, *, peers: int, groups: int, pair_slots: int, local: Longs
+) -> TokenPaths:
     """The way of every token that begins, passes or ends at some exchange ranks.
 
     Args:

@@ -99,9 +99,14 @@ def plan_routes(
 # ---------------------------------------------------------------------------- pools
 
 
-def _encoder_pools(phases: Sequence[str], plans: Mapping[str, PhasePlan], spec: PlanSpec) -> dict[str, PhasePlan]:
+def _encoder_pools(
+    phases: Sequence[str], plans: Mapping[str, PhasePlan], spec: PlanSpec
+) -> dict[str, PhasePlan]:
     """The plans of phases that share pools, with `pool` and `pool_offset`."""
-    tokens = [plans[phase].capacity.astype(np.int64) // spec.phases[phase].slots_per_token for phase in phases]
+    tokens = [
+        plans[phase].capacity.astype(np.int64) // spec.phases[phase].slots_per_token
+        for phase in phases
+    ]
     owner = phases[0]
     pool, start = _fill_pools(
         np.concatenate(tokens)[:, None],
@@ -110,7 +115,10 @@ def _encoder_pools(phases: Sequence[str], plans: Mapping[str, PhasePlan], spec: 
     )
     ends = np.cumsum([len(rows) for rows in tokens])[:-1]
     columns = zip(phases, np.split(pool, ends), np.split(start[:, 0], ends), strict=True)
-    return {phase: replace(plans[phase], pool=pools, pool_offset=offsets) for phase, pools, offsets in columns}
+    return {
+        phase: replace(plans[phase], pool=pools, pool_offset=offsets)
+        for phase, pools, offsets in columns
+    }
 
 
 def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
@@ -138,7 +146,9 @@ def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
     return pool, start
 
 
-def _arrivals(goals: dict[str, Goals], tokens: dict[str, Ints], start: Ints, ranks: int) -> dict[str, Longs]:
+def _arrivals(
+    goals: dict[str, Goals], tokens: dict[str, Ints], start: Ints, ranks: int
+) -> dict[str, Longs]:
     """First language pool slot of every item, in the order of the language row.
 
     Args:
@@ -172,7 +182,9 @@ def _rounds(traffic: list[Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
     return tuple(rounds)
 
 
-def _rounds_between(source: int, target: int, traffic: Traffic, route: RouteSpec) -> list[RouteRound]:
+def _rounds_between(
+    source: int, target: int, traffic: Traffic, route: RouteSpec
+) -> list[RouteRound]:
     """The rounds between two pools; what stays on its exchange rank belongs to the first."""
     changes = traffic.sender != traffic.receiver
     stays = np.flatnonzero(~changes)

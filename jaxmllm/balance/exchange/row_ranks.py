@@ -162,7 +162,9 @@ def blocks_of(ranks: Ints) -> Longs:
     return block
 
 
-def _greedy_groups(row: Longs, group: Longs, weight: Longs, *, room: Longs, rows: int) -> tuple[Longs, Longs]:
+def _greedy_groups(
+    row: Longs, group: Longs, weight: Longs, *, room: Longs, rows: int
+) -> tuple[Longs, Longs]:
     """A group for each row: repeatedly every row asks for the group that needs most of its tokens
     among those with room, and groups take the rows that bring most.
 
@@ -193,7 +195,9 @@ def _greedy_groups(row: Longs, group: Longs, weight: Longs, *, room: Longs, rows
     return group_of, room
 
 
-def _ranks_in_nodes(node_of: Longs, block_of: Longs, encoder_node: Ints, encoder_block: Longs) -> Longs:
+def _ranks_in_nodes(
+    node_of: Longs, block_of: Longs, encoder_node: Ints, encoder_block: Longs
+) -> Longs:
     """A rank of its node for each row, in the wished block if it has one there: [R]."""
     blocks = int(encoder_block.max()) + 1
     rank_of = np.full(len(node_of), -1, np.int64)

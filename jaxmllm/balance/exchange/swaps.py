@@ -188,7 +188,9 @@ def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -
 
 
 @compiled
-def _fits(state: RowState, source: int, goal: int, given: tuple[int, int], taken: tuple[int, int]) -> bool:
+def _fits(
+    state: RowState, source: int, goal: int, given: tuple[int, int], taken: tuple[int, int]
+) -> bool:
     """Whether both rows can take what they would get."""
     amounts = state.amounts
     remaining = state.remaining

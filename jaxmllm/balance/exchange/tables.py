@@ -37,7 +37,9 @@ def route_tables(round_: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> 
     return backend_of(route).tables(round_, route, local=local, ranks=ranks)
 
 
-def run_hops(source: Longs, hops: Sequence[Hop], gather: Ints, *, route: RouteSpec, direction: int) -> Longs:
+def run_hops(
+    source: Longs, hops: Sequence[Hop], gather: Ints, *, route: RouteSpec, direction: int
+) -> Longs:
     """What the devices do with the tables of all exchange ranks, for checking plans.
 
     Args:

@@ -33,7 +33,9 @@ def sequence_of_example(items: BatchItems) -> Longs:
     return sequence
 
 
-def media_tokens(items: BatchItems, language: PhasePlan, encoders: tuple[str, ...], ranks: int) -> Longs:
+def media_tokens(
+    items: BatchItems, language: PhasePlan, encoders: tuple[str, ...], ranks: int
+) -> Longs:
     """Tokens of all encoder phases that each language row takes in: [M, R]."""
     sequence = sequence_of_example(items)
     arriving = np.zeros((language.microbatches, ranks), np.int64)
@@ -84,7 +86,10 @@ class Traffic:
     def joined(cls, parts: list[Traffic]) -> Traffic:
         """The items of several phases."""
         return cls(
-            **{column.name: np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)}
+            **{
+                column.name: np.concatenate([getattr(part, column.name) for part in parts])
+                for column in fields(cls)
+            }
         )
 
 
@@ -111,7 +116,9 @@ def moving_tokens(
     return sender[moves], receiver[moves], tokens[moves]
 
 
-def exchange_ranks(grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints) -> tuple[Longs, Longs]:
+def exchange_ranks(
+    grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints
+) -> tuple[Longs, Longs]:
     """(sender, receiver) for each pair of an encoder and a language rank: two peers of a group."""
     language_only = grid.language.shape[1]
     sending_peer, encoder_column = _row_and_column(grid.encoder, encoder_rank)

@@ -70,7 +70,9 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     Args:
       rank: [N] rank of each item.
     """
-    return with_long_rows(spec, items, rank, lambda ordinary, ranks: _assign_in_place(spec, ordinary, ranks))
+    return with_long_rows(
+        spec, items, rank, lambda ordinary, ranks: _assign_in_place(spec, ordinary, ranks)
+    )
 
 
 def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> PhasePlan:
@@ -161,7 +163,9 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Pla
     return _arrange(state.row_of, cost, row_set.counts, spec)
 
 
-def _pack(spec: PhaseSpec, length: Longs, cost: Longs, capacity: Longs, try_best_fit: bool) -> RowState | None:
+def _pack(
+    spec: PhaseSpec, length: Longs, cost: Longs, capacity: Longs, try_best_fit: bool
+) -> RowState | None:
     """Rows filled by cost or, where that overflows, as tightly as possible."""
 
     def state_of(row_of: Longs) -> RowState:
@@ -210,7 +214,9 @@ def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Pla
     )
 
 
-def _phase_plan(spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs) -> PhasePlan:
+def _phase_plan(
+    spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs
+) -> PhasePlan:
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
     offset, segment = lay_out(microbatch * spec.ranks + rank, length)
     return PhasePlan(

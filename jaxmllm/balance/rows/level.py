@@ -75,7 +75,9 @@ class RowState(NamedTuple):
     remaining: Longs  # [K, rows]; below 0 where a row has too much
 
     @classmethod
-    def from_limits(cls, row_of: Longs, amounts: Sequence[Longs], limits: Sequence[Longs | int], rows: int) -> RowState:
+    def from_limits(
+        cls, row_of: Longs, amounts: Sequence[Longs], limits: Sequence[Longs | int], rows: int
+    ) -> RowState:
         """The state of items that lie in `row_of`.
 
         Args:
@@ -84,7 +86,10 @@ class RowState(NamedTuple):
           limits: K of [rows] or one number, what rows may hold.
           rows: number of rows.
         """
-        remaining = [limit - sums_by(row_of, amount, rows) for amount, limit in zip(amounts, limits, strict=True)]
+        remaining = [
+            limit - sums_by(row_of, amount, rows)
+            for amount, limit in zip(amounts, limits, strict=True)
+        ]
         with_sentinel = [np.append(amount, 0) for amount in amounts]
         return cls(row_of.copy(), np.stack(with_sentinel), np.stack(remaining))
 

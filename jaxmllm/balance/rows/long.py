@@ -28,7 +28,9 @@ def select(items: PhaseItems, chosen: Bools) -> PhaseItems:
     return PhaseItems(**{name: column[chosen] for name, column in vars(items).items()})
 
 
-def with_long_rows(spec: PhaseSpec, items: PhaseItems, rank: Longs | None, plan_ordinary: PlanOrdinary) -> PhasePlan:
+def with_long_rows(
+    spec: PhaseSpec, items: PhaseItems, rank: Longs | None, plan_ordinary: PlanOrdinary
+) -> PhasePlan:
     """A plan of all items: long rows, then the ordinary rows that `plan_ordinary` makes.
 
     Args:

@@ -68,7 +68,9 @@ def _candidates(inputs: SizingInputs, loads: Sequence[Load], smallest: int) -> l
             firsts.add(round_up(math.ceil(load * share / rows), inputs.alignment))
     leftovers = shares_of_median(CAPACITY_SEARCH.leftover_divisors)
     steps = shares_of_median(CAPACITY_SEARCH.step_divisors)
-    longest_sets: set[Capacities] = {(size,) for size in firsts if smallest <= size <= inputs.largest_capacity}
+    longest_sets: set[Capacities] = {
+        (size,) for size in firsts if smallest <= size <= inputs.largest_capacity
+    }
     candidates = set(longest_sets)
     for _ in range(1, inputs.config.row_classes):
         longest_sets = {
@@ -88,7 +90,9 @@ def _next_steps(sizes: Capacities, steps: set[int]) -> set[int]:
     return steps
 
 
-def _best(candidates: Iterable[Capacities], size: int, cost: Callable[[Capacities], float]) -> list[Capacities]:
+def _best(
+    candidates: Iterable[Capacities], size: int, cost: Callable[[Capacities], float]
+) -> list[Capacities]:
     """The `size` candidates of least cost; of equal ones those of fewer and smaller classes."""
     return sorted(candidates, key=lambda sizes: (cost(sizes), len(sizes), sizes))[:size]
 

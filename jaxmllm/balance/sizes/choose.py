@@ -71,7 +71,9 @@ def _choose_rows(
     # By batch, where media stay with their example.
     ranks_of_examples: list[Longs | None] = [None] * len(batches)
     if balance.mode in ("none", "tokens"):
-        ranks_of_examples = [example_ranks(batch, language.ranks, balance.mode) for batch in batches]
+        ranks_of_examples = [
+            example_ranks(batch, language.ranks, balance.mode) for batch in batches
+        ]
     specs: dict[str, PhaseSpec] = {}
     # Language first: encoders may follow where it places examples.
     for inputs in (language, *encoders.values()):
@@ -81,7 +83,8 @@ def _choose_rows(
         if inputs is language and balance.mode == "language":
             plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
             ranks_of_examples = [
-                example_ranks(batch, inputs.ranks, "language", plan) for batch, plan in zip(batches, plans, strict=True)
+                example_ranks(batch, inputs.ranks, "language", plan)
+                for batch, plan in zip(batches, plans, strict=True)
             ]
     return {inputs.name: specs[inputs.name] for inputs in phases}
 

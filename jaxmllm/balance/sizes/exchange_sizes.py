@@ -56,7 +56,10 @@ def choose_routes(
     row_tokens = max(language.capacities[0], language.long_capacity)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
     # Who shares an exchange depends on the grids alone.
-    unsized = {phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS) for phase, grid in grids.items()}
+    unsized = {
+        phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS)
+        for phase, grid in grids.items()
+    }
     owner_of = shared_exchange(unsized)
     routes = {}
     for phase, route in unsized.items():
@@ -76,9 +79,13 @@ def _encoder_pool(
     balance: BalanceConfig,
 ) -> int:
     """Tokens of the pool that some phases share."""
-    row_tokens = {phase: specs[phase].capacities[0] // specs[phase].slots_per_token for phase in phases}
+    row_tokens = {
+        phase: specs[phase].capacities[0] // specs[phase].slots_per_token for phase in phases
+    }
     largest = max(phases, key=lambda phase: row_tokens[phase])
-    leaving = [sum(_tokens_of_rows(plan[phase], specs[phase]) for phase in phases) for plan in plans]
+    leaving = [
+        sum(_tokens_of_rows(plan[phase], specs[phase]) for phase in phases) for plan in plans
+    ]
     return _pool(largest, leaving, row_tokens[largest], balance)
 
 

@@ -80,7 +80,9 @@ class CapacitySearch:
 CAPACITY_SEARCH = CapacitySearch()
 
 
-def phase_spec(inputs: SizingInputs, capacities: Capacities, max_segments: int | None = None) -> PhaseSpec:
+def phase_spec(
+    inputs: SizingInputs, capacities: Capacities, max_segments: int | None = None
+) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
     return PhaseSpec(
         phase=inputs.phase,

@@ -136,7 +136,10 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     pooled = {}
     for phase in samples[0].phases:
         by_batch = [batch.phases[phase] for batch in samples]
-        columns = {name: np.concatenate([getattr(items, name) for items in by_batch]) for name in ITEM_COLUMNS}
+        columns = {
+            name: np.concatenate([getattr(items, name) for items in by_batch])
+            for name in ITEM_COLUMNS
+        }
         examples = [items.example + start[batch] for batch, items in enumerate(by_batch)]
         pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
     return pooled, int(start[-1])

@@ -16,7 +16,9 @@ from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
 
-ATTENTION_PARTS = 1024  # attention of a row is counted in such parts of what one item that fills it takes
+ATTENTION_PARTS = (
+    1024  # attention of a row is counted in such parts of what one item that fills it takes
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ class ChainLayers:
         without_attention = layer_costs(self.layers(dict.fromkeys(self.capacities, (0,) * kinds)))
         one_item = []
         for unit in np.eye(kinds, dtype=int).tolist():
-            full = {name: [capacity**2 * share for share in unit] for name, capacity in self.capacities.items()}
+            full = {
+                name: [capacity**2 * share for share in unit]
+                for name, capacity in self.capacities.items()
+            }
             one_item.append(layer_costs(self.layers(full)))
         costs = {}
         for chain in ring.chains:

@@ -84,7 +84,10 @@ def defer(
         deferred[members[row][chosen]] = True
     # Pairs that transfer something come first.
     order = np.argsort(transfer[rows, columns] <= 0, kind="stable")
-    pairs = [(int(heavy[row]), int(light[column])) for row, column in zip(rows[order], columns[order], strict=True)]
+    pairs = [
+        (int(heavy[row]), int(light[column]))
+        for row, column in zip(rows[order], columns[order], strict=True)
+    ]
     unpaired = np.setdiff1d(light, light[columns])
     return Deferral(
         threshold=threshold,
@@ -152,7 +155,11 @@ def _threshold(after: Longs, loads: Longs, least: int) -> int:
         bound = candidates[middle]
         within = after[loads > bound] <= bound
         # scipy refuses a matrix without entries.
-        matched = maximum_bipartite_matching(csr_array(within), perm_type="column") if within.size else np.zeros(0)
+        matched = (
+            maximum_bipartite_matching(csr_array(within), perm_type="column")
+            if within.size
+            else np.zeros(0)
+        )
         if (matched >= 0).all():
             high = middle
         else:

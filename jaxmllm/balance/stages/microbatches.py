@@ -214,7 +214,9 @@ def _plan_replica(
 ) -> ReplicaPlan | None:
     """The better of two fillings of one replica or, where slots are too short for both, the
     tightest. None when that does not fit either."""
-    fillings = [_fill(demands, microbatches, media_microbatches, stratified) for stratified in (True, False)]
+    fillings = [
+        _fill(demands, microbatches, media_microbatches, stratified) for stratified in (True, False)
+    ]
     if all(group is None for group in fillings):
         fillings = [_fill_tightly(demands, microbatches, media_microbatches)]
     best: ReplicaPlan | None = None

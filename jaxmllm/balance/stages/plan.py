@@ -164,7 +164,11 @@ def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None
             )
     for name, phase_rows in rows.phases.items():
         if phase_rows.count > pipeline.rows[name]:
-            key = "pipeline.microbatches" if spec.phases[name].has_loss else f"phases.{name}.capacities"
+            key = (
+                "pipeline.microbatches"
+                if spec.phases[name].has_loss
+                else f"phases.{name}.capacities"
+            )
             raise PipelineError(
                 f"{phase_rows.count} rows of {name}, a run has {pipeline.rows[name]}: raise {key}",
             )
@@ -177,7 +181,8 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
     """The operations of one run."""
     ring = pipeline.tables.ring
     work = tuple(
-        pipeline.costs[chain.name].work(rows.phases[chain.name].squares, pipeline.backward) for chain in ring.chains
+        pipeline.costs[chain.name].work(rows.phases[chain.name].squares, pipeline.backward)
+        for chain in ring.chains
     )
     return build_graph(ring, Workload(work, rows.inputs), split=pipeline.config.split_backward)
 
@@ -212,7 +217,11 @@ def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, b
 
 def _with_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     """The schedule with residuals kept in the slots that there are for them."""
-    return keep_residuals(schedule, slots) if any(pool == Pool.RESIDUAL for pool, _ in slots) else schedule
+    return (
+        keep_residuals(schedule, slots)
+        if any(pool == Pool.RESIDUAL for pool, _ in slots)
+        else schedule
+    )
 
 
 # ---------------------------------------------------------------------------- records

@@ -30,7 +30,9 @@ class PhaseRows:
     rank: Longs
     offset: Ints
     segment: Ints
-    squares: Longs  # [kinds, count] sums of the items' `ItemCost.squares`, of the replica that has most
+    squares: (
+        Longs  # [kinds, count] sums of the items' `ItemCost.squares`, of the replica that has most
+    )
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,13 @@ def pack_run(
     """
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
-    members = {name: np.flatnonzero(position[phase_items.example] >= 0) for name, phase_items in items.phases.items()}
-    owner = {name: position[items.phases[name].example[numbers]] for name, numbers in members.items()}
+    members = {
+        name: np.flatnonzero(position[phase_items.example] >= 0)
+        for name, phase_items in items.phases.items()
+    }
+    owner = {
+        name: position[items.phases[name].example[numbers]] for name, numbers in members.items()
+    }
     length = {name: items.phases[name].length[numbers] for name, numbers in members.items()}
     loads = _loads(items, spec, length, owner, len(examples))
     language = loads.pop(LANGUAGE)
@@ -80,7 +87,9 @@ def pack_run(
         row_on_rank = row * ranks + rank
         offset, segment = lay_out(row_on_rank, length[name])
         squares = [
-            sums_by(row_on_rank, of_items, count * ranks).reshape(count, ranks).max(axis=1, initial=0)
+            sums_by(row_on_rank, of_items, count * ranks)
+            .reshape(count, ranks)
+            .max(axis=1, initial=0)
             for of_items in spec.phases[name].cost.squares(length[name])
         ]
         return PhaseRows(count, members[name], row, rank, offset, segment, np.array(squares))
@@ -146,7 +155,9 @@ def _loads(
     examples: int,
 ) -> dict[str, PhaseLoad]:
     """What the examples ask of every phase."""
-    longest = {name: int(phase_items.length.max(initial=0)) for name, phase_items in items.phases.items()}
+    longest = {
+        name: int(phase_items.length.max(initial=0)) for name, phase_items in items.phases.items()
+    }
     costliest = max(phase.cost.of(longest[name]) for name, phase in spec.phases.items())
     shift = max(0, costliest.bit_length() - WORK_BITS)
     loads = {}
@@ -242,6 +253,8 @@ def _linked(
     for name, encoder_rows in zip(position, rows_read or needed, strict=True):
         phase = spec.phases[name]
         tokens = phase.capacities[0] // phase.slots_per_token
-        arrivals[name] = base + position[name] * tokens + phases[name].offset // phase.slots_per_token
+        arrivals[name] = (
+            base + position[name] * tokens + phases[name].offset // phase.slots_per_token
+        )
         base += encoder_rows * tokens
     return RunRows(phases, arrivals, tuple(map(tuple, inputs)), tuple(needed), deferred)

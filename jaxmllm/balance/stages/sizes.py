@@ -38,10 +38,16 @@ class Choice:
     """What the sizes aim at."""
 
     fill: float = 0.9  # of the slots of an average microbatch's rows
-    schedules: int = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
-    pending: int = 2  # backwards of a component on a rank whose weight gradient waits: each needs much memory
+    schedules: int = (
+        8  # sampled batches, those of most rows, whose schedules decide slots and ticks
+    )
+    pending: int = (
+        2  # backwards of a component on a rank whose weight gradient waits: each needs much memory
+    )
     per_stage: int = 4  # language microbatches for each stage, and as many in flight
-    ticks_per_row: int = 64  # of every chain: far more than any schedule has, while none is known yet
+    ticks_per_row: int = (
+        64  # of every chain: far more than any schedule has, while none is known yet
+    )
 
 
 CHOICE: Final = Choice()
@@ -86,7 +92,9 @@ def choose_pipeline(
             f"pipeline.stages = {config.stages}: all components need the same ranks, but they have {ranks}; leave "
             f"`batch` out of components.<name>.layout",
         )
-    microbatches = CHOICE.per_stage * config.stages if config.microbatches == "auto" else config.microbatches
+    microbatches = (
+        CHOICE.per_stage * config.stages if config.microbatches == "auto" else config.microbatches
+    )
     spec = PlanSpec(
         {inputs.name: _phase_spec(inputs, samples, microbatches, examples) for inputs in phases},
         {},
@@ -99,7 +107,8 @@ def choose_pipeline(
     encoders = spec.phases[LANGUAGE].phase.reads
     rows_read = _rows_read(sampled, _alone(largest, spec), len(encoders), config)
     rows = {
-        name: with_head_room(max((run.phases[name].count for run in sampled), default=1), 1) for name in spec.phases
+        name: with_head_room(max((run.phases[name].count for run in sampled), default=1), 1)
+        for name in spec.phases
     }
     # One microbatch may read as many rows as that, so a run has them.
     rows |= {name: max(rows[name], count) for name, count in zip(encoders, rows_read, strict=True)}
@@ -114,7 +123,11 @@ def choose_pipeline(
     ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row
     tables = TableSpec(ring, _slot_budget(ring, costs, rows_read, config, rows), ticks, rows_read)
     generous = PipelineSpec(config, tables, rows, costs, microbatches, examples)
-    fitting = [run for run in sampled if all(need <= most for need, most in zip(run.rows_read, rows_read, strict=True))]
+    fitting = [
+        run
+        for run in sampled
+        if all(need <= most for need, most in zip(run.rows_read, rows_read, strict=True))
+    ]
     by_rows = sorted(
         fitting,
         key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),
@@ -185,7 +198,10 @@ def _rows_read(
     at_least_one = [1] * encoders
     of_samples = np.array([at_least_one, *(run.rows_read for run in sampled)]).max(axis=0).tolist()
     of_largest = np.array([at_least_one, *(run.rows_read for run in alone)]).max(axis=0).tolist()
-    return tuple(max(with_head_room(usual, 1), needed) for usual, needed in zip(of_samples, of_largest, strict=True))
+    return tuple(
+        max(with_head_room(usual, 1), needed)
+        for usual, needed in zip(of_samples, of_largest, strict=True)
+    )
 
 
 # ---------------------------------------------------------------------------- stages
@@ -259,7 +275,9 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     for run in sampled:
         try:
             schedules.append(schedule_of(graph_of(run, generous), generous))
-        except PipelineError as error:  # other batches may do; this one would get the greedy schedule
+        except (
+            PipelineError
+        ) as error:  # other batches may do; this one would get the greedy schedule
             problem = error
     if sampled and not schedules:
         raise ConfigError(
@@ -272,7 +290,10 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     if not generous.backward:
         budget = {key: most for key, most in budget.items() if key[0] in (Pool.INPUT, Pool.TOKENS)}
     needed = slots_needed(schedules)
-    slots = {key: _slots_of(key, most, needed.get(key, 0), generous.tables) for key, most in budget.items()}
+    slots = {
+        key: _slots_of(key, most, needed.get(key, 0), generous.tables)
+        for key, most in budget.items()
+    }
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
     return replace(
         generous,

@@ -18,7 +18,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxmllm.config.schema import SourceConfig, Targets
-from jaxmllm.data.index.cache import Stored, cache_file, known_formats, read_cache, still_known, write_cache
+from jaxmllm.data.index.cache import (
+    Stored,
+    cache_file,
+    known_formats,
+    read_cache,
+    still_known,
+    write_cache,
+)
 from jaxmllm.data.index.length_index import (
     EXAMPLE_COLUMNS,
     ITEM_COLUMNS,
@@ -34,7 +41,13 @@ from jaxmllm.data.media.reference import MediaError
 from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.formats import open_source
 from jaxmllm.data.sources.source import DataError, RawRecord, Source
-from jaxmllm.data.text.conversation import MAX_ID, Conversation, ConversationError, parse_conversation, parse_json
+from jaxmllm.data.text.conversation import (
+    MAX_ID,
+    Conversation,
+    ConversationError,
+    parse_conversation,
+    parse_json,
+)
 from jaxmllm.data.text.render import modality_of, render
 from jaxmllm.data.text.tokenizers import Tokenizer
 
@@ -73,7 +86,9 @@ def build_index(
         known = still_known(stored, formats)
         if stored.stamp == stamp and len(known) == len(stored.index.media.address):
             return stored.index
-    index = _Builder(config.name, config.targets, source, tokenizer, modalities, known).build(progress)
+    index = _Builder(config.name, config.targets, source, tokenizer, modalities, known).build(
+        progress
+    )
     write_cache(file, Stored(index, stamp, formats))
     return index
 
@@ -108,7 +123,9 @@ class _Builder:
         self.modalities = modalities
         self.known = known
         self.phases = tuple(modalities)
-        self.media: dict[MediaKey, tuple[int, Measured]] = {}  # row in the table, what its header said
+        self.media: dict[
+            MediaKey, tuple[int, Measured]
+        ] = {}  # row in the table, what its header said
         self.labels: dict[str, int] = {}
         self.examples: list[tuple[str, int, int, int, int, int, int]] = []  # as EXAMPLE_COLUMNS
         self.counts: list[int] = []  # items of each example
@@ -134,15 +151,23 @@ class _Builder:
             if isinstance(value, dict) and isinstance(value.get("id"), str | int):
                 id = str(value["id"])[:MAX_ID].encode("utf-8", "replace").decode()
             conversation = parse_conversation(
-                value, self.source.resolve, default_id=id, default_source=self.name, targets=self.learned
+                value,
+                self.source.resolve,
+                default_id=id,
+                default_source=self.name,
+                targets=self.learned,
             )
             self._keys(conversation)  # refuses media that no encoder takes
         except ConversationError as error:
             return _Parsed(record, id, None, (error.reason, str(error)))
-        return _Parsed(record, conversation.id, conversation, checksum=zlib.crc32(record.text.strip()))
+        return _Parsed(
+            record, conversation.id, conversation, checksum=zlib.crc32(record.text.strip())
+        )
 
     def _measure(self, parsed: Iterable[_Parsed], pool: ThreadPoolExecutor) -> None:
-        keys = (key for line in parsed if line.conversation for key in self._keys(line.conversation))
+        keys = (
+            key for line in parsed if line.conversation for key in self._keys(line.conversation)
+        )
         new = [key for key in dict.fromkeys(keys) if key not in self.media]
         for key, measured in zip(new, pool.map(self._measure_one, new), strict=True):
             self.media[key] = len(self.media), measured
@@ -160,7 +185,9 @@ class _Builder:
 
     def _keys(self, conversation: Conversation) -> list[MediaKey]:
         media = conversation.media
-        return [(modality_of(item.part, self.modalities).name, item.reference.address) for item in media]
+        return [
+            (modality_of(item.part, self.modalities).name, item.reference.address) for item in media
+        ]
 
     def _add(self, line: _Parsed) -> None:
         if line.conversation is None:
@@ -183,13 +210,33 @@ class _Builder:
         label = self.labels.setdefault(line.conversation.source, len(self.labels))
         targets = int(np.count_nonzero(rendered.targets >= 0))
         record = line.record
-        self.examples.append((line.id, record.offset, record.line, label, len(rendered.tokens), targets, line.checksum))
+        self.examples.append(
+            (
+                line.id,
+                record.offset,
+                record.line,
+                label,
+                len(rendered.tokens),
+                targets,
+                line.checksum,
+            )
+        )
         self.counts.append(len(rows))
         for row, span in zip(rows, rendered.media, strict=True):
             modality = self.modalities[span.phase]
             slots = modality.length(span.shape)
             real = modality.real(span.shape)
-            self.items.append((self.phases.index(span.phase), row, span.shape, slots, real, span.tokens, span.slot))
+            self.items.append(
+                (
+                    self.phases.index(span.phase),
+                    row,
+                    span.shape,
+                    slots,
+                    real,
+                    span.tokens,
+                    span.slot,
+                )
+            )
 
     def _reject(self, line: _Parsed, failure: tuple[str, str]) -> None:
         self.rejected.append(Rejected(line.id, *self.source.place(line.record.line), *failure))
@@ -197,7 +244,9 @@ class _Builder:
     def _finish(self) -> LengthIndex:
         id, *example_columns = _columns(self.examples, len(EXAMPLE_COLUMNS))
         phase, media, shape, *item_columns = _columns(self.items, len(ITEM_COLUMNS))
-        offset, line, label, length, targets, checksum = (np.array(column, np.int64) for column in example_columns)
+        offset, line, label, length, targets, checksum = (
+            np.array(column, np.int64) for column in example_columns
+        )
         slots, real, tokens, slot = (np.array(column, np.int64) for column in item_columns)
         return LengthIndex(
             name=self.name,
@@ -230,7 +279,9 @@ class _Builder:
             address=tuple(address for _, address in self.media),
             phase=np.array([self.phases.index(phase) for phase, _ in self.media], np.int8),
             stamp=np.array([item.stamp for item in measured], np.int64).reshape(-1, 2),
-            shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(-1, 3),
+            shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(
+                -1, 3
+            ),
             failure={row: item.failure for row, item in enumerate(measured) if item.shape is None},
         )
 
@@ -258,6 +309,8 @@ def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...
 def _progress_bar(source: Source, wanted: bool) -> Iterator[Any]:
     """Yields a function that advances the bar by so many bytes."""
     console = Console(stderr=True)
-    with Progress(console=console, disable=not (wanted and console.is_terminal), transient=True) as bar:
+    with Progress(
+        console=console, disable=not (wanted and console.is_terminal), transient=True
+    ) as bar:
         task = bar.add_task(f"indexing {source.path.name}", total=source.size())
         yield lambda count: bar.advance(task, count)

@@ -87,15 +87,24 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
     the same today."""
     index = stored.index
     media = index.media
-    trusted = {phase: _trust(stored.formats.get(phase, ()), formats[phase]) for phase in index.phases}
-    groups = [media.address[first : first + STAMPS_AT_ONCE] for first in range(0, len(media.address), STAMPS_AT_ONCE)]
+    trusted = {
+        phase: _trust(stored.formats.get(phase, ()), formats[phase]) for phase in index.phases
+    }
+    groups = [
+        media.address[first : first + STAMPS_AT_ONCE]
+        for first in range(0, len(media.address), STAMPS_AT_ONCE)
+    ]
     with ThreadPoolExecutor(STAMP_THREADS) as pool:
-        stamps = chain.from_iterable(pool.map(lambda group: [index.source.media_stamp(a) for a in group], groups))
+        stamps = chain.from_iterable(
+            pool.map(lambda group: [index.source.media_stamp(a) for a in group], groups)
+        )
         known = {}
         for row, stamp in enumerate(stamps):
             phase = index.phases[media.phase[row]]
             successes, failures = trusted[phase]
-            if stamp == tuple(media.stamp[row]) and (failures if row in media.failure else successes):
+            if stamp == tuple(media.stamp[row]) and (
+                failures if row in media.failure else successes
+            ):
                 known[phase, media.address[row]] = media.measured(row)
     return known
 
@@ -134,7 +143,9 @@ def read_cache(file: Path, config: SourceConfig, source: Source) -> Stored | Non
         formats = {phase: tuple(names) for phase, names in words["formats"].items()}
         return Stored(index, words["stamp"], formats)
     except Exception as error:  # a damaged file can fail anywhere in zip, npy and JSON
-        _log.warning("the length index %s is damaged (%s) and is built anew", shown(file), shown(error))
+        _log.warning(
+            "the length index %s is damaged (%s) and is built anew", shown(file), shown(error)
+        )
         return None
 
 
@@ -151,7 +162,9 @@ def write_cache(file: Path, stored: Stored) -> None:
         "media_address": media.address,
         "media_failure": [(row, *failure) for row, failure in media.failure.items()],
     }
-    columns = {name: getattr(index, name) for name in (*EXAMPLE_COLUMNS, *ITEM_COLUMNS, "item_start")}
+    columns = {
+        name: getattr(index, name) for name in (*EXAMPLE_COLUMNS, *ITEM_COLUMNS, "item_start")
+    }
     columns |= {f"media_{name}": getattr(media, name) for name in MEDIA_COLUMNS}
     columns["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
     try:
@@ -163,14 +176,20 @@ def write_cache(file: Path, stored: Stored) -> None:
             os.replace(Path(folder, file.name), file)
     except OSError as error:
         folder = shown(file.parent)
-        _log.warning("the length index cannot be kept in %s (%s); set data.index_cache", folder, error.strerror)
+        _log.warning(
+            "the length index cannot be kept in %s (%s); set data.index_cache",
+            folder,
+            error.strerror,
+        )
 
 
 def _sweep_drafts(file: Path) -> None:
     """Remove what killed processes left of this cache file: drafts of processes of this host that
     are no more, and old ones of any host."""
     for folder in file.parent.glob(f"{glob.escape(file.name)}.*"):
-        host, _, process = folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
+        host, _, process = (
+            folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
+        )
         dead = host == socket.gethostname() and process.isdecimal() and not _is_alive(int(process))
         if dead or time.time() - _modification_time(folder) > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,15 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 
 EXAMPLE_COLUMNS: Final = ("id", "offset", "line", "label", "language_length", "targets", "checksum")
-ITEM_COLUMNS: Final = ("item_phase", "item_media", "item_shape", "item_length", "item_real", "item_tokens", "item_slot")
+ITEM_COLUMNS: Final = (
+    "item_phase",
+    "item_media",
+    "item_shape",
+    "item_length",
+    "item_real",
+    "item_tokens",
+    "item_slot",
+)
 MEDIA_COLUMNS: Final = ("phase", "stamp", "shape")
 
 MediaKey = tuple[str, str]  # phase, address
@@ -120,7 +128,9 @@ class LengthIndex:
         ]
         columns = {name: getattr(self, name)[keep] for name in EXAMPLE_COLUMNS}
         columns |= {name: getattr(self, name)[keep_items] for name in ITEM_COLUMNS}
-        rejected = tuple(sorted((*self.rejected, *moved), key=lambda refusal: (refusal.path, refusal.line)))
+        rejected = tuple(
+            sorted((*self.rejected, *moved), key=lambda refusal: (refusal.path, refusal.line))
+        )
         return replace(self, **columns, item_start=starts(counts[keep]), rejected=rejected)
 
 

@@ -35,7 +35,9 @@ def container(file: Stream) -> str:
 
 # ---------------------------------------------------------------------------- WAV
 
-STREAMED = 0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
+STREAMED = (
+    0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
+)
 _CHUNKS = 1000  # read at most so many chunks before the samples, and after them
 
 
@@ -182,7 +184,8 @@ def check_pages(file: Stream, media: MediaReference) -> None:
         begun = begun or not page.flags & _FIRST
         if not page.intact or numbers.get(page.serial) != page.number:
             raise MediaError(
-                "undecodable_audio", f"{media} is damaged or lacks a part before byte {page.end}; copy it again"
+                "undecodable_audio",
+                f"{media} is damaged or lacks a part before byte {page.end}; copy it again",
             )
         numbers[page.serial] += 1
         end = page.end
@@ -191,7 +194,8 @@ def check_pages(file: Stream, media: MediaReference) -> None:
         if size - end < _LARGEST_PAGE and read(file, end, 4) == b"OggS":
             raise _cut(media, f"the page at byte {end} is not whole")
         raise MediaError(
-            "undecodable_audio", f"{media} holds something else than OGG pages at byte {end}; copy it again"
+            "undecodable_audio",
+            f"{media} holds something else than OGG pages at byte {end}; copy it again",
         )
 
 
@@ -230,9 +234,20 @@ def _serials(file: Stream, first: _Page) -> set[int]:
 # ---------------------------------------------------------------------------- FLAC
 
 _FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # the second: the file has frames of varying size
-_FLAC_BEGIN = re.compile(rb"fLaC[\0\x80]\0\0\x22")  # the mark of a file and of its STREAMINFO block, 8 bytes
+_FLAC_BEGIN = re.compile(
+    rb"fLaC[\0\x80]\0\0\x22"
+)  # the mark of a file and of its STREAMINFO block, 8 bytes
 _FLAC_HEAD = 16  # bytes of the longest frame header
-_NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)  # first byte of a number of 1, -, 2, 3, .. bytes
+_NUMBER_SIZES = (
+    0x80,
+    0xC0,
+    0xE0,
+    0xF0,
+    0xF8,
+    0xFC,
+    0xFE,
+    0xFF,
+)  # first byte of a number of 1, -, 2, 3, .. bytes
 
 
 def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
@@ -241,7 +256,9 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
     Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
     """
     start = after_id3(file)
-    frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))  # samples; the same for all but the last
+    frame_size = max(
+        1, int.from_bytes(read(file, start + 8, 2), "big")
+    )  # samples; the same for all but the last
     expected = -(-samples // frame_size)
     frames = 0
     for position, data in _overlapping(file, start + 8):
@@ -312,4 +329,6 @@ def _joined(media: MediaReference) -> MediaError:
 
 
 def _cut(media: MediaReference, what: str) -> MediaError:
-    return MediaError("truncated_audio", f"{media} is cut ({what}); copy it again, or encode it again")
+    return MediaError(
+        "truncated_audio", f"{media} is cut ({what}); copy it again, or encode it again"
+    )

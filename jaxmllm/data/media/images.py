@@ -29,14 +29,20 @@ from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, siz
 from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
-MAX_SOURCE_PIXELS = 89_478_485  # a header may promise more than memory holds; Pillow warns from here on
-MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20  # room for a BMP of that many pixels; metadata are read whole
+MAX_SOURCE_PIXELS = (
+    89_478_485  # a header may promise more than memory holds; Pillow warns from here on
+)
+MAX_FILE_BYTES = (
+    4 * MAX_SOURCE_PIXELS + 2**20
+)  # room for a BMP of that many pixels; metadata are read whole
 MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
 _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such images are refused below, so the warning would say it twice.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")  # damaged metadata
+warnings.filterwarnings(
+    "ignore", category=UserWarning, module="PIL.TiffImagePlugin"
+)  # damaged metadata
 
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH = 322
@@ -67,7 +73,14 @@ class Images:
 
     name = "vision"
     part = "image"
-    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # names of Pillow; of several frames or pages the first
+    formats = (
+        "PNG",
+        "JPEG",
+        "WEBP",
+        "GIF",
+        "BMP",
+        "TIFF",
+    )  # names of Pillow; of several frames or pages the first
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -118,7 +131,8 @@ class Images:
         with media.open() as file, closing(_open(file, media)) as image:
             if (shape_now := self._shape(image, media)) != shape:
                 raise MediaError(
-                    "shape_changed", f"{media} was indexed as {shape[1:]} patches but is {shape_now[1:]} now"
+                    "shape_changed",
+                    f"{media} was indexed as {shape[1:]} patches but is {shape_now[1:]} now",
                 )
             if image.format == "JPEG":
                 _check_scans(file, media)
@@ -126,15 +140,21 @@ class Images:
                 pixels = _pixels(image, shape[2] * self.patch_size, shape[1] * self.patch_size)
             except MemoryError:  # the machine's fault, not the file's
                 raise
-            except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
-                raise MediaError("undecodable_image", f"{media} does not decode: {error}") from error
+            except (
+                Exception
+            ) as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
+                raise MediaError(
+                    "undecodable_image", f"{media} does not decode: {error}"
+                ) from error
         return self._patches(pixels, shape)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(0, row, column) of each patch in the grid: [length, 3]."""
         _, height, width = shape
         merge = self.merge
-        grid = np.stack(np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), axis=-1)
+        grid = np.stack(
+            np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), axis=-1
+        )
         groups = grid.reshape(height // merge, merge, width // merge, merge, 3).swapaxes(1, 2)
         return groups.reshape(-1, 3).astype(np.int32)
 
@@ -143,7 +163,9 @@ class Images:
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
         """Time stands still over one image; height and width count merged cells: [tokens, 3]."""
-        rows, columns = np.divmod(np.arange(self.tokens(shape), dtype=np.int32), shape[2] // self.merge)
+        rows, columns = np.divmod(
+            np.arange(self.tokens(shape), dtype=np.int32), shape[2] // self.merge
+        )
         return np.stack([np.zeros_like(rows), rows, columns], axis=-1) + np.int32(start)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -190,7 +212,9 @@ class Images:
         merge = self.merge
         size = self.patch_size
         tiles = pixels.reshape(height // merge, merge, size, width // merge, merge, size, 3)
-        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, self.format.features)
+        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(
+            -1, self.format.features
+        )
 
 
 def _open(file: Stream, media: MediaReference) -> Image.Image:
@@ -209,7 +233,9 @@ def _open(file: Stream, media: MediaReference) -> Image.Image:
         raise
     except Exception as error:  # what broken headers raise depends on the format
         formats = ", ".join(Images.formats)
-        raise MediaError("broken_image_header", f"{media} has no readable {formats} header: {error}") from error
+        raise MediaError(
+            "broken_image_header", f"{media} has no readable {formats} header: {error}"
+        ) from error
 
 
 def _too_many_pixels(media: MediaReference) -> MediaError:
@@ -222,7 +248,9 @@ def _too_many_pixels(media: MediaReference) -> MediaError:
 def _check_tiff(image: Image.Image, media: MediaReference) -> None:
     """Refuse what only TIFF files hold: tiles larger than any image, and numbers without a range."""
     tags = getattr(image, "tag_v2", {})
-    if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:  # each is decoded as a whole
+    if (
+        tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS
+    ):  # each is decoded as a whole
         raise _too_many_pixels(media)
     if image.mode in ("I", "F"):
         raise MediaError(
@@ -239,7 +267,9 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
     scans = 0
     last = b""
     while block := file.read(1 << 20):
-        scans += (last + block).count(b"\xff\xda")  # within the pixels, a byte of 255 is followed by a zero
+        scans += (last + block).count(
+            b"\xff\xda"
+        )  # within the pixels, a byte of 255 is followed by a zero
         last = block[-1:]
     file.seek(position)
     if scans > MAX_SCANS:
@@ -268,7 +298,9 @@ def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
     """Decode, resize and turn upright: [height, width, 3]."""
     orientation = _orientation(image)
     size = (height, width) if orientation >= 5 else (width, height)  # as the file lies
-    image.draft(None, size)  # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
+    image.draft(
+        None, size
+    )  # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
     image.load()
     rgb = _rgb(image).resize(size, Image.Resampling.BICUBIC)
     # Turned last: a turned copy of the source would take as much memory as the source.
@@ -289,8 +321,12 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _rgb_band(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip 16 bits, not scale them
-        return Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "I" or image.mode.startswith(
+        "I;16"
+    ):  # Pillow would clip 16 bits, not scale them
+        return Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)).convert(
+            "RGB"
+        )
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
-DECODER_DELAY = 529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
+DECODER_DELAY = (
+    529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
+)
 
 _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no fixed frame size
     1: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -75,7 +77,10 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
     head = read(file, start, _HEAD)
     first = _frame(head)
     if first is None:
-        raise MediaError("broken_audio_header", f"{media} holds no MP3 (MPEG Layer III) frame where its stream begins")
+        raise MediaError(
+            "broken_audio_header",
+            f"{media} holds no MP3 (MPEG Layer III) frame where its stream begins",
+        )
     has_info, stored, stored_bytes = _info(head, first)
     size = size_of(file)
     if stored_bytes is not None and stored_bytes > size:
@@ -109,18 +114,22 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
             _check_tail(file, position, frames == stream.stored, media)
             break
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
-            raise _joined(media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}")
+            raise _joined(
+                media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}"
+            )
         if _info(head, frame)[0]:
             raise _joined(media, f"a second stream begins at byte {position}")
         if position + frame.size > size:
             raise MediaError(
-                "truncated_audio", f"{media} ends within an MP3 frame, at byte {size}: the file is cut; copy it again"
+                "truncated_audio",
+                f"{media} ends within an MP3 frame, at byte {size}: the file is cut; copy it again",
             )
         position += frame.size
         frames += 1
     if stream.stored is not None and frames < stream.stored:
         raise MediaError(
-            "truncated_audio", f"{media} has {frames} MP3 frames where its header says {stream.stored}; copy it again"
+            "truncated_audio",
+            f"{media} has {frames} MP3 frames where its header says {stream.stored}; copy it again",
         )
     if stream.stored is not None and frames > stream.stored:
         raise MediaError(
@@ -136,7 +145,9 @@ def info_frame(stream: MpegStream, frames: int) -> bytes:
     What is decoded after it has DECODER_DELAY samples less than the frames hold.
     """
     header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
-    header = header & ~(15 << 12) | _ROOMY << 12  # the first frame itself may be too small to hold the number
+    header = (
+        header & ~(15 << 12) | _ROOMY << 12
+    )  # the first frame itself may be too small to hold the number
     bare = _frame(header.to_bytes(4, "big"))
     assert bare is not None
     body = bytearray(bare.size)
@@ -202,13 +213,23 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
     """Whether a frame is an info frame, and the frames and bytes that it stores."""
     if head[36:40] == b"VBRI" and len(head) >= 54:
         return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
-    for position in (_info_place(frame), _info_place(frame) + 2):  # some writers leave room for a checksum
+    for position in (
+        _info_place(frame),
+        _info_place(frame) + 2,
+    ):  # some writers leave room for a checksum
         if head[position : position + 4] not in (b"Xing", b"Info"):
             continue
         flags = int.from_bytes(head[position + 4 : position + 8], "big")
-        values = [int.from_bytes(head[position + offset : position + offset + 4], "big") for offset in (8, 12)]
+        values = [
+            int.from_bytes(head[position + offset : position + offset + 4], "big")
+            for offset in (8, 12)
+        ]
         stored = values.pop(0) if flags & 1 else None
-        return True, stored or None, values[0] if flags & 2 else None  # 0: the writer could not go back
+        return (
+            True,
+            stored or None,
+            values[0] if flags & 2 else None,
+        )  # 0: the writer could not go back
     return False, None, None
 
 
@@ -225,14 +246,22 @@ def _check_tail(file: Stream, position: int, complete: bool, media: MediaReferen
                 raise _joined(media, f"a second stream begins at byte {position}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
             position += 32 + int.from_bytes(head[12:16], "little")
-        elif head[:3] == b"TAG" or head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
+        elif (
+            head[:3] == b"TAG"
+            or head[:11] == b"LYRICSBEGIN"
+            or complete
+            or only_zeros(file, position)
+        ):
             return
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
-            raise MediaError("truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again")
+            raise MediaError(
+                "truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again"
+            )
         else:
             break
     raise MediaError(
-        "undecodable_audio", f"{media} holds something else than MP3 frames at byte {position}; encode it again"
+        "undecodable_audio",
+        f"{media} holds something else than MP3 frames at byte {position}; encode it again",
     )
 
 

@@ -37,7 +37,11 @@ class Stream(Protocol):
     def tell(self) -> int: ...
     def __enter__(self) -> Any: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None: ...
 
 
@@ -140,7 +144,9 @@ def open_file(path: Path) -> io.FileIO:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
             file.close()
-        raise MediaError("missing_file", f"{path} is no regular file (but a folder, a pipe or a device)")
+        raise MediaError(
+            "missing_file", f"{path} is no regular file (but a folder, a pipe or a device)"
+        )
     except FileNotFoundError as error:
         raise MediaError("missing_file", f"{path} does not exist") from error
     except OSError as error:

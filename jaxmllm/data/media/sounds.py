@@ -29,7 +29,13 @@ from numpy.typing import NDArray
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.config.schema import AudioConfig
 from jaxmllm.data.media import mpeg
-from jaxmllm.data.media.containers import check_flac, check_last_page, check_pages, check_wave, container
+from jaxmllm.data.media.containers import (
+    check_flac,
+    check_last_page,
+    check_pages,
+    check_wave,
+    container,
+)
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
@@ -60,7 +66,9 @@ class Sounds:
     chunk_frames: int
     merge: int
     max_seconds: float
-    whole_chunks: bool = False  # a clip occupies whole chunks of slots, as the tower needs where rows are split
+    whole_chunks: bool = (
+        False  # a clip occupies whole chunks of slots, as the tower needs where rows are split
+    )
 
     name = "audio"
     part = "audio"
@@ -104,12 +112,19 @@ class Sounds:
             header = self._header(file, media)
             if (shape_now := self._shape(header, media)) != shape:
                 raise MediaError(
-                    "shape_changed", f"{media} was indexed as {shape[0]} frames but has {shape_now[0]} now"
+                    "shape_changed",
+                    f"{media} was indexed as {shape[0]} frames but has {shape_now[0]} now",
                 )
-            samples = _decode(self._checked_body(file, header, media), header, self.sample_rate, media)
-        samples = _pad_or_cut(samples, self._samples(header))  # the resampler rounds by its own rule
+            samples = _decode(
+                self._checked_body(file, header, media), header, self.sample_rate, media
+            )
+        samples = _pad_or_cut(
+            samples, self._samples(header)
+        )  # the resampler rounds by its own rule
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
-        slots[: shape[0]] = log_mel(samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins)
+        slots[: shape[0]] = log_mel(
+            samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
+        )
         return slots
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
@@ -137,7 +152,11 @@ class Sounds:
         elif kind == "MP3":
             stream = mpeg.open_stream(file, media)
             if not stream.understood:
-                frames = self._scan(file, stream, media).frames if stream.stored is None else stream.stored
+                frames = (
+                    self._scan(file, stream, media).frames
+                    if stream.stored is None
+                    else stream.stored
+                )
                 return _Header(kind, stream.first.rate, stream.samples(frames), stream)
         elif not kind:
             raise MediaError("broken_audio_header", f"{media} is no WAV, FLAC, OGG or MP3 file")
@@ -146,8 +165,13 @@ class Sounds:
 
     def _scan(self, file: Stream, stream: mpeg.MpegStream, media: MediaReference) -> mpeg.Scan:
         """All frames of an MP3 stream, or one more than are of use."""
-        longest = int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY) // stream.first.samples
-        return mpeg.scan(file, stream, media, (longest if stream.stored is None else stream.stored) + 1)
+        longest = (
+            int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY)
+            // stream.first.samples
+        )
+        return mpeg.scan(
+            file, stream, media, (longest if stream.stored is None else stream.stored) + 1
+        )
 
     def _checked_body(self, file: Stream, header: _Header, media: MediaReference) -> Stream:
         """What libsndfile may decode, as it then does not leave anything out. Reads the whole file."""
@@ -168,7 +192,9 @@ class Sounds:
 
     def _shape(self, header: _Header, media: MediaReference) -> Shape:
         if header.frames >= 2**62:  # what libsndfile says of streams that never stored their length
-            raise MediaError("broken_audio_header", f"{media} does not say how long it is; encode it again")
+            raise MediaError(
+                "broken_audio_header", f"{media} does not say how long it is; encode it again"
+            )
         if not MIN_RATE <= header.rate <= MAX_RATE:
             raise MediaError(
                 "unsupported_sample_rate",
@@ -195,7 +221,9 @@ def log_mel(
     # the factor back.
     peak = max(1.0, float(np.abs(samples).max()))
     padded = np.pad(samples / np.float32(peak), (window // 2, window), mode="reflect")
-    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: ceil_divide(len(samples), hop)]
+    pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][
+        : ceil_divide(len(samples), hop)
+    ]
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)
     filters = mel_filters(sample_rate, window, mel_bins)
     silence = max(1e-10 / peak**2, 1e-38)  # float32 has nothing positive below
@@ -214,7 +242,9 @@ def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.floa
     edges = _mel_to_hertz(np.linspace(0, _hertz_to_mel(sample_rate / 2), mel_bins + 2))
     bins = np.fft.rfftfreq(window, 1 / sample_rate)[:, None]
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
-    triangles = np.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clip(min=0)
+    triangles = np.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clip(
+        min=0
+    )
     return (triangles * 2 / (high - low)).astype(np.float32)
 
 
@@ -224,7 +254,11 @@ _LOG_STEP = np.log(6.4) / 27
 
 
 def _hertz_to_mel(hertz: float) -> float:
-    return hertz / _LINEAR if hertz < _BREAK else _BREAK / _LINEAR + float(np.log(hertz / _BREAK) / _LOG_STEP)
+    return (
+        hertz / _LINEAR
+        if hertz < _BREAK
+        else _BREAK / _LINEAR + float(np.log(hertz / _BREAK) / _LOG_STEP)
+    )
 
 
 def _mel_to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -252,27 +286,39 @@ def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
         raise
     except Exception as error:  # LibsndfileError, and TypeError for raw samples
         reason = getattr(error, "error_string", error)  # without the number of the descriptor
-        raise MediaError("broken_audio_header", f"{media} has no readable header: {reason}") from error
+        raise MediaError(
+            "broken_audio_header", f"{media} has no readable header: {reason}"
+        ) from error
 
 
-def _decode(file: Stream, header: _Header, sample_rate: int, media: MediaReference) -> NDArray[np.float32]:
+def _decode(
+    file: Stream, header: _Header, sample_rate: int, media: MediaReference
+) -> NDArray[np.float32]:
     """All samples, mean over channels, resampled: [n]."""
-    resampler = soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
+    resampler = (
+        soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
+    )
     pieces = []
     decoded = 0
     with _open_sound(file, media) as sound:
         while True:
             try:
-                block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
+                block = sound.read(
+                    max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True
+                )
             except MemoryError:  # the machine's fault, not the file's
                 raise
             except Exception as error:
                 reason = getattr(error, "error_string", error)
-                raise MediaError("undecodable_audio", f"{media} does not decode: {reason}") from error
+                raise MediaError(
+                    "undecodable_audio", f"{media} does not decode: {reason}"
+                ) from error
             decoded += len(block)
             _check_range(block, media)
             mono = block.mean(axis=1)
-            pieces.append(mono if resampler is None else resampler.resample_chunk(mono, last=not len(block)))
+            pieces.append(
+                mono if resampler is None else resampler.resample_chunk(mono, last=not len(block))
+            )
             if not len(block):
                 break
     if decoded != header.frames:
@@ -288,7 +334,9 @@ def _check_range(block: NDArray[np.float32], media: MediaReference) -> None:
     # max may not.)
     peak = float(np.maximum(block.max(initial=0), -block.min(initial=0)))
     if not np.isfinite(peak):
-        raise MediaError("undecodable_audio", f"{media} holds samples that are not finite; write the clip again")
+        raise MediaError(
+            "undecodable_audio", f"{media} holds samples that are not finite; write the clip again"
+        )
     if peak > MAX_PEAK:
         raise MediaError(
             "samples_out_of_range",

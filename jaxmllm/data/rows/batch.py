@@ -62,7 +62,9 @@ class Batch:
             yield item, span
 
 
-def slots_of(phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], length: int) -> tuple[int, slice]:
+def slots_of(
+    phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], length: int
+) -> tuple[int, slice]:
     """Where an item goes: the local number of its rank, and its slots in that row. Raises
     `MisalignmentError`."""
     start = int(plan.offset[item])

@@ -27,7 +27,12 @@ from jaxmllm.row_format import RowFormat
 
 
 def encoder_rows(
-    batch: Batch, phase: str, plan: PhasePlan, ranks: tuple[int, ...], attention: AttentionSpec, threads: int
+    batch: Batch,
+    phase: str,
+    plan: PhasePlan,
+    ranks: tuple[int, ...],
+    attention: AttentionSpec,
+    threads: int,
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and a message for each item that did not load.
 
@@ -38,7 +43,11 @@ def encoder_rows(
     _check_tokens(phase, plan, row_format)
     example = batch.items.phases[phase].example
     local = np.flatnonzero(np.isin(plan.rank, ranks))
-    spans = {item: span for index in np.unique(example[local]).tolist() for item, span in batch.media(phase, index)}
+    spans = {
+        item: span
+        for index in np.unique(example[local]).tolist()
+        for item, span in batch.media(phase, index)
+    }
     rows = [_empty_row(len(ranks), int(capacity), row_format) for capacity in plan.capacity]
     filling = _Filling(phase, modality, batch.items.phases[phase], plan, ranks, rows)
 
@@ -49,7 +58,11 @@ def encoder_rows(
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         messages = list(pool.map(load, local.tolist()))
-    failures = [(item, message) for item, message in zip(local.tolist(), messages, strict=True) if message is not None]
+    failures = [
+        (item, message)
+        for item, message in zip(local.tolist(), messages, strict=True)
+        if message is not None
+    ]
     for item, _ in failures:
         rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
     for row in rows:
@@ -77,8 +90,12 @@ class _Filling:
         """
         modality = self.modality
         row = self.rows[self.plan.microbatch[item]]
-        rank, slots = slots_of(self.phase, item, self.plan, self.ranks, int(self.items.length[item]))
-        row["segments"][rank, slots] = np.where(modality.real_slots(span.shape), self.plan.segment[item], 0)
+        rank, slots = slots_of(
+            self.phase, item, self.plan, self.ranks, int(self.items.length[item])
+        )
+        row["segments"][rank, slots] = np.where(
+            modality.real_slots(span.shape), self.plan.segment[item], 0
+        )
         row["positions"][rank, slots] = modality.positions(span.shape)[:, modality.format.axes]
         try:
             features = modality.load(span.reference, span.shape)
@@ -92,7 +109,9 @@ class _Filling:
                 f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
             )
         if features.dtype.kind == "f" and not np.isfinite(features).all():
-            return shown(f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again")
+            return shown(
+                f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again"
+            )
         np.copyto(row["features"][rank, slots], features, casting="same_kind")
         first = slots.start // modality.format.slots_per_token
         row["valid"][rank, first : first + int(self.items.tokens[item])] = True

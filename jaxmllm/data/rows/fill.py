@@ -33,7 +33,9 @@ from jaxmllm.data.rows.masks import AttentionSpec, Row
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 
-DECODE_THREADS = min(4, os.cpu_count() or 1)  # pillow, soundfile and numpy let go of the interpreter lock
+DECODE_THREADS = min(
+    4, os.cpu_count() or 1
+)  # pillow, soundfile and numpy let go of the interpreter lock
 
 
 def _never() -> bool:
@@ -119,7 +121,9 @@ def fill(
     rows: dict[str, list[Row]] = {}
     failures: list[str] = []
     for phase in modalities:
-        rows[phase], messages = encoder_rows(batch, phase, plan.phases[phase], local.phases[phase], attention, threads)
+        rows[phase], messages = encoder_rows(
+            batch, phase, plan.phases[phase], local.phases[phase], attention, threads
+        )
         failures += messages
     rows[LANGUAGE] = language_rows(
         batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE], corpus.source_of
@@ -138,7 +142,10 @@ def fill(
         rows=rows,
         media_ranks=_plain(media_ranks),
         rounds={
-            phase: [route_tables(round_, route, local.exchange[phase]) for round_ in plan.routes[phase].rounds]
+            phase: [
+                route_tables(round_, route, local.exchange[phase])
+                for round_ in plan.routes[phase].rounds
+            ]
             for phase, route in spec.routes.items()
         },
         failures=tuple(failures),
@@ -160,9 +167,15 @@ class StepFiller:
     pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # that load the media of one step
 
-    def __call__(self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never) -> HostStep:
+    def __call__(
+        self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
+    ) -> HostStep:
         items = self.corpus.gather(examples)
-        plan = plan_pipeline(items, self.spec, self.pipeline) if self.pipeline else plan_step(items, self.spec)
+        plan = (
+            plan_pipeline(items, self.spec, self.pipeline)
+            if self.pipeline
+            else plan_step(items, self.spec)
+        )
         return fill(
             step,
             examples,

@@ -35,14 +35,18 @@ class AttentionSpec:
     blocks: Mapping[str, int]  # attention tokens of a block
     parts: Mapping[str, int] = field(default_factory=dict)  # X of each phase whose rows are split
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
-    windows: Mapping[str, LayerWindows] = field(default_factory=dict)  # of phases with layers that attend in them
+    windows: Mapping[str, LayerWindows] = field(
+        default_factory=dict
+    )  # of phases with layers that attend in them
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""
         return self.blocks[phase], self.parts.get(phase, 1)
 
 
-def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat) -> None:
+def finish_encoder_row(
+    row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat
+) -> None:
     """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to
     a row of both directions, and deal its slots to the parts. A block of attention tokens holds
     whole language tokens."""
@@ -60,10 +64,14 @@ def finish_encoder_row(row: Row, attention: AttentionSpec, phase: str, row_forma
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
-        row["places"] = _expand(np.argsort(blocks, axis=1), block * stride // row_format.slots_per_token)
+        row["places"] = _expand(
+            np.argsort(blocks, axis=1), block * stride // row_format.slots_per_token
+        )
         _reorder(row, moved, _expand(blocks, block * stride))
     else:
-        row["places"] = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1))
+        row["places"] = np.tile(
+            np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1)
+        )
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) -> None:
@@ -87,7 +95,9 @@ def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) 
     row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
     if parts > 1:
-        _reorder(row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"])
+        _reorder(
+            row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"]
+        )
 
 
 def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
@@ -103,11 +113,15 @@ def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
     for rank, of_rank in enumerate(keys):
         real = segments[rank] > 0
         if real.any():
-            numbers[rank, real] = np.unique(of_rank[real], axis=0, return_inverse=True)[1].reshape(-1) + 1
+            numbers[rank, real] = (
+                np.unique(of_rank[real], axis=0, return_inverse=True)[1].reshape(-1) + 1
+            )
     return numbers
 
 
-def deal_blocks(layers: list[tuple[int, list[TokenIds]]], tokens: int, block: int, parts: int) -> Ints:
+def deal_blocks(
+    layers: list[tuple[int, list[TokenIds]]], tokens: int, block: int, parts: int
+) -> Ints:
     """Which block of each row stands at each place, those of a part together: [r, N].
 
     Args:
@@ -135,7 +149,9 @@ def tile_tables(ids: list[TokenIds], order: Ints, block: int, parts: int) -> dic
     }
     for rank, of_rank in enumerate(ids):
         places = np.argsort(order[rank]).astype(np.int32)
-        for part, lists in enumerate(dealt_tiles(visible_tiles(of_rank, block), places, parts, bound)):
+        for part, lists in enumerate(
+            dealt_tiles(visible_tiles(of_rank, block), places, parts, bound)
+        ):
             values = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
             for table, value in zip(tables.values(), values, strict=True):
                 table[rank, part] = value

@@ -25,5 +25,7 @@ def open_source(config: SourceConfig) -> Source:
     name = config.format or (ending if ending in SOURCES else DEFAULT)
     if name not in SOURCES:
         formats = ", ".join(SOURCES)
-        raise DataError(f"source {config.name!r}: data.sources.format is {name!r}, but formats are {formats}")
+        raise DataError(
+            f"source {config.name!r}: data.sources.format is {name!r}, but formats are {formats}"
+        )
     return SOURCES[name](config)

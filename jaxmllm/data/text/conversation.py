@@ -39,10 +39,15 @@ from jaxmllm.data.printable import shown
 ROLES = ("system", "user", "assistant", "tool")
 DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
 FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
-MEDIA_LISTS = {"image": "images", "audio": "audios"}  # part -> key of its list in the placeholder form
+MEDIA_LISTS = {
+    "image": "images",
+    "audio": "audios",
+}  # part -> key of its list in the placeholder form
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
-Resolve = Callable[[str], MediaReference]  # what a record names -> where it is; may raise `ConversationError`
+Resolve = Callable[
+    [str], MediaReference
+]  # what a record names -> where it is; may raise `ConversationError`
 
 _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 
@@ -88,19 +93,29 @@ class Conversation:
     @property
     def media(self) -> tuple[MediaPart, ...]:
         """All media in reading order."""
-        return tuple(part for turn in self.turns for part in turn.parts if isinstance(part, MediaPart))
+        return tuple(
+            part for turn in self.turns for part in turn.parts if isinstance(part, MediaPart)
+        )
 
 
 def parse_json(line: bytes) -> Any:
     """The JSON value of one line. Raises `ConversationError("malformed_json")`."""
     try:
         return json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # bad UTF-8 and over-long numbers are ValueErrors too
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # bad UTF-8 and over-long numbers are ValueErrors too
         raise ConversationError("malformed_json", f"not valid JSON: {error}") from error
 
 
 def parse_conversation(
-    record: Any, resolve: Resolve, *, default_id: str, default_source: str, targets: Targets = "assistant"
+    record: Any,
+    resolve: Resolve,
+    *,
+    default_id: str,
+    default_source: str,
+    targets: Targets = "assistant",
 ) -> Conversation:
     """Read a decoded record; `targets` is what shall be learned of it.
 
@@ -109,18 +124,26 @@ def parse_conversation(
     `resolve` raises.
     """
     if not isinstance(record, dict):
-        raise ConversationError("wrong_type", f"a record must be a JSON object, not {_kind(record)}")
+        raise ConversationError(
+            "wrong_type", f"a record must be a JSON object, not {_kind(record)}"
+        )
     lists = {part: _paths(record, key) for part, key in MEDIA_LISTS.items()}
     pending = {part: iter(paths) for part, paths in lists.items()}
     form = next((key for key in FORMS if record.get(key) is not None), "messages")
     if form == "messages":
         messages = _field(record, "messages", list, "the record")
-        _check_placeholders([message.get("content") for message in messages if isinstance(message, dict)], lists)
-        turns = tuple(_turn(message, f"messages[{i}]", pending, resolve) for i, message in enumerate(messages))
+        _check_placeholders(
+            [message.get("content") for message in messages if isinstance(message, dict)], lists
+        )
+        turns = tuple(
+            _turn(message, f"messages[{i}]", pending, resolve) for i, message in enumerate(messages)
+        )
     else:
         content = _field(record, form, str if form == "text" else (str, list), "the record")
         if form == "text" and record.get("content") is not None:
-            raise ConversationError("wrong_type", "the record has both 'text' and 'content'; a document is one of them")
+            raise ConversationError(
+                "wrong_type", "the record has both 'text' and 'content'; a document is one of them"
+            )
         _check_placeholders([content], lists)
         turns = (Turn(DOCUMENT, _parts(content, form, pending, resolve)),)
     if targets == "assistant" and not any(turn.role == "assistant" for turn in turns):
@@ -130,7 +153,9 @@ def parse_conversation(
         )
     if not any(turn.parts or turn.role != DOCUMENT for turn in turns):
         raise ConversationError("nothing_to_learn", "holds neither a turn nor text nor media")
-    return Conversation(_label(record, "id", default_id), _label(record, "source", default_source), turns, targets)
+    return Conversation(
+        _label(record, "id", default_id), _label(record, "source", default_source), turns, targets
+    )
 
 
 def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: Resolve) -> Turn:
@@ -138,7 +163,9 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
         raise ConversationError("wrong_type", f"{where} must be an object, not {_kind(message)}")
     role = _field(message, "role", str, where)
     if role not in ROLES:
-        raise ConversationError("unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}")
+        raise ConversationError(
+            "unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}"
+        )
     content = _field(message, "content", (str, list), where)
     return Turn(role, _parts(content, f"{where}.content", pending, resolve))
 
@@ -146,7 +173,9 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
 def _parts(
     content: str | list[Any], where: str, pending: dict[str, Iterator[str]], resolve: Resolve
 ) -> tuple[TextPart | MediaPart, ...]:
-    pieces = _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
+    pieces = (
+        _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
+    )
     return tuple(_join(pieces, resolve, where))
 
 
@@ -161,15 +190,21 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
     for i, part in enumerate(content):
         part_where = f"{where}[{i}]"
         if not isinstance(part, dict):
-            raise ConversationError("wrong_type", f"{part_where} must be an object, not {_kind(part)}")
+            raise ConversationError(
+                "wrong_type", f"{part_where} must be an object, not {_kind(part)}"
+            )
         kind = _field(part, "type", str, part_where)
         if kind not in ("text", *MEDIA_LISTS):
             known = ", ".join(("text", *MEDIA_LISTS))
-            raise ConversationError("unknown_part", f"{part_where} has the type {kind!r}; types are {known}")
+            raise ConversationError(
+                "unknown_part", f"{part_where} has the type {kind!r}; types are {known}"
+            )
         yield kind, _field(part, kind, str, part_where)
 
 
-def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Iterator[TextPart | MediaPart]:
+def _join(
+    parts: Iterable[tuple[str, str]], resolve: Resolve, where: str
+) -> Iterator[TextPart | MediaPart]:
     """Merge neighbouring texts and drop empty ones, so that both forms give the same conversation."""
     text = ""
     for kind, value in parts:
@@ -186,7 +221,12 @@ def _join(parts: Iterable[tuple[str, str]], resolve: Resolve, where: str) -> Ite
 
 
 def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> None:
-    placeholders = [part for content in contents if isinstance(content, str) for part in _PLACEHOLDER.findall(content)]
+    placeholders = [
+        part
+        for content in contents
+        if isinstance(content, str)
+        for part in _PLACEHOLDER.findall(content)
+    ]
     for part, paths in lists.items():
         if placeholders.count(part) != len(paths):
             raise ConversationError(
@@ -209,8 +249,14 @@ def _label(record: dict[str, Any], key: str, default: str) -> str:
     value = record.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, str | int) or not 0 < len(str(value)) <= MAX_ID:
-        raise ConversationError("wrong_type", f"{key!r} must be a number or a text of 1 to {MAX_ID} characters")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, str | int)
+        or not 0 < len(str(value)) <= MAX_ID
+    ):
+        raise ConversationError(
+            "wrong_type", f"{key!r} must be a number or a text of 1 to {MAX_ID} characters"
+        )
     _check_encodable(str(value), repr(key))
     if "\0" in str(value):  # numpy's strings, which hold the ids, drop it at their end
         raise ConversationError("invalid_text", f"{key!r} holds a NUL character")
@@ -223,7 +269,9 @@ def _field(record: dict[str, Any], key: str, kind: type | tuple[type, ...], wher
         raise ConversationError("missing_field", f"{where} has no {key!r} (its keys: {keys[:200]})")
     if not isinstance(record[key], kind):
         kinds = " or ".join(_JSON_NAMES[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ConversationError("wrong_type", f"{where}.{key} must be {kinds}, not {_kind(record[key])}")
+        raise ConversationError(
+            "wrong_type", f"{where}.{key} must be {kinds}, not {_kind(record[key])}"
+        )
     return record[key]
 
 
@@ -231,10 +279,18 @@ def _check_encodable(text: str, where: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair
-        raise ConversationError("invalid_text", f"{where} holds text that is not Unicode: {error}") from error
+        raise ConversationError(
+            "invalid_text", f"{where} holds text that is not Unicode: {error}"
+        ) from error
 
 
-_JSON_NAMES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+_JSON_NAMES = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def _kind(value: Any) -> str:

@@ -47,7 +47,10 @@ class Rendered:
 
 
 def render(
-    conversation: Conversation, tokenizer: Tokenizer, modalities: Mapping[str, Modality], shapes: Sequence[Shape]
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    modalities: Mapping[str, Modality],
+    shapes: Sequence[Shape],
 ) -> Rendered:
     """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by
     phase name.
@@ -57,7 +60,9 @@ def render(
     """
     media = conversation.media
     if len(shapes) != len(media):
-        raise ValueError(f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes")
+        raise ValueError(
+            f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes"
+        )
     layout = tokenizer.layout
     remaining = iter(shapes)
     sequence = _Sequence()
@@ -88,7 +93,8 @@ def modality_of(part: str, modalities: Mapping[str, Modality]) -> Modality:
             return modality
     encoders = ", ".join(modalities) or "none"
     raise ConversationError(
-        "no_encoder", f"holds an {part}, but no encoder of the model takes it (encoders: {encoders})"
+        "no_encoder",
+        f"holds an {part}, but no encoder of the model takes it (encoders: {encoders})",
     )
 
 
@@ -110,7 +116,9 @@ class _Sequence:
         line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
         self._advance(np.repeat(line[:, None], 3, axis=1))
 
-    def add_media(self, reference: MediaReference, modality: Modality, shape: Shape, pad: int) -> None:
+    def add_media(
+        self, reference: MediaReference, modality: Modality, shape: Shape, pad: int
+    ) -> None:
         tokens = modality.tokens(shape)
         self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), tokens))
         self.tokens += [pad] * tokens

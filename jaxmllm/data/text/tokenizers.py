@@ -74,7 +74,10 @@ class ByteTokenizer:
         headers={"system": (257,), "user": (258,), "assistant": (259,), "tool": (265,)},
         turn_end=260,
         separator=(),
-        media={"image": MediaTokens((261,), (262,), 256), "audio": MediaTokens((263,), (264,), 256)},
+        media={
+            "image": MediaTokens((261,), (262,), 256),
+            "audio": MediaTokens((263,), (264,), 256),
+        },
         pad=256,
     )
 
@@ -128,14 +131,18 @@ class FileTokenizer:
         except Exception as error:  # the library raises bare Exception
             reason = shown(f"{path} is no readable tokenizers JSON file: {error}")
             raise TokenizerError(f"data.tokenizer: {reason}") from error
-        self._speller: tokenizers.Tokenizer | None = None  # made when first needed, which is hardly ever
+        self._speller: tokenizers.Tokenizer | None = (
+            None  # made when first needed, which is hardly ever
+        )
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)
         # Files from whose encoding no control token could come out keep the fingerprint that they
         # had before.
         spelled = "spelled" if self._may_slip_out() else ""
-        self.fingerprint = hashlib.blake2b((self._json + repr(names) + spelled).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b(
+            (self._json + repr(names) + spelled).encode(), digest_size=16
+        ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises `ConversationError("control_token")` if the file has no other
@@ -148,11 +155,15 @@ class FileTokenizer:
         ids = self._speller.encode(text, add_special_tokens=False).ids
         if remaining := self._control.intersection(ids):
             names = ", ".join(str(self._tokenizer.id_to_token(i)) for i in sorted(remaining))
-            raise ConversationError("control_token", f"holds text that the tokenizer can only write as {names}")
+            raise ConversationError(
+                "control_token", f"holds text that the tokenizer can only write as {names}"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i not in self._control], skip_special_tokens=True)
+        return self._tokenizer.decode(
+            [i for i in ids if i not in self._control], skip_special_tokens=True
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_tokenizer": None, "_speller": None}
@@ -175,13 +186,17 @@ class FileTokenizer:
                 "which frame a turn; use a chat tokenizer or add them to the file's added_tokens"
             )
         pad = next((i for i in map(find, names.pad) if i is not None), turn_end)
-        headers = {role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES}
+        headers = {
+            role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES
+        }
         media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
         layout = ChatLayout(headers, turn_end, tuple(self._plain(names.separator)), media, pad)
         return layout, {turn_begin, turn_end, pad, *frames}
 
-    def _media_tokens(self, triples: Sequence[tuple[str, str, str]], default_pad: int) -> MediaTokens:
+    def _media_tokens(
+        self, triples: Sequence[tuple[str, str, str]], default_pad: int
+    ) -> MediaTokens:
         for triple in triples:
             begin, pad, end = map(self._tokenizer.token_to_id, triple)
             if begin is not None and pad is not None and end is not None:
@@ -191,7 +206,9 @@ class FileTokenizer:
     def _control_ids(self, frame: set[int]) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()
         unknown = _unknown_id(json.loads(self._json)["model"], self._tokenizer)
-        return frozenset(frame | {i for i, token in added.items() if token.special and i != unknown})
+        return frozenset(
+            frame | {i for i, token in added.items() if token.special and i != unknown}
+        )
 
     def _may_slip_out(self) -> bool:
         """Whether the library itself may yield a control token: one that is not marked special, or
@@ -231,7 +248,9 @@ def _speller(text: str, control: frozenset[int]) -> tokenizers.Tokenizer:
         model["vocab"] = {renamed(name, number): number for name, number in model["vocab"].items()}
     else:
         gone = {name for number, (name, _) in enumerate(model["vocab"]) if number in control}
-        model["vocab"] = [[renamed(name, number), score] for number, (name, score) in enumerate(model["vocab"])]
+        model["vocab"] = [
+            [renamed(name, number), score] for number, (name, score) in enumerate(model["vocab"])
+        ]
     if model.get("merges"):
         prefix = model.get("continuing_subword_prefix") or ""
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]

@@ -37,7 +37,9 @@ def share(value: Any) -> int:
     try:
         os.ftruncate(descriptor, size)
         for part, offset in zip((memoryview(header).cast("B"), *parts), (0, *offsets), strict=True):
-            _write(descriptor, part, offset)  # not through a mapping: without memory that would be a SIGBUS
+            _write(
+                descriptor, part, offset
+            )  # not through a mapping: without memory that would be a SIGBUS
     except BaseException:
         os.close(descriptor)
         raise
@@ -57,7 +59,9 @@ def attach(descriptor: int) -> Any:
     buffer_count = view[:WORD].cast("q")[0]
     sizes = view[WORD : WORD * (buffer_count + 1)].cast("q").tolist()
     offsets, _ = _layout(sizes)
-    rest, *buffers = (view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+    rest, *buffers = (
+        view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)
+    )
     return pickle.loads(rest, buffers=buffers)
 
 
@@ -72,13 +76,17 @@ def receive(connection: socket.socket) -> int:
     if not message:
         raise EOFError("the other end of the socket is closed")
     if not descriptors:
-        raise OSError("no descriptor is left to receive a block of memory; raise the limit of open files (ulimit -n)")
+        raise OSError(
+            "no descriptor is left to receive a block of memory; raise the limit of open files (ulimit -n)"
+        )
     return descriptors[0]
 
 
 def _layout(sizes: Any) -> tuple[list[int], int]:
     """Offsets of the buffers after the header, and the size of the block."""
-    ends = itertools.accumulate((WORD * (len(sizes) + 1), *sizes), lambda end, size: _aligned(end) + size)
+    ends = itertools.accumulate(
+        (WORD * (len(sizes) + 1), *sizes), lambda end, size: _aligned(end) + size
+    )
     *ends_before, size = ends
     return [_aligned(end) for end in ends_before], size
 
@@ -90,7 +98,9 @@ def _aligned(offset: int) -> int:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("jaxmllm")
-    with tempfile.TemporaryFile() as file:  # a file that has lost its name: the same on other systems
+    with (
+        tempfile.TemporaryFile() as file
+    ):  # a file that has lost its name: the same on other systems
         return os.dup(file.fileno())
 
 

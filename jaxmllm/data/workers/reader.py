@@ -34,8 +34,12 @@ T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS = 3  # give up an element when its worker dies for the third time, which is no accident
 PAUSE_SECONDS = 1.0  # wait before an element is tried again, for whatever was short of memory
 POLL_SECONDS = 0.5
-FIRST_NOTICE_SECONDS = 60.0  # tell of waiting for one element after this time, and again after twice the time
-CLOSE_SECONDS = 2.0  # wait this long for a thread, or a process that waits for a disk: they cannot be ended
+FIRST_NOTICE_SECONDS = (
+    60.0  # tell of waiting for one element after this time, and again after twice the time
+)
+CLOSE_SECONDS = (
+    2.0  # wait this long for a thread, or a process that waits for a disk: they cannot be ended
+)
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +114,9 @@ class Loader(Generic[T]):
 
     def read(self, source: Elements[T], start: int, stop: int) -> Reader[T]:
         """Elements start .. stop - 1 of one of the sources, in order."""
-        (number,) = (number for number, candidate in enumerate(self._sources) if candidate is source)
+        (number,) = (
+            number for number, candidate in enumerate(self._sources) if candidate is source
+        )
         return Reader(self, number, start, stop)
 
     def submit(self, source: int, number: int) -> _Task[T]:
@@ -160,7 +166,10 @@ class Loader(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -221,7 +230,9 @@ class Loader(Generic[T]):
                 try:
                     self._workers[thread] = Worker(self._functions)
                 except OSError as error:
-                    raise LoadError(f"a data worker cannot be started: {error}; lower data.workers") from error
+                    raise LoadError(
+                        f"a data worker cannot be started: {error}; lower data.workers"
+                    ) from error
             return self._workers[thread]
 
 
@@ -266,6 +277,8 @@ def _explained(task: _Task[Any], error: BaseException) -> BaseException:
         cure = "see that its files can be read, then resume the run"
     else:
         return error
-    explained = LoadError(f"{task.what} cannot be loaded: {str(error) or 'no memory is left'}; {cure}")
+    explained = LoadError(
+        f"{task.what} cannot be loaded: {str(error) or 'no memory is left'}; {cure}"
+    )
     explained.__cause__ = error
     return explained

@@ -30,7 +30,9 @@ from jaxmllm.data.workers.memory import attach, receive, send, share
 # does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Workers are many, and decode with threads of their own.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
+)
 
 
 class WorkerDied(Exception):
@@ -45,13 +47,21 @@ class Worker:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxmllm.data.workers.worker", str(worker_end.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "jaxmllm.data.workers.worker",
+                    str(worker_end.fileno()),
+                ],
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},
             )
         self.pid = self._process.pid
-        with contextlib.suppress(ConnectionError):  # it has died already, as the first call will tell
+        with contextlib.suppress(
+            ConnectionError
+        ):  # it has died already, as the first call will tell
             send(self._connection, functions)
 
     def call(self, function: int, *arguments: Any) -> Any:
@@ -120,7 +130,10 @@ def _receive(connection: socket.socket, blocks: queue.SimpleQueue[int]) -> None:
 
 
 def _reply(
-    connection: socket.socket, functions: Sequence[Callable[..., Any]], function: int, arguments: tuple[Any, ...]
+    connection: socket.socket,
+    functions: Sequence[Callable[..., Any]],
+    function: int,
+    arguments: tuple[Any, ...],
 ) -> None:
     try:
         reply = share((True, functions[function](*arguments)))

@@ -37,20 +37,26 @@ def token_losses(
     head's gradient accumulates in at least float32.
     """
     shape = targets.shape
-    hidden, targets = (x.reshape(shape[0] * layout.parts, -1, *x.shape[2:]) for x in (hidden, targets))
+    hidden, targets = (
+        x.reshape(shape[0] * layout.parts, -1, *x.shape[2:]) for x in (hidden, targets)
+    )
     chunk = chunk_size(targets.shape[1], largest)
     losses, hits = _token_losses(hidden, head, targets, chunk, layout.by_part)
     return losses.reshape(shape), hits.reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_losses(hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout) -> tuple[Array, Array]:
+def _token_losses(
+    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
+) -> tuple[Array, Array]:
     """`token_losses` of rows that are not split."""
     losses, hits, _ = _forward(hidden, head, targets, chunk, layout)
     return losses, hits
 
 
-def _forward(hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout) -> tuple[Array, Array, Array]:
+def _forward(
+    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
+) -> tuple[Array, Array, Array]:
     def one(_: None, chunk_of: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
         x, target = chunk_of
         logits = _logits(x, head, layout)
@@ -121,7 +127,9 @@ def sums_by_source(
     def over_parts(x: Array) -> Array:
         return jax.lax.psum(x, split) if split else x
 
-    def on_device(losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array) -> Sums:
+    def on_device(
+        losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array
+    ) -> Sums:
         segment_source = source_of[0]
         segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
         token_source = jnp.append(segment_source, -1)[segment]
@@ -129,7 +137,9 @@ def sums_by_source(
         has_target = over_parts(some.at[segment].max(counted[0], mode="drop")) > 0
         missed = over_parts(some.at[segment].max(counted[0] & ~hits[0], mode="drop")) > 0
 
-        def total(values: Array, source: Array) -> Array:  # no matrix product: accelerators round its inputs
+        def total(
+            values: Array, source: Array
+        ) -> Array:  # no matrix product: accelerators round its inputs
             by_source = source[:, None] == jnp.arange(sources)
             return jnp.where(by_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
 

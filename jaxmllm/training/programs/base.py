@@ -75,7 +75,9 @@ def zeros_job(tree: Any) -> Job:
 
 def compile_jobs(jobs: Jobs) -> dict[ProgramName, Callable[..., Any]]:
     """The compiled programs."""
-    lowered = [job.lower() for job in jobs.values()]  # tracing is Python and holds its lock; compiling does not
+    lowered = [
+        job.lower() for job in jobs.values()
+    ]  # tracing is Python and holds its lock; compiling does not
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
         compiled = threads.map(jax.stages.Lowered.compile, lowered)
         return dict(zip(jobs, compiled, strict=True))
@@ -105,7 +107,9 @@ class Programs(abc.ABC):
         self.functions = functions
         self.spec = spec
         self.encoders = tuple(spec.routes)
-        self.layouts: dict[str, Layout] = {phase: functions.model.layout(phase) for phase in spec.phases}
+        self.layouts: dict[str, Layout] = {
+            phase: functions.model.layout(phase) for phase in spec.phases
+        }
         self.mesh = self.layouts[LANGUAGE].mesh
         self.exchange_owner = shared_exchange(spec.routes)  # by encoder phase
         self.exchanges = {
@@ -120,7 +124,9 @@ class Programs(abc.ABC):
         self.attention = attention
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
-        self.trained, _ = functions.model.trainable.split(self.params)  # shapes of what is trained, and of gradients
+        self.trained, _ = functions.model.trainable.split(
+            self.params
+        )  # shapes of what is trained, and of gradients
         self.state = self._abstract_state(self.params)
         self.compiled = compile_jobs(self._jobs(formats))
 
@@ -128,7 +134,10 @@ class Programs(abc.ABC):
     def local_share(self) -> LocalRanks:
         """The ranks of every phase and exchange whose rows and tables this host supplies."""
         return LocalRanks(
-            phases={phase: local_ranks(layout.rows, layout.ranks) for phase, layout in self.layouts.items()},
+            phases={
+                phase: local_ranks(layout.rows, layout.ranks)
+                for phase, layout in self.layouts.items()
+            },
             exchange={
                 phase: local_ranks(exchange.tables, math.prod(self.spec.routes[phase].grid.shape))
                 for phase, exchange in self.exchanges.items()
@@ -217,8 +226,12 @@ class Programs(abc.ABC):
         return {
             ProgramName("zero", "sums"): zeros_job(sums),
             ProgramName("zero", "failed"): zeros_job(failed),
-            ProgramName("totals"): Job(lambda sums: jax.tree.map(lambda x: x.sum(0), sums), (sums,), totals),
-            ProgramName("update"): Job(self.functions.update, arguments, (self.state, metrics), (0,)),
+            ProgramName("totals"): Job(
+                lambda sums: jax.tree.map(lambda x: x.sum(0), sums), (sums,), totals
+            ),
+            ProgramName("update"): Job(
+                self.functions.update, arguments, (self.state, metrics), (0,)
+            ),
         }
 
     # ------------------------------------------------------------------ shapes
@@ -239,7 +252,9 @@ class Programs(abc.ABC):
             )
             for name, component in state.optimizer.items()
         }
-        counts = jax.tree.map(lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None))
+        counts = jax.tree.map(
+            lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None)
+        )
         return counts._replace(params=params, optimizer=optimizer)
 
     def _abstract_sums(self) -> Sums:

@@ -67,20 +67,28 @@ class ExchangePrograms:
             gather_backward=put(tables.gather_backward),
         )
 
-    def deliver(self, call: Call, pool: TokenPool, language_pool: TokenPool, tables: DeviceTables) -> TokenPool:
+    def deliver(
+        self, call: Call, pool: TokenPool, language_pool: TokenPool, tables: DeviceTables
+    ) -> TokenPool:
         """The language pool with the tokens of one round."""
         buffer = call("zero", f"buffer of {self.owner}")()
         for number, hop in enumerate(tables.send_forward):
             buffer = call("hop", self.owner)(pool, buffer, np.int32(number), *hop)
-        delivered: TokenPool = call("deliver", self.owner)(pool, buffer, language_pool, tables.gather_forward)
+        delivered: TokenPool = call("deliver", self.owner)(
+            pool, buffer, language_pool, tables.gather_forward
+        )
         return delivered
 
-    def deliver_back(self, call: Call, d_language: jax.Array, d_pool: jax.Array, tables: DeviceTables) -> jax.Array:
+    def deliver_back(
+        self, call: Call, d_language: jax.Array, d_pool: jax.Array, tables: DeviceTables
+    ) -> jax.Array:
         """The gradient of the encoder pool with that of one round's tokens."""
         buffer = call("zero", f"d_buffer of {self.owner}")()
         for number, hop in enumerate(tables.send_backward):
             buffer = call("hop_back", self.owner)(d_language, buffer, np.int32(number), *hop)
-        delivered: jax.Array = call("deliver_back", self.owner)(d_language, buffer, d_pool, tables.gather_backward)
+        delivered: jax.Array = call("deliver_back", self.owner)(
+            d_language, buffer, d_pool, tables.gather_backward
+        )
         return delivered
 
     # ------------------------------------------------------------------ compiling
@@ -89,14 +97,19 @@ class ExchangePrograms:
         """Programs of both directions; the way back only where gradients go back."""
         exchange, pool, language_pool = self.exchange, self.pool, self.language_pool
         send_forward, gather_forward, send_backward, gather_backward = self._abstract_tables()
-        buffer, d_buffer = (self._abstract_buffer(slots) for slots in backend_of(self.route).buffer_slots(self.route))
+        buffer, d_buffer = (
+            self._abstract_buffer(slots)
+            for slots in backend_of(self.route).buffer_slots(self.route)
+        )
         d_pool = pool.tokens
         d_language = language_pool.tokens
         number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(exchange.mesh, P()))
         jobs = {
             ProgramName("zero", self.owner): zeros_job(pool),
             ProgramName("zero", f"buffer of {self.owner}"): zeros_job(buffer),
-            ProgramName("hop", self.owner): Job(exchange.hop, (pool, buffer, number, *send_forward), buffer, (1,)),
+            ProgramName("hop", self.owner): Job(
+                exchange.hop, (pool, buffer, number, *send_forward), buffer, (1,)
+            ),
             ProgramName("deliver", self.owner): Job(
                 exchange.deliver, (pool, buffer, language_pool, gather_forward), language_pool, (2,)
             ),
@@ -125,7 +138,9 @@ class ExchangePrograms:
         route = self.route
 
         def hop(pool_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-            return tuple(self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots))
+            return tuple(
+                self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots)
+            )
 
         forward = hop(route.encoder_pool), self._ints(route.language_pool)
         backward = hop(route.language_pool), self._ints(route.encoder_pool)

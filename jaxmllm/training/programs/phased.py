@@ -113,7 +113,9 @@ class PhasedPrograms(Programs):
                 )
         return gradients, sums, failed
 
-    def evaluate(self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None) -> Evaluated:
+    def evaluate(
+        self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None
+    ) -> Evaluated:
         """Add what a batch comes to, to what others came to (none: zero)."""
         host = batch.host
         sums, failed = evaluated or self._nothing_evaluated()
@@ -128,7 +130,9 @@ class PhasedPrograms(Programs):
     @staticmethod
     def _media_rank(host: HostStep, microbatch: int) -> tuple[np.int32, ...]:
         """The additional argument of the programs of long rows."""
-        return (np.int32(host.media_ranks[microbatch]),) if host.media_ranks[microbatch] >= 0 else ()
+        return (
+            (np.int32(host.media_ranks[microbatch]),) if host.media_ranks[microbatch] >= 0 else ()
+        )
 
     def _encode(
         self, params: Any, batch: DeviceStep, failed: jax.Array
@@ -146,7 +150,9 @@ class PhasedPrograms(Programs):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
                 program = self._call("encode", phase, host.capacities[phase][m])
-                pools[pool], features, failed = program(phase_params, rows, pools[pool], pool_offset, failed)
+                pools[pool], features, failed = program(
+                    phase_params, rows, pools[pool], pool_offset, failed
+                )
                 saved_for_backward[phase].append(rows if features is None else features)
         count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
@@ -169,13 +175,17 @@ class PhasedPrograms(Programs):
                 )
         return d_encoder
 
-    def _empty_pools(self, batch: DeviceStep, owners: Iterable[str], prefix: str) -> dict[str, list[Any]]:
+    def _empty_pools(
+        self, batch: DeviceStep, owners: Iterable[str], prefix: str
+    ) -> dict[str, list[Any]]:
         """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
         last: dict[str, int] = dict.fromkeys(owners, -1)
         for phase, owner in self.exchange_owner.items():
             if owner in last:
                 last[owner] = max(last[owner], *batch.host.pools[phase], -1)
-        return {owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()}
+        return {
+            owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()
+        }
 
     def _encoder_grads(
         self,
@@ -222,17 +232,25 @@ class PhasedPrograms(Programs):
             failed=self._zeros("failed"),
         )
 
-    def forward(self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers) -> PhaseBuffers:
+    def forward(
+        self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers
+    ) -> PhaseBuffers:
         """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
         phase_params = self._params_of(params, phase)
         if self.spec.phases[phase].has_loss:
             program = self._call("evaluate", phase, capacity)
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
         program = self._call("encode", phase, capacity)
-        pool, features, failed = program(phase_params, rows, buffers.pool, np.int32(0), buffers.failed)
-        return buffers._replace(pool=pool, failed=failed, saved=rows if features is None else features)
+        pool, features, failed = program(
+            phase_params, rows, buffers.pool, np.int32(0), buffers.failed
+        )
+        return buffers._replace(
+            pool=pool, failed=failed, saved=rows if features is None else features
+        )
 
-    def backward(self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers) -> PhaseBuffers:
+    def backward(
+        self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers
+    ) -> PhaseBuffers:
         """Run the same microbatch backward, after `forward`. The language model's forward pass runs
         again in this, for its loss and gradients are one program."""
         phase_params = self._params_of(params, phase)
@@ -247,10 +265,14 @@ class PhasedPrograms(Programs):
                 buffers.gradients,
                 buffers.sums,
             )
-            d_pool, gradients, sums = self._call("language_loss_and_grad", phase, capacity)(*arguments)
+            d_pool, gradients, sums = self._call("language_loss_and_grad", phase, capacity)(
+                *arguments
+            )
             return buffers._replace(d_pool=d_pool, gradients=gradients, sums=sums)
         program = self._call("encode_grad", phase, capacity)
-        gradients = program(phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients)
+        gradients = program(
+            phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
+        )
         return buffers._replace(gradients=gradients)
 
     # ------------------------------------------------------------------ compiling
@@ -269,7 +291,9 @@ class PhasedPrograms(Programs):
             for owner in dict.fromkeys(self.exchange_owner.values())
         }
         gradients = self.trained
-        jobs = self._common_jobs(gradients) | {ProgramName("zero", "gradients"): zeros_job(gradients)}
+        jobs = self._common_jobs(gradients) | {
+            ProgramName("zero", "gradients"): zeros_job(gradients)
+        }
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
@@ -291,7 +315,9 @@ class PhasedPrograms(Programs):
             ProgramName("zero", "d_language"): zeros_job(pool.tokens),
         }
 
-        def add(capacity: int, rows: LanguageRows, loss_and_grad: Any, evaluate: Any, *media_rank: Any) -> None:
+        def add(
+            capacity: int, rows: LanguageRows, loss_and_grad: Any, evaluate: Any, *media_rank: Any
+        ) -> None:
             jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity)] = Job(
                 loss_and_grad,
                 (params, rows, pool, self._scalar(), pool.tokens, grads, sums, *media_rank),
@@ -327,7 +353,9 @@ class PhasedPrograms(Programs):
             return functions.encode_grad(phase, *arguments)
 
         for capacity in self.spec.phases[phase].capacities:
-            rows = abstract_encoder_rows(layout, capacity, row_format, block, phase in functions.model.config.windows)
+            rows = abstract_encoder_rows(
+                layout, capacity, row_format, block, phase in functions.model.config.windows
+            )
             features = jax.eval_shape(encode, params, rows, pool, pool_offset, failed)[1]
             if features is not None:
                 kept: Any = features.features
@@ -362,16 +390,27 @@ class PhasedPrograms(Programs):
         language = self.functions.model.components[LANGUAGE]
         width = self.functions.model.config.language.width
         slots = {phase: route.encoder_pool for phase, route in self.spec.routes.items()}
-        slots[LANGUAGE] = max((route.language_pool for route in self.spec.routes.values()), default=1)
-        return {phase: abstract_pool(self.layouts[phase], slots[phase], width, language.dtype) for phase in slots}
+        slots[LANGUAGE] = max(
+            (route.language_pool for route in self.spec.routes.values()), default=1
+        )
+        return {
+            phase: abstract_pool(self.layouts[phase], slots[phase], width, language.dtype)
+            for phase in slots
+        }
 
     @property
     def _trained_exchanges(self) -> tuple[str, ...]:
         """Owners of the exchanges that carry gradients back."""
-        trained = (owner for phase, owner in self.exchange_owner.items() if self.functions.trainable_of(phase))
+        trained = (
+            owner
+            for phase, owner in self.exchange_owner.items()
+            if self.functions.trainable_of(phase)
+        )
         return tuple(dict.fromkeys(trained))
 
-    def _put_row(self, phase: str, row: Mapping[str, Any], capacity: int) -> LanguageRows | EncoderRows:
+    def _put_row(
+        self, phase: str, row: Mapping[str, Any], capacity: int
+    ) -> LanguageRows | EncoderRows:
         layout = self.layouts[phase]
         if capacity > self.spec.phases[phase].capacities[0]:
             layout = layout.long

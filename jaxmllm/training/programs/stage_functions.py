@@ -187,7 +187,10 @@ def _layers_of(params: dict[str, Any], phase: str) -> Any:
 
 
 def _without_layers(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: {key: leaf for key, leaf in tree.items() if key != LAYERS} for name, tree in params.items()}
+    return {
+        name: {key: leaf for key, leaf in tree.items() if key != LAYERS}
+        for name, tree in params.items()
+    }
 
 
 def _outer_params(outer: Params) -> dict[str, Any]:

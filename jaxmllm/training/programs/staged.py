@@ -174,7 +174,11 @@ class StagedPrograms(Programs):
         def split(layers: StageLayers, leaf: Any) -> Any:
             spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
             stages = layers.index.shape[0]
-            divisible = [axis for axis, size in enumerate(leaf.shape) if spec[axis] is None and size % stages == 0]
+            divisible = [
+                axis
+                for axis, size in enumerate(leaf.shape)
+                if spec[axis] is None and size % stages == 0
+            ]
             if divisible:
                 spec[divisible[0]] = STAGE
             return jax.ShapeDtypeStruct(

@@ -90,7 +90,10 @@ class Shapes:
         self.language = len(components) - 1
         self.outer = inputs.outer
         self.per_chunk = [max(1, *chain.layers) for chain in self.chains]  # L
-        self.layers = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), tree) for tree in inputs.layers]
+        self.layers = [
+            jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), tree)
+            for tree in inputs.layers
+        ]
         data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows]
         self.x: list[Tree] = []
         self.tokens: list[Tree] = []
@@ -118,11 +121,15 @@ class Shapes:
 
     def goes_back(self, c: int) -> bool:
         """Whether tables of this spec can hold backward operations of a component."""
-        gradient_arrives = self.chains[c].depth == 1 or self.chains[c].head_only or self.has(Pool.GRADIENT, c)
+        gradient_arrives = (
+            self.chains[c].depth == 1 or self.chains[c].head_only or self.has(Pool.GRADIENT, c)
+        )
         if c < self.language:
             return gradient_arrives and self.has(Pool.TOKEN_GRADIENT, c)
         trained = bool(jax.tree.leaves((self.layers[c].trained, self.outer[c].trained)))
-        return gradient_arrives and (trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in range(c)))
+        return gradient_arrives and (
+            trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in range(c))
+        )
 
     def split(self, c: int) -> SplitGradient:
         """The two halves of the backward pass of a component's layer."""

@@ -68,7 +68,9 @@ class LayerGradient:
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals that depend on x."""
         y, leaves = self._linearize(params, x, row)
-        return y, tuple(leaf for leaf, depends in zip(leaves, self._depends, strict=True) if depends)
+        return y, tuple(
+            leaf for leaf, depends in zip(leaves, self._depends, strict=True) if depends
+        )
 
     def backward(
         self,
@@ -87,7 +89,10 @@ class LayerGradient:
         )
         leaves, tree = jax.tree.flatten(vjp)
         remaining = iter(residuals)
-        leaves = [next(remaining) if depends else leaf for leaf, depends in zip(leaves, self._depends, strict=True)]
+        leaves = [
+            next(remaining) if depends else leaf
+            for leaf, depends in zip(leaves, self._depends, strict=True)
+        ]
         return jax.tree.unflatten(tree, leaves)(dy)
 
     def split(self) -> SplitGradient:
@@ -116,7 +121,9 @@ class SplitGradient:
         reads = _variables(var for eqn in weight_eqns for var in eqn.invars) | _variables(weights)
         ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
         pending = [var for var in ordered if var in reads & early]
-        self.pending = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pending)
+        self.pending = tuple(
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pending
+        )
         self._input_half = _function(closed, input_eqns, jaxpr.invars, [*inputs, *pending])
         self._weight_half = _function(
             closed,

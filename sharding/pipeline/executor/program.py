@@ -319,7 +319,9 @@ class Program:
     def _back_through_first(self, c: int, work: Work, data: Tree, dx: Tree, values: Values) -> Work:
         """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
         trained_encoders = [
-            e for e in range(self.language) if c == self.language and self.shapes.has(Pool.TOKEN_GRADIENT, e)
+            e
+            for e in range(self.language)
+            if c == self.language and self.shapes.has(Pool.TOKEN_GRADIENT, e)
         ]
 
         def first(outer: Params, trained_media: list[Tree]) -> Tree:
@@ -335,7 +337,8 @@ class Program:
         )
         shares, weights = vjp(dx)
         scratch = work.scratch | {
-            (Pool.TOKEN_GRADIENT, e): share for e, share in zip(trained_encoders, shares, strict=True)
+            (Pool.TOKEN_GRADIENT, e): share
+            for e, share in zip(trained_encoders, shares, strict=True)
         }
         return work._replace(
             scratch=scratch,
@@ -369,7 +372,9 @@ class Program:
 
         def with_chosen(chosen: list[Array], argument: Tree) -> Any:
             remaining = iter(chosen)
-            merged = [next(remaining) if used else leaf for leaf, used in zip(leaves, uses, strict=True)]
+            merged = [
+                next(remaining) if used else leaf for leaf, used in zip(leaves, uses, strict=True)
+            ]
             return function(Params(jax.tree.unflatten(tree, merged), frozen), argument)
 
         chosen = [leaf for leaf, used in zip(leaves, uses, strict=True) if used]

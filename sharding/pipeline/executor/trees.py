@@ -54,7 +54,9 @@ def zeros(leaf: Any) -> Array:
 
 def constrained(stack: Array, spec: PartitionSpec | None) -> Array:
     """A stack of arrays that lie as `spec` says on the automatic axes."""
-    return stack if spec is None else lax.with_sharding_constraint(stack, PartitionSpec(None, *spec))
+    return (
+        stack if spec is None else lax.with_sharding_constraint(stack, PartitionSpec(None, *spec))
+    )
 
 
 def unchanged(operand: Tree) -> Tree:

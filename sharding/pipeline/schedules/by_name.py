@@ -74,7 +74,9 @@ SCHEDULES: dict[str, Scheduler] = {
     "gpipe": fixed_order(gpipe, all_in_flight=True),
     "greedy": Scheduler(lambda graph, slots, rollouts: greedy(graph, slots), keeps_slots=True),
     "search": Scheduler(
-        lambda graph, slots, rollouts: search(graph, fixed_orders(), slots, rollouts=rollouts).schedule,
+        lambda graph, slots, rollouts: (
+            search(graph, fixed_orders(), slots, rollouts=rollouts).schedule
+        ),
         keeps_slots=True,
     ),
 }

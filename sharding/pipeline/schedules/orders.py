@@ -48,7 +48,9 @@ def interleaved(graph: Graph) -> Schedule:
     stages = graph.ring.stages
     units = _units(graph, stages)
     longest = max(len(forward) for forward, _ in units)
-    chunks = [sum(chain.stages.count(rank) for chain in graph.ring.chains) for rank in range(stages)]
+    chunks = [
+        sum(chain.stages.count(rank) for chain in graph.ring.chains) for rank in range(stages)
+    ]
     longer = 0
     while True:
         orders = []
@@ -79,7 +81,10 @@ def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
 
 def _units_of_rank(graph: Graph, rank: int, together: int, groups: int) -> tuple[Units, Units]:
     chunks = [
-        (c, d) for c, chain in enumerate(graph.ring.chains) for d, stage in enumerate(chain.stages) if stage == rank
+        (c, d)
+        for c, chain in enumerate(graph.ring.chains)
+        for d, stage in enumerate(chain.stages)
+        if stage == rank
     ]
     position = {chunk: index for index, chunk in enumerate(chunks)}
     # By group of microbatches, chunk (backwards: from the last one) and microbatch.
@@ -104,7 +109,10 @@ def _units_of_rank(graph: Graph, rank: int, together: int, groups: int) -> tuple
 
 def _in_order(graph: Graph, operations: dict[tuple[int, int, int], list[int]], width: int) -> Units:
     """Units in the order of their keys, `width` of them joined to one."""
-    units = [sorted(operations[key], key=lambda n: (graph.microbatch[n], graph.kind[n])) for key in sorted(operations)]
+    units = [
+        sorted(operations[key], key=lambda n: (graph.microbatch[n], graph.kind[n]))
+        for key in sorted(operations)
+    ]
     if width == 1:
         return units
     return [_flat(units[start : start + width]) for start in range(0, len(units), max(1, width))]

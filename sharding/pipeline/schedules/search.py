@@ -127,7 +127,9 @@ def _baselines(
             schedule = fixed_order(graph)
         except PipelineError:  # the orders of its ranks wait for each other
             continue
-        if slots is None or all(count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()):
+        if slots is None or all(
+            count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()
+        ):
             schedules.append(schedule)
     if not schedules:
         raise failure

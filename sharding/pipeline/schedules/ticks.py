@@ -100,7 +100,9 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
                 latest = max(latest, when)
         # Nothing is done, and nothing is on its way that could still make an operation possible.
         if max(row) == WAITS and tick > latest:
-            stuck = next(order[at] for order, at in zip(orders, position, strict=True) if at < len(order))
+            stuck = next(
+                order[at] for order, at in zip(orders, position, strict=True) if at < len(order)
+            )
             raise PipelineError(
                 f"the orders of the ranks wait for each other: {graph.name(stuck)} can never start",
             )
@@ -110,5 +112,7 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
 
 def _check_orders(graph: Graph, orders: Orders) -> None:
     complete = sorted(n for order in orders for n in order) == list(range(graph.size))
-    if not complete or any(graph.stage[n] != rank for rank, order in enumerate(orders) for n in order):
+    if not complete or any(
+        graph.stage[n] != rank for rank, order in enumerate(orders) for n in order
+    ):
         raise PipelineError("orders must hold every operation once, on the rank of its chunk")

@@ -12,9 +12,13 @@ from jaxmllm.balance.costs.flops import ItemCost, phase_flops, phase_layers
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
 from jaxmllm.tools.workload import MODEL as WORKLOAD
 
-LANGUAGE = LanguageConfig(vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96)
+LANGUAGE = LanguageConfig(
+    vocab_size=1000, width=64, layers=3, heads=8, kv_heads=2, head_size=16, mlp_width=96
+)
 VISION = VisionConfig(width=32, layers=2, heads=4, mlp_width=128, patch_size=14, merge=2)
-AUDIO = AudioConfig(width=48, layers=5, heads=4, mlp_width=80, mel_bins=40, merge=2, chunk_frames=64)
+AUDIO = AudioConfig(
+    width=48, layers=5, heads=4, mlp_width=80, mel_bins=40, merge=2, chunk_frames=64
+)
 MODEL = ModelConfig(language=LANGUAGE, vision=VISION, audio=AUDIO)
 ALL = dict.fromkeys(("vision", "audio", "projector.vision", "projector.audio", "language"), 1)
 NOTHING: dict[str, int] = {}
@@ -26,7 +30,12 @@ def product(rows: int, inner: int, columns: int) -> int:
 
 def language_forward(n: int) -> tuple[int, int]:
     """(matrices, attention) of one sequence, product by product."""
-    layer = product(n, 64, 8 * 16) + 2 * product(n, 64, 2 * 16) + product(n, 8 * 16, 64) + 3 * product(n, 64, 96)
+    layer = (
+        product(n, 64, 8 * 16)
+        + 2 * product(n, 64, 2 * 16)
+        + product(n, 8 * 16, 64)
+        + 3 * product(n, 64, 96)
+    )
     pairs = 8 * (product(n, 16, n) + product(n, n, 16)) // 2
     return 3 * layer + product(n, 64, 1000), 3 * pairs
 
@@ -98,14 +107,18 @@ def test_vision_by_freezing(n):
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
     """The rest of its backward pass is as dear as if all of it were trained."""
     third = {"vision": Fraction(1, 3)}
-    whole, part, none = (phase_flops(MODEL, "vision", trained) for trained in ({"vision": 1}, third, {"vision": 0}))
+    whole, part, none = (
+        phase_flops(MODEL, "vision", trained) for trained in ({"vision": 1}, third, {"vision": 0})
+    )
     assert part.quadratic == whole.quadratic == none.quadratic
     assert part.linear - none.linear == pytest.approx((whole.linear - none.linear) / 3, abs=1)
 
 
 def test_a_windowed_layer_pays_for_its_window():
     """Attention of 2 layers is 8 * 32 FLOPs a pair; one of them is full, the other sees 4 x 4 patches."""
-    windowed = MODEL.model_copy(update={"vision": MODEL.vision.model_copy(update={"window": 4, "full_layers": (1,)})})
+    windowed = MODEL.model_copy(
+        update={"vision": MODEL.vision.model_copy(update={"window": 4, "full_layers": (1,)})}
+    )
     whole, narrow = (phase_flops(model, "vision", NOTHING) for model in (MODEL, windowed))
     attention = tower_forward(100, 32, 4, 128, 2)[1]
     assert whole.quadratic * 100**2 == attention
@@ -118,8 +131,13 @@ def test_audio_attends_over_a_quarter_of_the_frames(n):
     mels, halves = product(n // 2, 3 * 40, 48), product(n // 4, 3 * 48, 48)
     blocks, attention = tower_forward(n // 4, 48, 4, 80, 5)
     projector = product(n // 8, 2 * 48, 64) + product(n // 8, 64, 64)
-    assert cost(phase_flops(MODEL, "audio", NOTHING), n) == mels + halves + blocks + attention + projector
-    assert cost(phase_flops(MODEL, "audio", ALL), n) == 2 * mels + 3 * (halves + blocks + attention + projector)
+    assert (
+        cost(phase_flops(MODEL, "audio", NOTHING), n)
+        == mels + halves + blocks + attention + projector
+    )
+    assert cost(phase_flops(MODEL, "audio", ALL), n) == 2 * mels + 3 * (
+        halves + blocks + attention + projector
+    )
 
 
 def test_the_cost_of_items():
@@ -137,7 +155,8 @@ WINDOWED = WORKLOAD.model_copy(
 
 
 @pytest.mark.parametrize(
-    "model, phase", [(WORKLOAD, "vision"), (WORKLOAD, "audio"), (WORKLOAD, "language"), (WINDOWED, "vision")]
+    "model, phase",
+    [(WORKLOAD, "vision"), (WORKLOAD, "audio"), (WORKLOAD, "language"), (WINDOWED, "vision")],
 )
 def test_the_forward_pass_is_that_of_all_layers(model, phase):
     items = np.array([640, 256, 1280])

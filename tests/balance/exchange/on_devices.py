@@ -16,13 +16,18 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 from tests.balance.conftest import ENCODERS, random_batch, spec_for
 
-LAYOUTS = ((["data", "fsdp"], ["data", "fsdp"]), (["data", "fsdp"], ["data"]))  # of encoder and language
+LAYOUTS = (
+    (["data", "fsdp"], ["data", "fsdp"]),
+    (["data", "fsdp"], ["data"]),
+)  # of encoder and language
 
 
 def layout_pairs():
     mesh = make_mesh({"data": 2, "fsdp": 2}, jax.devices()[:4])
     for encoder, language in LAYOUTS:
-        yield LayoutPair(mesh, make_layout(mesh, {"batch": encoder}), make_layout(mesh, {"batch": language}))
+        yield LayoutPair(
+            mesh, make_layout(mesh, {"batch": encoder}), make_layout(mesh, {"batch": language})
+        )
 
 
 def plan_on(pair: LayoutPair, backend: str) -> tuple[StepPlan, BatchItems, PlanSpec]:
@@ -51,10 +56,14 @@ def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def table(own):
-        return jax.make_array_from_process_local_data(exchange.tables, own, (route.grid.ranks, *own.shape[1:]))
+        return jax.make_array_from_process_local_data(
+            exchange.tables, own, (route.grid.ranks, *own.shape[1:])
+        )
 
     def run(move, finish, hops, gather, source, target, slots):
-        buffer = whole(np.zeros((route.grid.ranks, slots, source.shape[2]), np.float32), exchange.tables)
+        buffer = whole(
+            np.zeros((route.grid.ranks, slots, source.shape[2]), np.float32), exchange.tables
+        )
         for number, hop in enumerate(hops):
             buffer = move(source, buffer, np.int32(number), *(table(array) for array in hop.arrays))
         return finish(source, buffer, target, table(gather))
@@ -67,9 +76,14 @@ def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
         tables = route_tables(round_, route, local)
         out, into = whole(made[round_.source], back), whole(wanted[round_.target], there)
         slots, slots_back = backend_of(route).buffer_slots(route)
-        forward, backward = (tables.send_forward, tables.gather_forward), (tables.send_backward, tables.gather_backward)
+        forward, backward = (
+            (tables.send_forward, tables.gather_forward),
+            (tables.send_backward, tables.gather_backward),
+        )
         arrived[round_.target] = run(hop, deliver, *forward, out, arrived[round_.target], slots)
-        returned[round_.source] = run(hop_back, deliver_back, *backward, into, returned[round_.source], slots_back)
+        returned[round_.source] = run(
+            hop_back, deliver_back, *backward, into, returned[round_.source], slots_back
+        )
         count += round_.hops
     for found, expected in ((arrived, wanted), (returned, made)):
         for pool, array in found.items():
@@ -83,7 +97,9 @@ def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
     change their process on the way."""
     language = plan.phases["language"]
     process = {
-        layout: [device.process_index for device in layout.mesh.devices.flat][:: layout.mesh.size // layout.ranks]
+        layout: [device.process_index for device in layout.mesh.devices.flat][
+            :: layout.mesh.size // layout.ranks
+        ]
         for layout in (pair.encoder, pair.language)
     }
     made: dict[int, np.ndarray] = {}
@@ -92,15 +108,23 @@ def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
     for phase, per_token in ENCODERS.items():
         encoder, items = plan.phases[phase], batch.phases[phase]
         for item, example in enumerate(items.example.tolist()):
-            m, home, tokens = encoder.microbatch[item], language.microbatch[example], int(items.tokens[item])
+            m, home, tokens = (
+                encoder.microbatch[item],
+                language.microbatch[example],
+                int(items.tokens[item]),
+            )
             source, goal = int(encoder.rank[item]), int(language.rank[example])
-            values = np.arange(label + 1, label + 1 + tokens)[:, None] * np.array([1.0, 0.5], np.float32)
+            values = np.arange(label + 1, label + 1 + tokens)[:, None] * np.array(
+                [1.0, 0.5], np.float32
+            )
             label += tokens
             out = made.setdefault(
-                int(encoder.pool[m]), np.zeros((pair.encoder.ranks, route.encoder_pool, 2), np.float32)
+                int(encoder.pool[m]),
+                np.zeros((pair.encoder.ranks, route.encoder_pool, 2), np.float32),
             )
             into = wanted.setdefault(
-                int(language.pool[home]), np.zeros((pair.language.ranks, route.language_pool, 2), np.float32)
+                int(language.pool[home]),
+                np.zeros((pair.language.ranks, route.language_pool, 2), np.float32),
             )
             first, arrival = (
                 encoder.pool_offset[m] + encoder.offset[item] // per_token,

@@ -41,12 +41,35 @@ class Gathered(Backend):
         moves, (forward_slots, backward_slots) = sender != receiver, self.buffer_slots(route)
         arrives = sender // route.grid.groups * route.encoder_pool + start
         returns = receiver // route.grid.groups * route.language_pool + arrival
-        gathers = [np.full((len(ranks), slots), -1, np.int32) for slots in (route.language_pool, route.encoder_pool)]
-        fill(gathers[0], local[receiver], True, arrival, np.where(moves, arrives, forward_slots + start))
-        fill(gathers[1], local[sender], True, start, np.where(moves, returns, backward_slots + arrival))
-        send, send_back = (self._whole_pool(len(ranks), slots) for slots in (route.encoder_pool, route.language_pool))
+        gathers = [
+            np.full((len(ranks), slots), -1, np.int32)
+            for slots in (route.language_pool, route.encoder_pool)
+        ]
+        fill(
+            gathers[0],
+            local[receiver],
+            True,
+            arrival,
+            np.where(moves, arrives, forward_slots + start),
+        )
+        fill(
+            gathers[1],
+            local[sender],
+            True,
+            start,
+            np.where(moves, returns, backward_slots + arrival),
+        )
+        send, send_back = (
+            self._whole_pool(len(ranks), slots)
+            for slots in (route.encoder_pool, route.language_pool)
+        )
         return RouteTables(
-            round_.source, round_.target, (send,) * round_.hops, gathers[0], (send_back,) * round_.hops, gathers[1]
+            round_.source,
+            round_.target,
+            (send,) * round_.hops,
+            gathers[0],
+            (send_back,) * round_.hops,
+            gathers[1],
         )
 
     def _whole_pool(self, ranks, slots):
@@ -59,7 +82,12 @@ class Gathered(Backend):
         return ((pool_slots,),)
 
     def slots_moved(self, rounds, route):
-        return sum(round_.hops for round_ in rounds) * route.grid.ranks * (route.grid.peers - 1) * route.encoder_pool
+        return (
+            sum(round_.hops for round_ in rounds)
+            * route.grid.ranks
+            * (route.grid.peers - 1)
+            * route.encoder_pool
+        )
 
     def hop_on_host(self, source, buffer, number, hop, route):
         pools = take(np.concatenate([source, buffer], axis=1), hop.index).reshape(
@@ -78,17 +106,30 @@ def gathered(monkeypatch):
     monkeypatch.setitem(BACKENDS, "gathered", Gathered())
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (3, 2, 1)])
+@pytest.mark.parametrize(
+    "grid", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (3, 2, 1)]
+)
 def test_every_backend_delivers_all_tokens_and_gradients(make, gathered, grid):
     """`validate` runs the tables of all ranks, both ways, on numbered tokens."""
     batch = make.batch(7, 24)
     arrivals = []
     for backend in BACKENDS:
-        spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, pool=64, pair=8, hops=6, backend=backend)
+        spec = make.spec(
+            batch,
+            {"vision": grid, "audio": grid},
+            classes=2,
+            pool=64,
+            pair=8,
+            hops=6,
+            backend=backend,
+        )
         plan = plan_step(batch, spec)
         validate(plan, batch, spec)
         arrivals.append([plan.routes[phase].arrival.tolist() for phase in spec.routes])
-        assert plan.statistics["route/vision/slots_moved"] >= plan.statistics["route/vision/moved_tokens"]
+        assert (
+            plan.statistics["route/vision/slots_moved"]
+            >= plan.statistics["route/vision/moved_tokens"]
+        )
     assert len(arrivals) > 2 and all(arrival == arrivals[0] for arrival in arrivals)
 
 
@@ -96,7 +137,9 @@ def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
     class Forgetful(Gathered):
         def tables(self, *arguments, **local):
             tables = super().tables(*arguments, **local)
-            return dataclasses.replace(tables, gather_forward=np.full_like(tables.gather_forward, -1))
+            return dataclasses.replace(
+                tables, gather_forward=np.full_like(tables.gather_forward, -1)
+            )
 
     monkeypatch.setitem(BACKENDS, "forgetful", Forgetful())
     batch = make.batch(7, 24)
@@ -113,7 +156,11 @@ def test_backends_for_cpus_deliver_on_devices(gathered):
 
 
 def test_auto_takes_the_first_backend_that_the_platform_has(gathered):
-    assert (backend_for("gpu"), backend_for("tpu"), backend_for("cpu")) == ("ragged", "ragged", "padded")
+    assert (backend_for("gpu"), backend_for("tpu"), backend_for("cpu")) == (
+        "ragged",
+        "ragged",
+        "padded",
+    )
 
 
 @pytest.mark.slow

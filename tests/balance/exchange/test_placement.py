@@ -23,15 +23,23 @@ def exact_up_to(ranks):
 def far_tokens(plans, items, phase, node):
     """Tokens that leave their node, item by item; `node` ranks make one."""
     language = plans["language"].rank
-    pairs = zip(plans[phase].rank, items.phases[phase].example, items.phases[phase].tokens, strict=True)
-    return sum(int(tokens) for rank, example, tokens in pairs if rank // node != language[example] // node)
+    pairs = zip(
+        plans[phase].rank, items.phases[phase].example, items.phases[phase].tokens, strict=True
+    )
+    return sum(
+        int(tokens) for rank, example, tokens in pairs if rank // node != language[example] // node
+    )
 
 
 def contents(plan):
     """The rows of each microbatch as sets of items, whatever their ranks."""
     rows = {}
-    for item, (microbatch, rank) in enumerate(zip(plan.microbatch.tolist(), plan.rank.tolist(), strict=True)):
-        rows.setdefault((microbatch, rank), []).append((item, int(plan.offset[item]), int(plan.segment[item])))
+    for item, (microbatch, rank) in enumerate(
+        zip(plan.microbatch.tolist(), plan.rank.tolist(), strict=True)
+    ):
+        rows.setdefault((microbatch, rank), []).append(
+            (item, int(plan.offset[item]), int(plan.segment[item]))
+        )
     return sorted((microbatch, row) for (microbatch, _), row in rows.items())
 
 
@@ -81,7 +89,12 @@ def test_language_ranks_take_in_media_more_evenly(make):
         spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, node=4)
         grids = {name: route.grid for name, route in spec.routes.items()}
         dealt, placed = (
-            media_tokens(batch, place_items(batch, spec.phases, grids, "phases", nodes)["language"], tuple(grids), 16)
+            media_tokens(
+                batch,
+                place_items(batch, spec.phases, grids, "phases", nodes)["language"],
+                tuple(grids),
+                16,
+            )
             for nodes in (None, spec.nodes)
         )
         assert placed.sum() == dealt.sum()
@@ -96,7 +109,10 @@ def test_rank_totals_hardly_grow(make):
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
         for phase in ("vision", "audio", "language"):
-            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3  # rounding of costs
+            gap, allowed = (
+                placed[f"{phase}/gap_to_floor"],
+                1 + 1 / PLACEMENT_SEARCH.margin + 1e-3,
+            )  # rounding of costs
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
             waits = max(left[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
             assert placed[f"{phase}/synchronised"] <= waits + 1e-3

@@ -14,7 +14,9 @@ def random_traffic(seed: int, peers: int, groups: int, items: int, largest: int)
     """Items that leave their exchange rank, ordered by sender."""
     random = np.random.default_rng(seed)
     sender = random.integers(0, peers * groups, items)
-    receiver = (sender // groups + random.integers(1, peers, items)) % peers * groups + sender % groups
+    receiver = (
+        sender // groups + random.integers(1, peers, items)
+    ) % peers * groups + sender % groups
     order = np.lexsort((receiver, sender))
     sender, receiver = sender[order], receiver[order]
     return sender, receiver, random.integers(1, largest + 1, items)
@@ -42,7 +44,9 @@ def rounds_of(sender, receiver, tokens, spans):
     slots=st.sampled_from([1, 5, 64]),
     most=st.sampled_from([2, 3, 16]),
 )
-def test_every_token_gets_there_and_no_slot_carries_two(seed, peers, groups, items, largest, slots, most):
+def test_every_token_gets_there_and_no_slot_carries_two(
+    seed, peers, groups, items, largest, slots, most
+):
     sender, receiver, tokens = random_traffic(seed, peers, groups, items, largest)
     sizes = {"peers": peers, "groups": groups, "pair_slots": slots}
     spans = split_over_relays(sender, receiver, tokens, **sizes, max_hops=most)
@@ -68,7 +72,12 @@ def test_every_token_gets_there_and_no_slot_carries_two(seed, peers, groups, ite
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 1000), colors=st.integers(1, 9), items=st.integers(1, 12), largest=st.integers(1, 30))
+@given(
+    seed=st.integers(0, 1000),
+    colors=st.integers(1, 9),
+    items=st.integers(1, 12),
+    largest=st.integers(1, 30),
+)
 def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, largest):
     random = np.random.default_rng(seed)
     group, color = random.integers(0, 3, items), random.integers(0, colors, items)
@@ -103,7 +112,9 @@ def test_paths_of_some_ranks_are_those_of_all():
 def test_hops_are_what_the_busiest_ranks_need():
     """Items of one size to random receivers, so few pairs have traffic: relays fill nearly all of the busiest."""
     sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
-    spans = split_over_relays(sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000)
+    spans = split_over_relays(
+        sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000
+    )
     (hops,) = spans.hops
     out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
     assert spans.direct_tokens == 0 and not spans.direct.any()
@@ -113,7 +124,9 @@ def test_hops_are_what_the_busiest_ranks_need():
 
 def test_even_traffic_is_direct():
     sender, receiver = np.nonzero(~np.eye(6, dtype=bool))
-    spans = split_over_relays(sender, receiver, np.full(30, 12), peers=6, groups=1, pair_slots=4, max_hops=99)
+    spans = split_over_relays(
+        sender, receiver, np.full(30, 12), peers=6, groups=1, pair_slots=4, max_hops=99
+    )
     assert spans.direct.all() and spans.hops == [(3, 0)]
 
 

@@ -13,7 +13,9 @@ from jaxmllm.balance.exchange.tables import BACKENDS, backend_of, route_tables
 from jaxmllm.balance.records import shared_exchange
 from jaxmllm.balance.step_plan import place_items, plan_step
 
-GRIDS = st.sampled_from([(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)])
+GRIDS = st.sampled_from(
+    [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)]
+)
 OF_PLAIN_LOOPS = ["padded", "ragged"]  # test_backends.py has what holds for all
 PER_TOKEN = {"vision": 4, "audio": 8}
 
@@ -40,13 +42,17 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
                     begin, amount, first, _ = hop.sizes[x, :, b]
                     assert amount == hop.sizes[y, 3, a]
                     chunk = hop.index[x, begin : begin + amount]
-                arrived += [(y, first + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0]
+                arrived += [
+                    (y, first + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0
+                ]
         for y, slot, label in arrived:
             assert buffer[y, slot] == 0, "a slot is received twice"
             buffer[y, slot] = label
     for y, slot in zip(*np.nonzero(gather >= 0), strict=True):
         index = gather[y, slot]
-        label = buffer[y, index] if index < buffer_slots else source[held_by[y], index - buffer_slots]
+        label = (
+            buffer[y, index] if index < buffer_slots else source[held_by[y], index - buffer_slots]
+        )
         assert target[kept_by[y], slot] == 0, "a slot is filled twice"
         target[kept_by[y], slot] = label
 
@@ -71,7 +77,17 @@ def test_every_token_arrives_and_every_gradient_returns(
     """With equal grids both encoders share pools and exchange."""
     batch = make.batch(seed, examples, media, longest=128, text=5)
     grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
-    spec = make.spec(batch, grids, classes=2, mode=mode, pool=pool, pair=pair, hops=hops, backend=backend, node=node)
+    spec = make.spec(
+        batch,
+        grids,
+        classes=2,
+        mode=mode,
+        pool=pool,
+        pair=pair,
+        hops=hops,
+        backend=backend,
+        node=node,
+    )
     plan = plan_step(batch, spec)
     language = plan.phases["language"]
     owner_of = shared_exchange(spec.routes)
@@ -89,14 +105,18 @@ def test_every_token_arrives_and_every_gradient_returns(
         phases = [phase for phase in spec.routes if owner_of[phase] == owner]
         pools = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
         made = np.zeros((pools, route.grid.encoder.size, route.encoder_pool), np.int64)
-        wanted = np.zeros((language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64)
+        wanted = np.zeros(
+            (language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64
+        )
         for phase in phases:
             encoder, items = plan.phases[phase], batch.phases[phase]
             for item in range(len(items.length)):
                 m, home = encoder.microbatch[item], items.example[item]
                 for token in range(items.tokens[item]):
                     label += 1
-                    written = encoder.pool_offset[m] + encoder.offset[item] // PER_TOKEN[phase] + token
+                    written = (
+                        encoder.pool_offset[m] + encoder.offset[item] // PER_TOKEN[phase] + token
+                    )
                     assert made[encoder.pool[m], encoder.rank[item], written] == 0
                     made[encoder.pool[m], encoder.rank[item], written] = label
                     goal = int(language.pool[language.microbatch[home]]), int(language.rank[home])
@@ -110,9 +130,28 @@ def test_every_token_arrives_and_every_gradient_returns(
             tables = route_tables(round_, route, range(len(on)))
             assert len(tables.send_forward) == len(tables.send_backward) == round_.hops <= hops
             out, into = (made[round_.source], encoder_rank), (wanted[round_.target], language_rank)
-            there, back = (arrived[round_.target], language_rank), (returned[round_.source], encoder_rank)
-            run(out[0], tables.send_forward, tables.gather_forward, out[1], *there, route, forward_slots)
-            run(into[0], tables.send_backward, tables.gather_backward, into[1], *back, route, backward_slots)
+            there, back = (
+                (arrived[round_.target], language_rank),
+                (returned[round_.source], encoder_rank),
+            )
+            run(
+                out[0],
+                tables.send_forward,
+                tables.gather_forward,
+                out[1],
+                *there,
+                route,
+                forward_slots,
+            )
+            run(
+                into[0],
+                tables.send_backward,
+                tables.gather_backward,
+                into[1],
+                *back,
+                route,
+                backward_slots,
+            )
         assert np.array_equal(arrived, wanted)
         assert np.array_equal(returned, made)
     assert not any(plan.routes[phase].rounds for phase, owner in owner_of.items() if phase != owner)
@@ -130,7 +169,10 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
         assert len(whole.send_forward) == len(part.send_forward) > 0
         for name in ("gather_forward", "gather_backward"):
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
-        mine, full = (*part.send_forward, *part.send_backward), (*whole.send_forward, *whole.send_backward)
+        mine, full = (
+            (*part.send_forward, *part.send_backward),
+            (*whole.send_forward, *whole.send_backward),
+        )
         for own_hop, whole_hop in zip(mine, full, strict=True):
             for own, everyone in zip(own_hop.arrays, whole_hop.arrays, strict=True):
                 np.testing.assert_array_equal(own, everyone[[6, 1]])
@@ -146,13 +188,21 @@ def test_statistics_of_an_exchange_against_plain_loops(make, backend):
     for phase in grids:
         grid, items = spec.routes[phase].grid, batch.phases[phase]
         for item, tokens in enumerate(items.tokens.tolist()):
-            source, goal = int(plan.phases[phase].rank[item]), int(language.rank[items.example[item]])
+            source, goal = (
+                int(plan.phases[phase].rank[item]),
+                int(language.rank[items.example[item]]),
+            )
             total += tokens
             moved += tokens * bool(
-                np.argwhere(grid.encoder == source)[0, 0] != np.argwhere(grid.language == goal)[0, 0]
+                np.argwhere(grid.encoder == source)[0, 0]
+                != np.argwhere(grid.language == goal)[0, 0]
             )
             between += tokens * (source // 2 != goal // 2)
-    found = {key.removeprefix("route/vision/"): value for key, value in plan.statistics.items() if "route/" in key}
+    found = {
+        key.removeprefix("route/vision/"): value
+        for key, value in plan.statistics.items()
+        if "route/" in key
+    }
     assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
     assert found["node_tokens_over_arbitrary"] == pytest.approx(between / (total / 2))
     hops = sum(round_.hops for round_ in plan.routes["vision"].rounds)
@@ -185,7 +235,9 @@ def test_pool_below_one_row_is_an_error(make):
     batch = make.batch(1, 12)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
     small = dataclasses.replace(spec.routes["vision"], encoder_pool=3)
-    with pytest.raises(ValueError, match=r"encoder pool of phase 'vision' holds 3 tokens.*balance\.pool_slots"):
+    with pytest.raises(
+        ValueError, match=r"encoder pool of phase 'vision' holds 3 tokens.*balance\.pool_slots"
+    ):
         plan_step(batch, dataclasses.replace(spec, routes=spec.routes | {"vision": small}))
 
 
@@ -205,4 +257,6 @@ def test_media_stay_at_home_without_balancing(make):
             assert plans["vision"].rank[item] in grid.encoder[block]
             dealt.setdefault(block, []).append(int(plans["vision"].rank[item]))
         for block, order in dealt.items():
-            assert order == [int(grid.encoder[block, turn % shape[1]]) for turn in range(len(order))]
+            assert order == [
+                int(grid.encoder[block, turn % shape[1]]) for turn in range(len(order))
+            ]

@@ -29,7 +29,9 @@ def test_the_exact_match_is_the_best_of_all_permutations(make):
 
 def test_the_greedy_match_uses_every_rank_once_and_nodes_first(make, monkeypatch):
     """Every row has one item, and each node wants as many of them as it has ranks."""
-    monkeypatch.setattr(row_ranks, "PLACEMENT_SEARCH", dataclasses.replace(PLACEMENT_SEARCH, exact_ranks=1))
+    monkeypatch.setattr(
+        row_ranks, "PLACEMENT_SEARCH", dataclasses.replace(PLACEMENT_SEARCH, exact_ranks=1)
+    )
     random = np.random.default_rng(2)
     grid, node = make.grid((12, 1, 1)), np.repeat(np.arange(3, dtype=np.int32), 4)
     goal = random.permutation(12)

@@ -91,7 +91,9 @@ def test_two_items_of_one_length_are_swapped():
 def test_an_item_is_swapped_for_two(segments):
     length, nothing = np.array([9, 4, 5]), np.zeros(2, np.int64)
     destinations = destinations_of(length, np.array([1, 0, 0]), 2, 1)
-    new = swapped(np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), destinations)
+    new = swapped(
+        np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), destinations
+    )
     assert new.tolist() == ([1, 0, 0] if segments else [0, 1, 1])
 
 
@@ -105,7 +107,11 @@ def test_an_item_moves_with_a_companion_of_its_row():
 
 def test_no_swap_beyond_the_room_of_a_row():
     length, row = np.array([5, 6]), np.array([0, 1])
-    destinations, nothing, much = destinations_of(length, np.array([1, 0]), 2, 1), np.zeros(2, np.int64), np.full(2, 9)
+    destinations, nothing, much = (
+        destinations_of(length, np.array([1, 0]), 2, 1),
+        np.zeros(2, np.int64),
+        np.full(2, 9),
+    )
     kept = swapped(row, length, length, (nothing, much, nothing), destinations)
     assert kept.tolist() == [0, 1]
     moved = swapped(row, length, length, (np.array([1, 0]), much, nothing), destinations)
@@ -129,7 +135,9 @@ def test_rows_that_all_ranks_share_are_left_alone():
     after = swap_items(plan, length, spec, destinations_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
-    assert 0 in after.rank[2:] and sorted(zip(after.microbatch[1:], after.rank[1:], strict=True)) == [
+    assert 0 in after.rank[2:] and sorted(
+        zip(after.microbatch[1:], after.rank[1:], strict=True)
+    ) == [
         (1, 0),
         (1, 1),
         (2, 1),
@@ -139,13 +147,17 @@ def test_rows_that_all_ranks_share_are_left_alone():
 def test_most_tokens_of_a_large_batch_stay_on_their_rank(make):
     stays = {}
     batch = make.batch(3, 512)
-    spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, classes=2, node=4, pool=2000)
+    spec = make.spec(
+        batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, classes=2, node=4, pool=2000
+    )
     grids = {name: route.grid for name, route in spec.routes.items()}
     free = place_items(batch, spec.phases, grids, "phases")
     near = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     rows_alone = place_rows(free, batch, spec.phases, grids, spec.nodes)
     for name, plans in (("free", free), ("rows", rows_alone), ("swaps", near)):
-        wanted = plans["language"].rank[batch.phases["vision"].example]  # sequences are in the order of examples
+        wanted = plans["language"].rank[
+            batch.phases["vision"].example
+        ]  # sequences are in the order of examples
         tokens = batch.phases["vision"].tokens
         stays[name] = tokens[plans["vision"].rank == wanted].sum() / tokens.sum()
     assert stays["free"] < stays["rows"] and stays["swaps"] > stays["rows"] + 0.3
@@ -162,7 +174,9 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
     batch = make.batch(seed, examples)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=2)
     grids = {name: route.grid for name, route in spec.routes.items()}
-    before = place_rows(place_items(batch, spec.phases, grids, "phases"), batch, spec.phases, grids, spec.nodes)
+    before = place_rows(
+        place_items(batch, spec.phases, grids, "phases"), batch, spec.phases, grids, spec.nodes
+    )
     after = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     for name in grids:
         phase, ranks = spec.phases[name], spec.phases[name].ranks
@@ -174,7 +188,8 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
             loads.append(load)
         was, now = loads
         assert (
-            now.max(axis=1) <= np.maximum(was.max(axis=1), was.mean(axis=1) * (1 + 1 / PLACEMENT_SEARCH.margin))
+            now.max(axis=1)
+            <= np.maximum(was.max(axis=1), was.mean(axis=1) * (1 + 1 / PLACEMENT_SEARCH.margin))
         ).all()
         floor = max(was.sum() / ranks, cost.max(initial=0))
         allowed = max(was.sum(axis=0).max(initial=0), floor * (1 + 1 / PLACEMENT_SEARCH.margin) + 2)

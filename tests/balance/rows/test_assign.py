@@ -24,8 +24,12 @@ def items_of(lengths) -> PhaseItems:
     return PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)
 
 
-def spec_of(ranks: int, capacities: tuple[int, ...], max_segments: int = 1000, quadratic: int = 1) -> PhaseSpec:
-    return PhaseSpec(encoder_phase("vision"), ranks, capacities, max_segments, 1, ItemCost(5, quadratic))
+def spec_of(
+    ranks: int, capacities: tuple[int, ...], max_segments: int = 1000, quadratic: int = 1
+) -> PhaseSpec:
+    return PhaseSpec(
+        encoder_phase("vision"), ranks, capacities, max_segments, 1, ItemCost(5, quadratic)
+    )
 
 
 def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
@@ -88,7 +92,9 @@ def test_rows_against_the_searched_optimum():
     random = np.random.default_rng(0)
     optimal, cases = 0, 150
     for _ in range(cases):
-        lengths = tuple(sorted(random.integers(4, 32, random.integers(1, 9)).tolist(), reverse=True))
+        lengths = tuple(
+            sorted(random.integers(4, 32, random.integers(1, 9)).tolist(), reverse=True)
+        )
         ranks = int(random.integers(1, 3))
         optimum = next(n for n in itertools.count(1) if fits(lengths, (32,) * (n * ranks)))
         found = assign(spec_of(ranks, (32,)), items_of(lengths)).microbatches
@@ -102,7 +108,9 @@ def test_classes_against_the_searched_optimum():
     random = np.random.default_rng(1)
     optimal, cases = 0, 100
     for _ in range(cases):
-        lengths = tuple(sorted(random.integers(2, 32, random.integers(1, 8)).tolist(), reverse=True))
+        lengths = tuple(
+            sorted(random.integers(2, 32, random.integers(1, 8)).tolist(), reverse=True)
+        )
         slots, _ = min(
             (32 * large + 8 * small, (large, small))
             for large, small in itertools.product(range(len(lengths) + 1), range(4))
@@ -159,7 +167,9 @@ def test_edge_cases(ranks):
 
 
 def test_too_long_an_item_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'vision'.* 33 slots \(example 1 .*holds 32.*phases\.vision\.capacities"):
+    with pytest.raises(
+        ValueError, match=r"'vision'.* 33 slots \(example 1 .*holds 32.*phases\.vision\.capacities"
+    ):
         assign(spec_of(2, (32, 8)), items_of([5, 33]))
 
 
@@ -168,15 +178,25 @@ def test_too_long_an_item_is_refused_by_name():
 def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
     spec = spec_of(ranks, capacities, max_segments=5)
     rank = np.array(
-        data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(lengths), max_size=len(lengths))), np.int64
+        data.draw(
+            st.lists(st.integers(0, ranks - 1), min_size=len(lengths), max_size=len(lengths))
+        ),
+        np.int64,
     )
     plan = assign_in_place(spec, items_of(lengths), rank)
     check_rows(plan, lengths, spec)
     assert plan.rank.tolist() == rank.tolist()
     if len(capacities) == 1:  # the number of microbatches is the maximum over ranks, each first-fit
         assert plan.microbatches == max(
-            (assign_in_place(spec_of(1, capacities, 5), items_of(own), np.zeros(len(own), np.int64)).microbatches)
-            for own in ([n for n, r in zip(lengths, rank, strict=True) if r == number] for number in range(ranks))
+            (
+                assign_in_place(
+                    spec_of(1, capacities, 5), items_of(own), np.zeros(len(own), np.int64)
+                ).microbatches
+            )
+            for own in (
+                [n for n, r in zip(lengths, rank, strict=True) if r == number]
+                for number in range(ranks)
+            )
         )
 
 

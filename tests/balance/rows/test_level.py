@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.arrays import sums_by
-from jaxmllm.balance.rows.level import COST, SEGMENTS, SLOTS, RowState, balance_ranks, balance_rows, fix_overflow
+from jaxmllm.balance.rows.level import (
+    COST,
+    SEGMENTS,
+    SLOTS,
+    RowState,
+    balance_ranks,
+    balance_rows,
+    fix_overflow,
+)
 
 ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, max_size=60)
 
@@ -22,7 +30,10 @@ def state_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.nd
 def state_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
     row_of, length = np.array(row_of, np.int64), np.array(length, np.int64)
     cost = length if cost is None else cost
-    amounts, most = (length, np.ones_like(length), cost), (np.array(capacity), max_segments, most_cost)
+    amounts, most = (
+        (length, np.ones_like(length), cost),
+        (np.array(capacity), max_segments, most_cost),
+    )
     return RowState.from_limits(row_of, amounts, most, len(capacity))
 
 
@@ -37,11 +48,15 @@ def check(state: RowState, capacity: np.ndarray, max_segments: int = 60) -> None
 @given(ITEMS, st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
     state, capacity = state_of(items, slack, most := 60)
-    classes = [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
+    classes = (
+        [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
+    )
 
     def waits() -> int:
         load = sums_by(state.row_of, state.amounts[COST, :-1], 12)
-        return sum(int(np.sort(load[rows])[::-1].reshape(-1, ranks)[:, 0].sum()) for rows in classes)
+        return sum(
+            int(np.sort(load[rows])[::-1].reshape(-1, ranks)[:, 0].sum()) for rows in classes
+        )
 
     before = waits()
     balance_rows(state, classes, ranks)
@@ -85,7 +100,13 @@ def test_a_search_continues_where_a_sweep_finds_nothing():
 
 
 @settings(max_examples=200, deadline=None)
-@given(ITEMS, st.integers(0, 20), st.integers(0, 300), st.sampled_from([1, 2, 3, 4, 6, 12]), st.randoms())
+@given(
+    ITEMS,
+    st.integers(0, 20),
+    st.integers(0, 300),
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.randoms(),
+)
 def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
     row_of, length = np.array(items, np.int64).T
     cost, weight = length**2, np.array([random.randrange(50) for _ in items], np.int64)

@@ -29,7 +29,11 @@ lengths = st.lists(st.one_of(st.integers(1, 64), st.integers(65, 256)), max_size
 def test_long_items_get_rows_of_their_own_and_the_others_what_they_would_get_alone(lengths, stay):
     items = items_of(lengths)
     rank = np.arange(len(lengths)) * 7 % 4
-    place = (lambda items, rank: assign_in_place(SPEC, items, rank)) if stay else lambda items, _: assign(SPEC, items)
+    place = (
+        (lambda items, rank: assign_in_place(SPEC, items, rank))
+        if stay
+        else lambda items, _: assign(SPEC, items)
+    )
     plan, long = place(items, rank), items.length > 64
     count = int(long.sum())
     assert (plan.capacity[:count] == 256).all() and (plan.capacity[count:] <= 64).all()
@@ -51,5 +55,8 @@ def test_statistics_share_a_long_row_among_all_ranks():
 
 
 def test_an_item_longer_than_a_long_row_is_refused():
-    with pytest.raises(ValueError, match=r"257 slots \(example 1 .*long row holds 256: raise phases\.language\.long_c"):
+    with pytest.raises(
+        ValueError,
+        match=r"257 slots \(example 1 .*long row holds 256: raise phases\.language\.long_c",
+    ):
         assign(SPEC, items_of([3, 257]))

@@ -19,9 +19,16 @@ def long(values) -> np.ndarray:
 
 def plain_fill(order, lengths, costs, capacities, max_segments, choose):
     """Row of each item when `choose(row's room, load, capacity, row)` is least among the rows with room."""
-    room, load, count, row_of = list(capacities), [0] * len(capacities), [0] * len(capacities), [-1] * len(lengths)
+    room, load, count, row_of = (
+        list(capacities),
+        [0] * len(capacities),
+        [0] * len(capacities),
+        [-1] * len(lengths),
+    )
     for item in order:
-        fitting = [r for r in range(len(room)) if room[r] >= lengths[item] and count[r] < max_segments]
+        fitting = [
+            r for r in range(len(room)) if room[r] >= lengths[item] and count[r] < max_segments
+        ]
         if not fitting:
             return None
         row = min(fitting, key=lambda r: choose(room[r], load[r], capacities[r], r))

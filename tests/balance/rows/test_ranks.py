@@ -24,7 +24,9 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def slowest(lengths, rank, cost) -> int:
-    return max(cost([n for n, r in zip(lengths, rank, strict=True) if r == number]) for number in set(rank))
+    return max(
+        cost([n for n, r in zip(lengths, rank, strict=True) if r == number]) for number in set(rank)
+    )
 
 
 def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
@@ -40,7 +42,10 @@ def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
 def test_against_the_optimum(kind, lengths, ranks):
     """Padded is optimal; sums keep the bound of longest-first."""
     cost = KINDS[kind][1]
-    optimum = min(slowest(lengths, choice, cost) for choice in itertools.product(range(ranks), repeat=len(lengths)))
+    optimum = min(
+        slowest(lengths, choice, cost)
+        for choice in itertools.product(range(ranks), repeat=len(lengths))
+    )
     _, found = run(kind, lengths, ranks)
     assert found >= optimum
     if kind == "padded":
@@ -88,4 +93,7 @@ def test_many_items_reach_the_floor(ranks, linear, quadratic):
 
 def test_swaps_improve_on_longest_first():
     """Two ranks, 3 3 2 2 2: longest-first puts 7 on one, a swap of 3 against 2 makes it 6."""
-    assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [6, 6]
+    assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [
+        6,
+        6,
+    ]

@@ -25,7 +25,10 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
     numbers = st.lists(st.integers(0, 3), min_size=classes, max_size=classes)
     slots = np.cumsum(data.draw(numbers)) * 20
     rows = np.cumsum(data.draw(numbers))
-    found = [tuple(c.tolist()) for c in itertools.islice(row_counts(capacities, RowNeeds(slots, rows)), 40)]
+    found = [
+        tuple(c.tolist())
+        for c in itertools.islice(row_counts(capacities, RowNeeds(slots, rows)), 40)
+    ]
     if not rows.any():
         assert found == [(0,) * classes]
         return
@@ -35,7 +38,10 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
         counts
         for counts in itertools.product(
             range(totals[-1][0] // capacities[0] + 1),
-            *(range(max(2, (large - 1) // small) + 1) for large, small in itertools.pairwise(capacities)),
+            *(
+                range(max(2, (large - 1) // small) + 1)
+                for large, small in itertools.pairwise(capacities)
+            ),
         )
         if np.dot(counts, capacities) < totals[-1][0]
         and (np.cumsum(np.multiply(counts, capacities)) >= slots).all()

@@ -23,14 +23,20 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
     inputs = inputs_of(2, vision=config, audio=config, language=config)
 
     def chosen(row):
-        timed = [dataclasses.replace(of_phase, time=PhaseTime(ItemCost(1000, 3), row)) for of_phase in inputs]
+        timed = [
+            dataclasses.replace(of_phase, time=PhaseTime(ItemCost(1000, 3), row))
+            for of_phase in inputs
+        ]
         return choose_sizes(samples, timed, grids_of(make, 2), BalanceConfig())
 
     def microbatches(spec):
         return sum(plan_step(batch, spec).statistics["vision/microbatches"] for batch in samples)
 
     plain, timed = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig()), chosen(0)
-    for name, phase in plain.phases.items():  # the same figures, and a row that is not told: the same sizes
+    for (
+        name,
+        phase,
+    ) in plain.phases.items():  # the same figures, and a row that is not told: the same sizes
         assert timed.phases[name] == dataclasses.replace(phase, model_flops=ItemCost(1000, 3))
     assert microbatches(chosen(10**9)) < microbatches(chosen(1))
 
@@ -47,7 +53,9 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
         for batch in samples:
             items = batch.phases["vision"]
             rows = assign(dataclasses.replace(spec, capacities=(capacity,)), items).microbatches
-            total += rows * (capacity + CAPACITY_SEARCH.microbatch_overhead * -(-items.length.sum() // 2))
+            total += rows * (
+                capacity + CAPACITY_SEARCH.microbatch_overhead * -(-items.length.sum() // 2)
+            )
         return total
 
     best = min(score(capacity) for capacity in range(512, 2049, ALIGNMENT))
@@ -70,15 +78,26 @@ def test_more_classes_waste_less(make):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (PhaseConfig(capacities=(500,)), r"phases\.vision\.capacities: 500 is not a multiple of 64.*use 512"),
-        (PhaseConfig(capacities=(256, 64)), r"phases\.vision\.capacities.*256, is too small.*512 slots"),
+        (
+            PhaseConfig(capacities=(500,)),
+            r"phases\.vision\.capacities: 500 is not a multiple of 64.*use 512",
+        ),
+        (
+            PhaseConfig(capacities=(256, 64)),
+            r"phases\.vision\.capacities.*256, is too small.*512 slots",
+        ),
         (PhaseConfig(capacities=(512, 512)), r"phases\.vision\.capacities.*different"),
-        (PhaseConfig(max_capacity=500), r"phases\.vision\.max_capacity = 500 is too small.*raise it to 512"),
+        (
+            PhaseConfig(max_capacity=500),
+            r"phases\.vision\.max_capacity = 500 is too small.*raise it to 512",
+        ),
     ],
 )
 def test_errors_name_the_key(make, config, message):
     with pytest.raises(ConfigError, match=message):
-        choose_sizes([make.batch(0, 8)], inputs_of(2, vision=config), grids_of(make, 2), BalanceConfig())
+        choose_sizes(
+            [make.batch(0, 8)], inputs_of(2, vision=config), grids_of(make, 2), BalanceConfig()
+        )
 
 
 def long_inputs(config, longest=40_000):
@@ -91,7 +110,10 @@ def test_ordinary_rows_are_chosen_from_ordinary_items():
     length = long.length.copy()
     length[3] = 40_000
     with_one = dataclasses.replace(long, length=length, real=length)
-    spiked = [dataclasses.replace(samples[0], phases=samples[0].phases | {"language": with_one}), samples[1]]
+    spiked = [
+        dataclasses.replace(samples[0], phases=samples[0].phases | {"language": with_one}),
+        samples[1],
+    ]
     config = PhaseConfig(max_capacity=8192, long_capacity=65_536)
     language = choose_sizes(spiked, [long_inputs(config)], {}, BalanceConfig()).phases["language"]
     assert language.long_capacity == 65_536 and language.capacities[0] <= 8192
@@ -101,7 +123,10 @@ def test_ordinary_rows_are_chosen_from_ordinary_items():
     ("capacity", "message"),
     [
         (65_664, r"phases\.language\.long_capacity: 65664 is not a multiple of 512 .*use 66048"),
-        (32_768, r"long_capacity: 32768 is too small for the longest item of 40000 slots: raise it to 40448"),
+        (
+            32_768,
+            r"long_capacity: 32768 is too small for the longest item of 40000 slots: raise it to 40448",
+        ),
     ],
 )
 def test_long_rows_that_cannot_be_are_refused(capacity, message):

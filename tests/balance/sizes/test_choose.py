@@ -19,7 +19,11 @@ MODES = get_args(Mode)
 
 
 def long_enough(batches):
-    assert all(batch.phases[name].length.max(initial=0) <= LONGEST[name] for batch in batches for name in LONGEST)
+    assert all(
+        batch.phases[name].length.max(initial=0) <= LONGEST[name]
+        for batch in batches
+        for name in LONGEST
+    )
     return batches
 
 
@@ -62,9 +66,15 @@ def test_time(make):
 def test_explicit_sizes_are_kept(make):
     samples = [make.batch(0, 16)]
     inputs = inputs_of(2, vision=PhaseConfig(capacities=(64, 1024), max_segments=9))
-    spec = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig(pool_slots=5000, pair_slots=17))
-    assert spec.phases["vision"].capacities == (1024, 64) and spec.phases["vision"].max_segments == 9
-    assert {(r.encoder_pool, r.language_pool, r.pair_slots) for r in spec.routes.values()} == {(5000, 5000, 17)}
+    spec = choose_sizes(
+        samples, inputs, grids_of(make, 2), BalanceConfig(pool_slots=5000, pair_slots=17)
+    )
+    assert (
+        spec.phases["vision"].capacities == (1024, 64) and spec.phases["vision"].max_segments == 9
+    )
+    assert {(r.encoder_pool, r.language_pool, r.pair_slots) for r in spec.routes.values()} == {
+        (5000, 5000, 17)
+    }
 
 
 def test_a_model_without_encoders_has_no_routes(make):

@@ -21,4 +21,6 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
 
 def test_a_pool_that_holds_no_row_is_refused(make):
     with pytest.raises(ConfigError, match=r"balance\.pool_slots = 10 is too small.*raise it to"):
-        choose_sizes([make.batch(0, 8)], inputs_of(2), grids_of(make, 2), BalanceConfig(pool_slots=10))
+        choose_sizes(
+            [make.batch(0, 8)], inputs_of(2), grids_of(make, 2), BalanceConfig(pool_slots=10)
+        )

@@ -25,7 +25,11 @@ def test_the_published_example():
     assert (found.heavy + 1).tolist() == [3, 4, 6] and (found.light + 1).tolist() == [1, 2, 5]
     assert found.after.tolist() == [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
     assert found.threshold == 6 and found.shift == 0
-    assert [tuple(number + 1 for number in pair) for pair in found.pairs] == [(3, 2), (6, 1), (4, 5)]
+    assert [tuple(number + 1 for number in pair) for pair in found.pairs] == [
+        (3, 2),
+        (6, 1),
+        (4, 5),
+    ]
     place = np.argsort(order_of(found))
     loads = np.bincount(place[group] + found.deferred, work)
     assert loads.tolist() == [6] * 6
@@ -34,7 +38,9 @@ def test_the_published_example():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=9
+    ),
     st.sampled_from([4, 8, 100]),
     st.sampled_from([None, 0, 3]),
 )
@@ -59,7 +65,10 @@ def test_deferral_is_the_best_of_all_pairings_and_subsets(examples, capacity, li
 
     assert found.after.tolist() == [[best(i, j) for j in light] for i in heavy]
     alone = [
-        max([best(i, j) for i, j in zip(heavy, partners, strict=True)] + [loads[j] for j in set(light) - set(partners)])
+        max(
+            [best(i, j) for i, j in zip(heavy, partners, strict=True)]
+            + [loads[j] for j in set(light) - set(partners)]
+        )
         for partners in permutations(light, 2)
     ]
     assert found.threshold == min(alone)

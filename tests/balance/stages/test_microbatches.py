@@ -36,9 +36,17 @@ def loads_of(plan: MicrobatchPlan, work: np.ndarray, phase: str, replicas: int) 
 
 def check(plan, phases: dict[str, PhaseLoad], replicas: int) -> None:
     """Every example once, deferral to the next microbatch only, no row too full."""
-    media = sum(each.work + each.slots for phase, each in phases.items() if phase != "language") + 0 * plan.encoder > 0
+    media = (
+        sum(each.work + each.slots for phase, each in phases.items() if phase != "language")
+        + 0 * plan.encoder
+        > 0
+    )
     late = plan.language - plan.encoder
-    assert ((late == 0) | (late == 1)).all() and (plan.encoder >= 0).all() and (plan.language < plan.microbatches).all()
+    assert (
+        ((late == 0) | (late == 1)).all()
+        and (plan.encoder >= 0).all()
+        and (plan.language < plan.microbatches).all()
+    )
     assert not late[~media].any(), "an example without media has nothing to wait for"
     counts = np.bincount(plan.replica, minlength=replicas)
     assert len(counts) == replicas and counts.max() - counts.min() <= 1
@@ -63,7 +71,11 @@ def test_the_spread_over_microbatches_falls_as_far_as_it_should():
         assert plan.microbatches == 32
         in_order = np.random.default_rng(seed).permutation(512).reshape(128, 4)
         falls.append(
-            [work[phase][in_order].sum(axis=1).std() / loads_of(plan, work[phase], phase, 4).std() for phase in work]
+            [
+                work[phase][in_order].sum(axis=1).std()
+                / loads_of(plan, work[phase], phase, 4).std()
+                for phase in work
+            ]
         )
     encoder, language = np.array(falls).min(axis=0)
     assert encoder > 30 and language > 15, "random order is far more uneven, for every seed"
@@ -99,7 +111,11 @@ PHASE = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 30))
 )
 def test_plans_keep_every_limit(examples, replicas, microbatches, capacity, limit):
     vision, audio, language = np.array(examples, np.int64).T
-    phases = {"vision": load(vision, capacity), "audio": load(audio, 60), "language": load(language, capacity)}
+    phases = {
+        "vision": load(vision, capacity),
+        "audio": load(audio, 60),
+        "language": load(language, capacity),
+    }
     plan = plan_microbatches(
         {name: each for name, each in phases.items() if name != "language"},
         phases["language"],
@@ -120,8 +136,14 @@ def test_several_encoders_are_all_levelled():
     vision, audio, text = np.rint(np.exp(random.uniform(5, 8, (3, 256)))).astype(np.int64)
     vision[random.random(256) < 0.4] = 0
     audio[random.random(256) < 0.6] = 0
-    phases = {"vision": load(vision), "audio": load(audio), "language": load((vision + audio) // 4 + text)}
-    plan = plan_microbatches({"vision": phases["vision"], "audio": phases["audio"]}, phases["language"], 2, 12)
+    phases = {
+        "vision": load(vision),
+        "audio": load(audio),
+        "language": load((vision + audio) // 4 + text),
+    }
+    plan = plan_microbatches(
+        {"vision": phases["vision"], "audio": phases["audio"]}, phases["language"], 2, 12
+    )
     check(plan, phases, 2)
     for phase, each in phases.items():
         loads = loads_of(plan, each.work, phase, 2)
@@ -147,7 +169,9 @@ def test_few_images_take_few_encoder_rows():
 def test_more_microbatches_where_rows_are_short():
     slots = np.array([6, 6, 6, 6, 4, 4, 4, 4])
     phases = {"vision": load(slots, 10), "language": load(np.ones(8))}
-    assert plan_microbatches({"vision": phases["vision"]}, phases["language"], 1, 2).microbatches == 4
+    assert (
+        plan_microbatches({"vision": phases["vision"]}, phases["language"], 1, 2).microbatches == 4
+    )
     phases = {"vision": load(slots[:4], 10), "language": load(np.ones(4))}
     plan = plan_microbatches({"vision": phases["vision"]}, phases["language"], 1, 2)
     check(plan, phases, 1)
@@ -171,7 +195,9 @@ def test_a_batch_of_nothing():
 
 
 def test_an_example_that_no_row_holds_is_named():
-    with pytest.raises(ValueError, match=r"example 1 needs 12 slots of phase 'vision'.* 10: raise phases\.vision"):
+    with pytest.raises(
+        ValueError, match=r"example 1 needs 12 slots of phase 'vision'.* 10: raise phases\.vision"
+    ):
         plan_microbatches({"vision": load([3, 12], 10)}, load([1, 1]), 1, 2)
 
 
@@ -182,7 +208,9 @@ def test_no_replica_or_microbatch_is_refused(replicas, microbatches):
 
 
 def test_loads_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match=r"phase 'vision' has work of 2 .* the language phase has 1"):
+    with pytest.raises(
+        ValueError, match=r"phase 'vision' has work of 2 .* the language phase has 1"
+    ):
         plan_microbatches({"vision": load([1, 1])}, load([1]), 1, 1)
     with pytest.raises(ValueError, match="phase 'language' has negative"):
         plan_microbatches({}, load([-1]), 1, 1)

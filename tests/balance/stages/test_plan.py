@@ -13,7 +13,14 @@ from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.stages.run_rows import pack_run
 from jaxmllm.balance.stages.sizes import choose_pipeline
-from jaxmllm.config.schema import ConfigError, LanguageConfig, ModelConfig, PhaseConfig, PipelineConfig, VisionConfig
+from jaxmllm.config.schema import (
+    ConfigError,
+    LanguageConfig,
+    ModelConfig,
+    PhaseConfig,
+    PipelineConfig,
+    VisionConfig,
+)
 from jaxmllm.phases import make_phases
 from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
@@ -22,7 +29,14 @@ from tests.sharding.pipeline.schedules.toy import TOY
 PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}
 MODEL = ModelConfig(
     language=LanguageConfig(
-        vocab_size=64, width=16, layers=4, heads=2, kv_heads=2, head_size=8, mlp_width=32, tie_embeddings=True
+        vocab_size=64,
+        width=16,
+        layers=4,
+        heads=2,
+        kv_heads=2,
+        head_size=8,
+        mlp_width=32,
+        tie_embeddings=True,
     ),
     vision=VisionConfig(width=16, layers=2, heads=2, mlp_width=32),
 )
@@ -41,7 +55,9 @@ def batch(examples) -> BatchItems:
     none = np.zeros(len(examples), np.int32)
     vision = PhaseItems(length, length, owner, tokens, np.array(slot, np.int32))
     return BatchItems(
-        numbers.astype(np.int64), 1, {"vision": vision, "language": PhaseItems(text, text, numbers, none, none)}
+        numbers.astype(np.int64),
+        1,
+        {"vision": vision, "language": PhaseItems(text, text, numbers, none, none)},
     )
 
 
@@ -49,13 +65,18 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
     random = np.random.default_rng(seed)
     return batch(
         [
-            (int(random.integers(1, 40)), (PER_TOKEN * random.integers(1, 14, random.integers(0, 4))).tolist())
+            (
+                int(random.integers(1, 40)),
+                (PER_TOKEN * random.integers(1, 14, random.integers(0, 4))).tolist(),
+            )
             for _ in range(count)
         ]
     )
 
 
-def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config):
+def sizes(
+    replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config
+):
     needs = [
         SizingInputs(
             phase,
@@ -69,14 +90,18 @@ def sizes(replicas: int = 2, examples: int = 24, samples=None, largest=(), train
         for name, phase in make_phases(MODEL).items()
     ]
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
-    return choose_pipeline(samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, trained, examples, largest)
+    return choose_pipeline(
+        samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, trained, examples, largest
+    )
 
 
 CASES = {
     "segments": sizes(),
     "chain": sizes(layout="chain", schedule="1f1b", microbatches=6),
     "parallel": sizes(layout="parallel", schedule="gpipe", split_backward=True),
-    "four": sizes(stages=4, layout="chain", schedule="greedy", split_backward=True, kept_residuals=2),
+    "four": sizes(
+        stages=4, layout="chain", schedule="greedy", split_backward=True, kept_residuals=2
+    ),
     "one-replica": sizes(replicas=1, microbatches=3),
     "no-deferral": sizes(deferral=False),
 }
@@ -85,7 +110,10 @@ CASES = {
 @given(
     case=st.sampled_from(sorted(CASES)),
     examples=st.lists(
-        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 14).map(lambda n: PER_TOKEN * n), max_size=4)),
+        st.tuples(
+            st.integers(1, 40),
+            st.lists(st.integers(1, 14).map(lambda n: PER_TOKEN * n), max_size=4),
+        ),
         min_size=1,
         max_size=40,
     ),
@@ -98,7 +126,9 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
         for name, spec in made.spec.phases.items():
             where, length = plan.phases[name], items.phases[name].length
             taken = np.zeros((where.microbatches, spec.ranks, spec.capacities[0]), np.int32)
-            for m, rank, offset, size in zip(where.microbatch, where.rank, where.offset, length, strict=True):
+            for m, rank, offset, size in zip(
+                where.microbatch, where.rank, where.offset, length, strict=True
+            ):
                 assert offset + size <= spec.capacities[0]
                 taken[m, rank, offset : offset + size] += 1
             assert taken.max(initial=0) <= 1
@@ -113,7 +143,9 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
             rows = run.table.reshape(-1, len(columns))
             tallied = rows[rows[:, columns["count_loss"]] > 0, columns["microbatch"]]
             assert sorted(tallied) == list(range(run.microbatches["language"][1]))
-            kinds = {(action - 1) % len(Kind) for action in rows[:, columns["action"]].tolist() if action}
+            kinds = {
+                (action - 1) % len(Kind) for action in rows[:, columns["action"]].tolist() if action
+            }
             assert pipeline.backward or kinds == {Kind.FORWARD}
 
 
@@ -122,14 +154,27 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
 def test_tokens_lie_where_microbatches_look_for_them(case, seed):
     """The buffer of a microbatch, token by token, against what arrival says."""
     made, items = CASES[case], random_batch(seed)
-    pipeline, vision, ranks = made.training, items.phases["vision"], made.spec.phases["language"].ranks
-    placed = pack_run(np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read)
-    rows, language, arrivals = placed.phases["vision"], placed.phases["language"], placed.arrivals["vision"]
+    pipeline, vision, ranks = (
+        made.training,
+        items.phases["vision"],
+        made.spec.phases["language"].ranks,
+    )
+    placed = pack_run(
+        np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read
+    )
+    rows, language, arrivals = (
+        placed.phases["vision"],
+        placed.phases["language"],
+        placed.arrivals["vision"],
+    )
     per_row = made.spec.phases["vision"].capacities[0] // PER_TOKEN
     held = np.full((rows.count, ranks, per_row), -1)
     for n, row, rank, offset in zip(rows.item, rows.row, rows.rank, rows.offset, strict=True):
         held[row, rank, offset // PER_TOKEN : (offset + vision.length[n]) // PER_TOKEN] = n
-    home = {int(n): (int(m), int(rank)) for n, m, rank in zip(language.item, language.row, language.rank, strict=True)}
+    home = {
+        int(n): (int(m), int(rank))
+        for n, m, rank in zip(language.item, language.row, language.rank, strict=True)
+    }
     for n, arrival in zip(rows.item, arrivals, strict=True):
         microbatch, rank = home[int(vision.example[n])]
         buffer = np.concatenate([held[row, rank] for _, row in placed.inputs[microbatch]])
@@ -158,7 +203,9 @@ def test_what_a_run_does_not_hold_goes_into_another():
 def test_orders_that_do_not_fit_the_slots_give_way_to_the_greedy_one():
     made = CASES["parallel"]  # gpipe holds all microbatches at a time
     few = {place_: min(slots, 4) for place_, slots in made.training.tables.slots.items()}
-    tight = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, slots=few))
+    tight = dataclasses.replace(
+        made.training, tables=dataclasses.replace(made.training.tables, slots=few)
+    )
     items = random_batch(5)
     assert plan_pipeline(items, made.spec, made.training).statistics["pipeline/fallbacks"] == 0
     assert plan_pipeline(items, made.spec, tight).statistics["pipeline/fallbacks"] >= 1
@@ -171,7 +218,9 @@ def test_samples_without_an_image_still_make_room_for_some():
 
 
 def test_orders_that_a_layout_cannot_keep():
-    with pytest.raises(ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"
+    ):
         sizes(schedule="1f1b", layout="segments")
 
 
@@ -184,7 +233,9 @@ def test_another_schedule_is_chosen_for_and_planned(monkeypatch):
 
 def test_what_is_trained_after_its_layers_alone_keeps_no_residuals():
     """The executor has no place for them; the features wait instead."""
-    made = sizes(layout="chain", kept_residuals=2, trained=dict.fromkeys(("projector.vision", "language"), 1))
+    made = sizes(
+        layout="chain", kept_residuals=2, trained=dict.fromkeys(("projector.vision", "language"), 1)
+    )
     ring, slots = made.training.tables.ring, made.training.tables.slots
     assert [chain.head_only for chain in ring.chains] == [True, False]
     assert (Pool.RESIDUAL, 0) not in slots and slots[Pool.RESIDUAL, 1] == 2

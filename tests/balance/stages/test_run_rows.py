@@ -10,7 +10,11 @@ def test_rows_hold_items_side_by_side():
     microbatch, slots = np.array([0, 1, 0, 0, 1, 0]), np.array([5, 7, 4, 6, 3, 5])
     row, offset = pack_rows(microbatch, slots, 10)
     assert {number: row[microbatch == number].max() + 1 for number in (0, 1)} == {0: 2, 1: 1}
-    used = {(m, r, s) for m, r, o, n in zip(microbatch, row, offset, slots, strict=True) for s in range(o, o + n)}
+    used = {
+        (m, r, s)
+        for m, r, o, n in zip(microbatch, row, offset, slots, strict=True)
+        for s in range(o, o + n)
+    }
     assert len(used) == slots.sum() and max(s for _, _, s in used) < 10
 
 

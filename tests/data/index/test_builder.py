@@ -32,17 +32,31 @@ def test_columns(media: Path) -> None:
     assert [index.labels[label] for label in index.label] == ["words", "animals", "animals"]
     # user header, content, end, assistant header, 3 letters, end; media stand between a begin and an end token
     tokens = math.ceil(math.ceil(50 / 4) / 2)
-    assert index.language_length.tolist() == [1 + 3 + 6, 1 + (1 + 2) + 1 + (tokens + 2) + (6 + 2) + 6, 1 + (6 + 2) + 6]
+    assert index.language_length.tolist() == [
+        1 + 3 + 6,
+        1 + (1 + 2) + 1 + (tokens + 2) + (6 + 2) + 6,
+        1 + (6 + 2) + 6,
+    ]
     assert index.targets.tolist() == [4, 4, 4]
     assert index.item_start.tolist() == [0, 0, 3, 4]
-    assert [index.phases[phase] for phase in index.item_phase] == ["vision", "audio", "vision", "vision"]
+    assert [index.phases[phase] for phase in index.item_phase] == [
+        "vision",
+        "audio",
+        "vision",
+        "vision",
+    ]
     assert index.item_shape.tolist() == [[1, 2, 2], [50, 1, 1], [1, 4, 6], [1, 4, 6]]
     assert index.item_length.tolist() == [4, 56, 24, 24]
     assert index.item_real.tolist() == [4, 50, 24, 24]
     assert index.item_tokens.tolist() == [1, tokens, 6, 6]
     assert index.item_slot.tolist() == [2, 6, 2 + 5 + tokens + 1, 2]
     assert index.shapes(1) == ((1, 2, 2), (50, 1, 1), (1, 4, 6))
-    assert [index.media.address[row] for row in index.item_media] == ["b.png", "c.wav", "a.png", "a.png"]
+    assert [index.media.address[row] for row in index.item_media] == [
+        "b.png",
+        "c.wav",
+        "a.png",
+        "a.png",
+    ]
 
 
 def test_every_bad_record_is_refused_with_its_line_and_the_others_stay(media: Path) -> None:
@@ -71,10 +85,14 @@ def test_every_bad_record_is_refused_with_its_line_and_the_others_stay(media: Pa
     source = write(media / "train.jsonl", good[0], *bad.values(), good[1])
     index = index_of(source)
     assert index.id.tolist() == ["first", "last"]
-    assert [(r.reason, r.line) for r in index.rejected] == [(reason, line) for line, reason in enumerate(bad, 2)]
+    assert [(r.reason, r.line) for r in index.rejected] == [
+        (reason, line) for line, reason in enumerate(bad, 2)
+    ]
     assert str(index.rejected[0]).startswith(f"{media / 'train.jsonl'}:2: not valid JSON")
     assert str(media / "absent.png") in index.rejected[3].message
-    assert [r.id for r in index.rejected if r.reason in ("malformed_json", "no_assistant_turn")] == [
+    assert [
+        r.id for r in index.rejected if r.reason in ("malformed_json", "no_assistant_turn")
+    ] == [
         "animals:2",
         "mute",
     ]
@@ -112,7 +130,9 @@ def test_few_long_lines_are_held_at_a_time(media: Path, monkeypatch: pytest.Monk
     assert [len(chunk) for chunk in builder.chunks(lines.records())] == [200]
     monkeypatch.setattr(builder, "CHUNK_BYTES", 1000)
     chunks = list(builder.chunks(lines.records()))
-    assert len(chunks) > 20 and all(sum(line.size for line in chunk[:-1]) < 1000 for chunk in chunks)
+    assert len(chunks) > 20 and all(
+        sum(line.size for line in chunk[:-1]) < 1000 for chunk in chunks
+    )
     assert index_of(source).id.tolist() == [str(n) for n in range(200)]
 
 
@@ -126,7 +146,10 @@ def test_hostile_records_are_refused_one_by_one(media: Path) -> None:
         "unknown_role": {"messages": [{"role": hostile, "content": "hi"}, ANSWER]},
     }
     nested = "[" * 200_000 + "]" * 200_000
-    many = {"messages": [*({"role": "user", "content": ""} for _ in range(20_000)), ANSWER], "id": "empty turns"}
+    many = {
+        "messages": [*({"role": "user", "content": ""} for _ in range(20_000)), ANSWER],
+        "id": "empty turns",
+    }
     pictures = ask(*(image("a.png") for _ in range(3000)), id="pictures")
     source = write(media / "train.jsonl", *bad.values(), nested, many, pictures)
     index = index_of(source)
@@ -149,6 +172,9 @@ def test_documents_are_indexed_where_all_text_is_learned(media: Path) -> None:
     everything = source.model_copy(update={"targets": "all"})
     index = index_of(everything)
     assert index.learned == "all" and not index.rejected
-    assert index.targets.tolist() == [4 - 1 + 2 + 1, 5 + 1 + 3 + 1]  # without the first token, but with every end
+    assert index.targets.tolist() == [
+        4 - 1 + 2 + 1,
+        5 + 1 + 3 + 1,
+    ]  # without the first token, but with every end
     assert same(index_of(everything), index)  # from the cache
     assert len(list(media.glob("*.npz"))) == 2

@@ -48,7 +48,9 @@ def test_a_new_format_is_measured_and_a_lost_one_refused(
 ) -> None:
     """Without reading the headers of what was understood, when formats are only added."""
     Image.new("RGB", (16, 16)).save(media / "new.bmp")
-    source = write(media / "train.jsonl", ask(image("a.png")), ask(image("new.bmp")), ask(sound("c.wav")))
+    source = write(
+        media / "train.jsonl", ask(image("a.png")), ask(image("new.bmp")), ask(sound("c.wav"))
+    )
     known = Images.formats
     older = tuple(name for name in known if name != "BMP")
     for formats, read, usable in (
@@ -61,7 +63,9 @@ def test_a_new_format_is_measured_and_a_lost_one_refused(
         monkeypatch.setattr(Images, "formats", formats)
         index = index_of(source)
         assert sorted(measured) == read and len(index) == usable
-        assert [refused.reason for refused in index.rejected] == ["broken_image_header"] * (3 - usable)
+        assert [refused.reason for refused in index.rejected] == ["broken_image_header"] * (
+            3 - usable
+        )
     assert len(list(media.glob("*.npz"))) == 1
 
 
@@ -88,7 +92,9 @@ def test_a_damaged_cache_is_built_anew(harm: str, media: Path, measured: list[st
     assert measured == ["a.png", "a.png"]
 
 
-def test_a_cache_that_cannot_be_written_is_only_a_warning(media: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_only_a_warning(
+    media: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = write(media / "train.jsonl", ask(image("a.png")))
     (media / "taken").write_text("")
     assert len(index_of(source, media / "taken")) == 1
@@ -118,7 +124,9 @@ def test_drafts_of_killed_builds_are_swept(media: Path) -> None:
     assert left == {drafts["of a process"], drafts["of a host"]}
 
 
-def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(media: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(
+    media: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = write(media / "train.jsonl", ask(image("a.png")))
     first = index_of(source)
     (file,) = media.glob("*.index.npz")

@@ -6,13 +6,29 @@ from tests.data.index.examples import ask, image, index_of, sound, text, write
 
 
 def test_without(media: Path) -> None:
-    records = [ask(image("a.png"), id="a"), ask(image("b.png"), sound("c.wav"), id="b"), ask(text("?"), id="c")]
-    source = write(media / "train.jsonl", records[0], "{", *records[1:], ask(sound("c.wav"), id="d"))
+    records = [
+        ask(image("a.png"), id="a"),
+        ask(image("b.png"), sound("c.wav"), id="b"),
+        ask(text("?"), id="c"),
+    ]
+    source = write(
+        media / "train.jsonl", records[0], "{", *records[1:], ask(sound("c.wav"), id="d")
+    )
     index = index_of(source)
     assert index.without([]) is index
     less = index.without([(1, "too_big", "b is too big")])
-    alone = index_of(write(media / "less.jsonl", records[0], records[2], ask(sound("c.wav"), id="d")))
-    for name in ("id", "language_length", "targets", "item_start", "item_phase", "item_shape", "item_slot"):
+    alone = index_of(
+        write(media / "less.jsonl", records[0], records[2], ask(sound("c.wav"), id="d"))
+    )
+    for name in (
+        "id",
+        "language_length",
+        "targets",
+        "item_start",
+        "item_phase",
+        "item_shape",
+        "item_slot",
+    ):
         np.testing.assert_array_equal(getattr(less, name), getattr(alone, name))
     assert [(r.line, r.reason, r.id) for r in less.rejected] == [
         (2, "malformed_json", "animals:2"),

@@ -36,7 +36,12 @@ def flat(image: Image.Image, path: Path) -> list[float]:
     return IMAGES.load(File(path), IMAGES.measure(File(path))).reshape(-1, 3).mean(0).tolist()
 
 
-@given(height=st.integers(1, 400), width=st.integers(1, 400), least=st.integers(1, 40), spare=st.integers(0, 60))
+@given(
+    height=st.integers(1, 400),
+    width=st.integers(1, 400),
+    least=st.integers(1, 40),
+    spare=st.integers(0, 60),
+)
 def test_grid_bounds(height: int, width: int, least: int, spare: int) -> None:
     most = (least + spare) * 64
     images = Images(patch_size=4, merge=2, min_pixels=least * 64, max_pixels=most)
@@ -51,10 +56,15 @@ def test_grid_bounds(height: int, width: int, least: int, spare: int) -> None:
 
 @given(height=st.integers(8, 2000), width=st.integers(8, 2000))
 def test_grid_is_native_resolution_or_the_same_shape_smaller(height: int, width: int) -> None:
-    rows, columns = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 10_000).grid(height, width)
+    rows, columns = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 10_000).grid(
+        height, width
+    )
     area = (640_000 / (height * width)) ** 0.5
     if rows > 2 and columns > 2:  # a side shorter than a cell may not keep its ratio
-        fits = [abs(rows * 4 - height * scale) <= 8 and abs(columns * 4 - width * scale) <= 8 for scale in (1, area)]
+        fits = [
+            abs(rows * 4 - height * scale) <= 8 and abs(columns * 4 - width * scale) <= 8
+            for scale in (1, area)
+        ]
         assert fits[0] or (fits[1] and area < 1)
         assert fits[0] or height * width > 640_000 * 0.95
 
@@ -81,20 +91,31 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
                     np.testing.assert_array_equal(got[slot], patch.reshape(-1))
                     assert positions[slot].tolist() == [0, row, column]
                     slot += 1
-    assert got.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48) and got.dtype == IMAGES.format.dtype
-    assert IMAGES.real(shape) == 24 and IMAGES.real_slots(shape).all() and len(IMAGES.real_slots(shape)) == 24
+    assert (
+        got.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48)
+        and got.dtype == IMAGES.format.dtype
+    )
+    assert (
+        IMAGES.real(shape) == 24
+        and IMAGES.real_slots(shape).all()
+        and len(IMAGES.real_slots(shape)) == 24
+    )
 
 
 def test_token_positions() -> None:
     assert IMAGES.token_positions((1, 4, 6), 10).tolist() == [
         [10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)
     ]
-    assert IMAGES.tokens((1, 4, 6)) == 6 == IMAGES.length((1, 4, 6)) // IMAGES.format.slots_per_token
+    assert (
+        IMAGES.tokens((1, 4, 6)) == 6 == IMAGES.length((1, 4, 6)) // IMAGES.format.slots_per_token
+    )
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.gif", "a.bmp", "a.tif"])
 def test_formats(name: str, tmp_path: Path) -> None:
-    assert flat(Image.new("RGB", (24, 16), (200, 30, 60)), tmp_path / name) == pytest.approx([200, 30, 60], abs=4)
+    assert flat(Image.new("RGB", (24, 16), (200, 30, 60)), tmp_path / name) == pytest.approx(
+        [200, 30, 60], abs=4
+    )
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -102,7 +123,9 @@ def test_modes(tmp_path: Path) -> None:
     assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
     assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
     assert flat(Image.new("RGBA", size, (0, 100, 200, 0)), path) == [255, 255, 255]
-    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx([204, 224, 244], abs=1)
+    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx(
+        [204, 224, 244], abs=1
+    )
     assert flat(Image.new("LA", size, (0, 51)), path) == pytest.approx([204, 204, 204], abs=1)
     assert flat(Image.fromarray(np.full((16, 24), 90 * 257, np.uint16)), path) == [90, 90, 90]
     palette = Image.new("P", size, 1)
@@ -110,7 +133,9 @@ def test_modes(tmp_path: Path) -> None:
     assert flat(palette, path) == [10, 20, 30]
     palette.info["transparency"] = 1
     assert flat(palette, path) == [255, 255, 255]
-    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), tmp_path / "a.jpg") == pytest.approx([255, 0, 0], abs=8)
+    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), tmp_path / "a.jpg") == pytest.approx(
+        [255, 0, 0], abs=8
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tif"])
@@ -134,7 +159,11 @@ def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Pa
     image.save(tmp_path / name, exif=exif, quality=95)
     upright.save(tmp_path / "upright.png")
     shape = IMAGES.measure(File(tmp_path / name))
-    assert shape == IMAGES.measure(File(tmp_path / "upright.png")) == ((1, 6, 4) if orientation >= 5 else (1, 4, 6))
+    assert (
+        shape
+        == IMAGES.measure(File(tmp_path / "upright.png"))
+        == ((1, 6, 4) if orientation >= 5 else (1, 4, 6))
+    )
     got = IMAGES.load(File(tmp_path / name), shape).astype(int)
     assert np.abs(got - IMAGES.load(File(tmp_path / "upright.png"), shape)).mean() < 5
 
@@ -155,7 +184,9 @@ def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
     Image.fromarray(np.broadcast_to(gradient, (1200, 1600)).copy()).save(tmp_path / "a.jpg")
     shape = IMAGES.measure(File(tmp_path / "a.jpg"))
     got = IMAGES.load(File(tmp_path / "a.jpg"), shape)
-    columns = got.reshape(shape[1] // 2, shape[2] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
+    columns = (
+        got.reshape(shape[1] // 2, shape[2] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
+    )
     np.testing.assert_allclose(columns, np.linspace(0, 255, len(columns)), atol=6)
 
 
@@ -167,7 +198,12 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_broken_headers(tmp_path: Path) -> None:
     picture(16, 24).save(tmp_path / "a.png")
     whole = (tmp_path / "a.png").read_bytes()
-    for name, content in {"empty.png": b"", "cut.png": whole[:20], "text.jpg": b"hello", "film.gif": b"GIF89a"}.items():
+    for name, content in {
+        "empty.png": b"",
+        "cut.png": whole[:20],
+        "text.jpg": b"hello",
+        "film.gif": b"GIF89a",
+    }.items():
         (tmp_path / name).write_bytes(content)
         assert reason(tmp_path / name) == "broken_image_header"
 
@@ -192,7 +228,9 @@ def test_broken_bodies_are_found_when_loading(tmp_path: Path) -> None:
     damaged = bytearray((tmp_path / "b.png").read_bytes())
     damaged[200:240] = bytes(40)
     (tmp_path / "b.png").write_bytes(damaged)
-    assert reason(tmp_path / "b.png", IMAGES.measure(File(tmp_path / "b.png"))) == "undecodable_image"
+    assert (
+        reason(tmp_path / "b.png", IMAGES.measure(File(tmp_path / "b.png"))) == "undecodable_image"
+    )
 
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
@@ -204,7 +242,13 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 def test_decompression_bombs(tmp_path: Path) -> None:
     for name, side in (("bomb.png", 30_000), ("large.png", 10_000)):
         header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-        chunks = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + struct.pack(">I", 4) + b"IDAT"
+        chunks = (
+            struct.pack(">I", 13)
+            + header
+            + struct.pack(">I", zlib.crc32(header))
+            + struct.pack(">I", 4)
+            + b"IDAT"
+        )
         (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
     assert reason(tmp_path / "bomb.png") == reason(tmp_path / "large.png") == "image_too_large"
 
@@ -217,7 +261,9 @@ def test_extreme_aspect_ratio(tmp_path: Path) -> None:
     assert reason(tmp_path / "thinner.png") == "extreme_aspect_ratio"
 
 
-def test_memory_that_is_short_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_short_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -231,7 +277,10 @@ def test_memory_that_is_short_is_no_fault_of_the_file(tmp_path: Path, monkeypatc
 
 
 def test_images_are_not_scaled_up_beyond_what_files_may_have() -> None:
-    assert ImageDataConfig(min_pixels=MAX_SOURCE_PIXELS, max_pixels=10**9).min_pixels == MAX_SOURCE_PIXELS
+    assert (
+        ImageDataConfig(min_pixels=MAX_SOURCE_PIXELS, max_pixels=10**9).min_pixels
+        == MAX_SOURCE_PIXELS
+    )
     with pytest.raises(ValueError, match="min_pixels"):
         ImageDataConfig(min_pixels=MAX_SOURCE_PIXELS + 1, max_pixels=10**9)
 
@@ -261,8 +310,13 @@ def test_tiff_files_are_measured_by_their_header_and_broken_ones_refused(
         shape = IMAGES.measure(File(path))
     image.save(tmp_path / "a.png")
     assert shape == IMAGES.measure(File(tmp_path / "a.png"))
-    difference = IMAGES.load(File(path), shape).astype(int) - IMAGES.load(File(tmp_path / "a.png"), shape)
-    assert np.abs(difference).max() <= (0 if compression != "jpeg" else 255) and np.abs(difference).mean() < 30
+    difference = IMAGES.load(File(path), shape).astype(int) - IMAGES.load(
+        File(tmp_path / "a.png"), shape
+    )
+    assert (
+        np.abs(difference).max() <= (0 if compression != "jpeg" else 255)
+        and np.abs(difference).mean() < 30
+    )
     whole = path.read_bytes()
     for share in (0.01, 0.3, 0.6, 0.9):
         path.write_bytes(whole[: int(len(whole) * share)])
@@ -278,9 +332,13 @@ def test_tiff_pixels_of_every_kind(tmp_path: Path) -> None:
     size, path = (24, 16), tmp_path / "a.tif"
     assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
     assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
-    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx([204, 224, 244], abs=1)
+    assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx(
+        [204, 224, 244], abs=1
+    )
     assert flat(Image.fromarray(np.full((16, 24), 90 * 257, np.uint16)), path) == [90, 90, 90]
-    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), path) == pytest.approx([255, 0, 0], abs=8)
+    assert flat(Image.new("CMYK", size, (0, 255, 255, 0)), path) == pytest.approx(
+        [255, 0, 0], abs=8
+    )
     for numbers in (np.float32, np.int32):
         Image.fromarray(np.ones((16, 24), numbers)).save(path)
         assert reason(path) == "unsupported_image"
@@ -304,7 +362,11 @@ def test_tiff_bombs(tmp_path: Path) -> None:
         picture = ((256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1))
         return (*picture, (322, tile), (323, tile), (324, 8), (325, 8))
 
-    for name, content in {"bomb": tags(30_000, 256), "large": tags(10_000, 256), "tile": tags(16, 30_000)}.items():
+    for name, content in {
+        "bomb": tags(30_000, 256),
+        "large": tags(10_000, 256),
+        "tile": tags(16, 30_000),
+    }.items():
         (tmp_path / f"{name}.tif").write_bytes(tiff_header(*content))
         assert reason(tmp_path / f"{name}.tif") == "image_too_large", name
 
@@ -316,4 +378,6 @@ def test_tiff_files_inside_another_file(tmp_path: Path) -> None:
     (tmp_path / "around").write_bytes(b"x" * 100 + content + b"y" * 100)
     inside = FileRange(tmp_path / "around", 100, len(content), "a.tif")
     shape = IMAGES.measure(inside)
-    np.testing.assert_array_equal(IMAGES.load(inside, shape), IMAGES.load(File(tmp_path / "a.tif"), shape))
+    np.testing.assert_array_equal(
+        IMAGES.load(inside, shape), IMAGES.load(File(tmp_path / "a.tif"), shape)
+    )

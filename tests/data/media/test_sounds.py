@@ -16,7 +16,13 @@ from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import MAX_PEAK, MAX_RATE, MIN_RATE, Sounds, log_mel, mel_filters
 
 SOUNDS = Sounds(
-    sample_rate=16_000, window_length=400, hop_length=160, mel_bins=40, chunk_frames=32, merge=2, max_seconds=5.0
+    sample_rate=16_000,
+    window_length=400,
+    hop_length=160,
+    mel_bins=40,
+    chunk_frames=32,
+    merge=2,
+    max_seconds=5.0,
 )
 SPLIT = replace(SOUNDS, whole_chunks=True)
 
@@ -43,7 +49,9 @@ def mel(hertz: float) -> float:
     return 3 * hertz / 200 if hertz < 1000 else 15 + 27 * math.log(hertz / 1000, 6.4)
 
 
-def reference_log_mel(samples: np.ndarray, rate: int, window: int, hop: int, bins: int) -> np.ndarray:
+def reference_log_mel(
+    samples: np.ndarray, rate: int, window: int, hop: int, bins: int
+) -> np.ndarray:
     """In float64, by definition: mirrored ends, one frame after the other, a direct Fourier sum."""
     half, count = window // 2, len(samples)
     period = max(1, 2 * (count - 1))
@@ -62,7 +70,10 @@ def reference_log_mel(samples: np.ndarray, rate: int, window: int, hop: int, bin
             if low < f < high:
                 height = (f - low) / (centre - low) if f <= centre else (high - f) / (high - centre)
                 filters[k, b] = height * 2 / (high - low)
-    power = [np.abs(fourier @ (hann * padded[i * hop : i * hop + window])) ** 2 for i in range(math.ceil(count / hop))]
+    power = [
+        np.abs(fourier @ (hann * padded[i * hop : i * hop + window])) ** 2
+        for i in range(math.ceil(count / hop))
+    ]
     decades = np.log10(np.maximum(np.array(power) @ filters, 1e-10))
     return (np.maximum(decades, decades.max() - 8) + 4) / 4
 
@@ -89,7 +100,10 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
     shape = SOUNDS.measure(File(tmp_path / name))
     assert shape == (70, 1, 1)
     got = SOUNDS.load(File(tmp_path / name), shape)
-    assert got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features) and got.dtype == SOUNDS.format.dtype
+    assert (
+        got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features)
+        and got.dtype == SOUNDS.format.dtype
+    )
     assert not got[70:].any() and np.isfinite(got).all()
     band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
     assert abs(int(np.median(got[5:65].argmax(1))) - band) <= 1
@@ -97,7 +111,9 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
     left = noise(4000)
-    soundfile.write(tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT")
+    soundfile.write(
+        tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT"
+    )
     soundfile.write(tmp_path / "silence.wav", np.zeros(4000), 16_000, subtype="FLOAT")
     np.testing.assert_array_equal(
         *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (25, 1, 1)) for name in ("stereo", "silence"))
@@ -105,18 +121,37 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
 
 
 def test_lengths_and_positions(tmp_path: Path) -> None:
-    for samples, frames in [(1, 1), (159, 1), (160, 1), (161, 2), (32 * 160, 32), (32 * 160 + 1, 33)]:
+    for samples, frames in [
+        (1, 1),
+        (159, 1),
+        (160, 1),
+        (161, 2),
+        (32 * 160, 32),
+        (32 * 160 + 1, 33),
+    ]:
         soundfile.write(tmp_path / "a.wav", noise(samples), 16_000)
         shape = SOUNDS.measure(File(tmp_path / "a.wav"))
         assert shape == (frames, 1, 1)
-        assert len(SOUNDS.load(File(tmp_path / "a.wav"), shape)) == SOUNDS.length(shape) == math.ceil(frames / 8) * 8
-        assert len(SPLIT.load(File(tmp_path / "a.wav"), shape)) == SPLIT.length(shape) == math.ceil(frames / 32) * 32
+        assert (
+            len(SOUNDS.load(File(tmp_path / "a.wav"), shape))
+            == SOUNDS.length(shape)
+            == math.ceil(frames / 8) * 8
+        )
+        assert (
+            len(SPLIT.load(File(tmp_path / "a.wav"), shape))
+            == SPLIT.length(shape)
+            == math.ceil(frames / 32) * 32
+        )
         assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
     assert [SOUNDS.tokens((frames, 1, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
     assert SOUNDS.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(8)]
     assert SPLIT.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(32)]
     assert SOUNDS.token_positions((33, 1, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
-    assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (8, 4, 8)
+    assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (
+        8,
+        4,
+        8,
+    )
     assert SPLIT.format.alignment == 32
 
 
@@ -157,7 +192,9 @@ def test_samples_that_are_not_finite(tmp_path: Path) -> None:
             samples = np.tile(np.append(np.zeros((799, len(channels))), [channels], axis=0), (1, 1))
             soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
             assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
-    soundfile.write(tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE")  # finite, but not in float32
+    soundfile.write(
+        tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE"
+    )  # finite, but not in float32
     assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
 
 
@@ -165,7 +202,10 @@ def test_samples_out_of_range(tmp_path: Path) -> None:
     """Up to MAX_PEAK they are taken as they are, beyond it the clip is refused; cancelling channels count, too."""
     path = tmp_path / "a.wav"
     for peak in (1e20, 32768.0, 1.01 * MAX_PEAK):
-        for samples in (peak * noise(800) * 2, np.stack([np.full(800, peak), np.full(800, -peak)], axis=1)):
+        for samples in (
+            peak * noise(800) * 2,
+            np.stack([np.full(800, peak), np.full(800, -peak)], axis=1),
+        ):
             soundfile.write(path, samples, 16_000, subtype="FLOAT")
             assert reason(path, (5, 1, 1)) == "samples_out_of_range"
     for peak in (1.5, 30.0, 0.99 * MAX_PEAK):
@@ -180,7 +220,10 @@ def test_no_finite_sound_has_features_that_are_not_finite(peak: float) -> None:
     samples = (peak * tone(440, 0.1, 16_000) * 2).astype(np.float32)
     got = log_mel(samples, 16_000, 400, 160, 40)
     assert np.isfinite(got).all()
-    reference = reference_log_mel(tone(440, 0.1, 16_000) * 2, 16_000, 400, 160, 40) + 2 * math.log10(peak) / 4
+    reference = (
+        reference_log_mel(tone(440, 0.1, 16_000) * 2, 16_000, 400, 160, 40)
+        + 2 * math.log10(peak) / 4
+    )
     if peak >= 1:  # a quieter one meets the floor
         np.testing.assert_allclose(got, reference, atol=1e-3)
 
@@ -205,8 +248,12 @@ def test_the_configured_rate_has_the_bounds_of_files() -> None:
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 44_100, 96_000])
-def test_decoding_in_blocks_is_decoding_at_once(rate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    soundfile.write(tmp_path / "a.flac", np.stack([tone(440, 1.3, rate), tone(880, 1.3, rate)], axis=1), rate)
+def test_decoding_in_blocks_is_decoding_at_once(
+    rate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soundfile.write(
+        tmp_path / "a.flac", np.stack([tone(440, 1.3, rate), tone(880, 1.3, rate)], axis=1), rate
+    )
     shape = SOUNDS.measure(File(tmp_path / "a.flac"))
     whole = SOUNDS.load(File(tmp_path / "a.flac"), shape)
     mono = soundfile.read(tmp_path / "a.flac", dtype="float32")[0].mean(axis=1)
@@ -254,14 +301,22 @@ def test_mp3_without_a_stored_length(rate: int, loud_first: bool, tmp_path: Path
     stored = SOUNDS.load(File(tmp_path / "a.mp3"), SOUNDS.measure(File(tmp_path / "a.mp3")))[:200]
     id3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
     ape = b"APETAGEX" + (2000).to_bytes(4, "little") + (32).to_bytes(4, "little") + bytes(16)
-    for content in (bare, id3 + id3 + bare, bare + b"TAG" + bytes(125), bare + ape + id3 + bytes(10)):
+    for content in (
+        bare,
+        id3 + id3 + bare,
+        bare + b"TAG" + bytes(125),
+        bare + ape + id3 + bytes(10),
+    ):
         (tmp_path / "a.mp3").write_bytes(content)
         shape = SOUNDS.measure(File(tmp_path / "a.mp3"))
         samples = shape[0] * rate / 100
         assert len(clip) <= samples <= len(clip) + 2 * 1152 + 2 * rate / 100
         got = SOUNDS.load(File(tmp_path / "a.mp3"), shape)
         # The whole clip is there, later by what the encoder put in front of it.
-        loud = [(np.diff(features[:, 10:].mean(axis=1) > 0) != 0).sum() for features in (got[: shape[0]], stored)]
+        loud = [
+            (np.diff(features[:, 10:].mean(axis=1) > 0) != 0).sum()
+            for features in (got[: shape[0]], stored)
+        ]
         assert loud[0] >= 1 and abs(got[: shape[0]].mean() - stored.mean()) < 0.15
     assert DECODER_DELAY == 529
 
@@ -270,7 +325,8 @@ def test_many_channels(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.tile(noise(800)[:, None], (1, 1000)), 16_000)
     soundfile.write(tmp_path / "mono.wav", noise(800), 16_000)
     np.testing.assert_allclose(
-        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (5, 1, 1)) for name in ("a", "mono")), atol=1e-4
+        *(SOUNDS.load(File(tmp_path / f"{name}.wav"), (5, 1, 1)) for name in ("a", "mono")),
+        atol=1e-4,
     )
 
 

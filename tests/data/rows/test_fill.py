@@ -57,10 +57,16 @@ class FakeModality:
             raise MediaError("decode", f"{media}: broken body")
         slots = np.arange(self.length(shape))
         values = np.where(self.real_slots(shape), shape[1] + slots / 64, 0)
-        return np.stack([values, values], 1).astype(self.format.dtype)[: -1 if "short" in media.path.name else None]
+        return np.stack([values, values], 1).astype(self.format.dtype)[
+            : -1 if "short" in media.path.name else None
+        ]
 
     def positions(self, shape):
-        axes = np.arange(self.length(shape)), np.full(self.length(shape), shape[1]), np.full(self.length(shape), 99)
+        axes = (
+            np.arange(self.length(shape)),
+            np.full(self.length(shape), shape[1]),
+            np.full(self.length(shape), 99),
+        )
         return np.stack(axes, 1).astype(np.int32)
 
     def real_slots(self, shape):
@@ -79,10 +85,15 @@ class Recording(FakeModality):
 
 
 def row_format(slots_per_token, stride):
-    return RowFormat(2, np.dtype(np.float32), slots_per_token, stride, alignment=slots_per_token, axes=(0, 1))
+    return RowFormat(
+        2, np.dtype(np.float32), slots_per_token, stride, alignment=slots_per_token, axes=(0, 1)
+    )
 
 
-MODALITIES = {"vision": FakeModality("vision", row_format(4, 1)), "audio": FakeModality("audio", row_format(8, 4))}
+MODALITIES = {
+    "vision": FakeModality("vision", row_format(4, 1)),
+    "audio": FakeModality("audio", row_format(8, 4)),
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,10 @@ def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendere
     length = slot + int(rng.integers(1, 6))
     targets = np.where(rng.random(length) < 0.5, rng.integers(0, 99, length), -1)
     return Rendered(
-        rng.integers(1, 99, length), targets, rng.integers(0, 99, (length, 3)).astype(np.int32), tuple(spans)
+        rng.integers(1, 99, length),
+        targets,
+        rng.integers(0, 99, (length, 3)).astype(np.int32),
+        tuple(spans),
     )
 
 
@@ -116,18 +130,28 @@ def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
     rows: dict[str, list[tuple[int, ...]]] = {"vision": [], "audio": [], "language": []}
     for index, number in enumerate(examples.tolist()):
         example = corpus.example(number)
-        rows["language"].append((len(example.tokens), len(example.tokens), index, len(example.tokens), 0))
+        rows["language"].append(
+            (len(example.tokens), len(example.tokens), index, len(example.tokens), 0)
+        )
         for span in example.media:
             length = MODALITIES[span.phase].length(span.shape)
             rows[span.phase].append((length, span.shape[0], index, span.tokens, span.slot))
     phases = {}
     for phase, values in rows.items():
         table = np.array(values, np.int64).reshape(-1, 5)
-        phases[phase] = PhaseItems(table[:, 0], table[:, 1], *(table[:, i].astype(np.int32) for i in (2, 3, 4)))
-    return BatchItems(examples, sum(int((corpus.example(i).targets >= 0).sum()) for i in examples.tolist()), phases)
+        phases[phase] = PhaseItems(
+            table[:, 0], table[:, 1], *(table[:, i].astype(np.int32) for i in (2, 3, 4))
+        )
+    return BatchItems(
+        examples,
+        sum(int((corpus.example(i).targets >= 0).sum()) for i in examples.tolist()),
+        phases,
+    )
 
 
-def scatter(lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng: np.random.Generator) -> PhasePlan:
+def scatter(
+    lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng: np.random.Generator
+) -> PhasePlan:
     """Items in random order, first-fit into rows with random gaps: any legal plan will do here."""
     used: list[list[int]] = []  # [microbatch][rank]
     count: list[list[int]] = []
@@ -145,20 +169,38 @@ def scatter(lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng:
         place[item] = m, r, used[m][r] + gap, count[m][r]
         used[m][r] += gap + int(lengths[item])
     zeros = np.zeros(len(used), np.int32)
-    return PhasePlan(np.full(len(used), capacity, np.int32), zeros, np.arange(len(used), dtype=np.int32), *place.T)
+    return PhasePlan(
+        np.full(len(used), capacity, np.int32),
+        zeros,
+        np.arange(len(used), dtype=np.int32),
+        *place.T,
+    )
 
 
 def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
-    alignments = {"language": 1, **{name: modality.format.slots_per_token for name, modality in MODALITIES.items()}}
+    alignments = {
+        "language": 1,
+        **{name: modality.format.slots_per_token for name, modality in MODALITIES.items()},
+    }
     phases = {
-        phase: scatter(items.phases[phase].length, RANKS[phase], CAPACITIES[phase], alignments[phase], rng)
+        phase: scatter(
+            items.phases[phase].length, RANKS[phase], CAPACITIES[phase], alignments[phase], rng
+        )
         for phase in RANKS
     }
-    routes, filled = {}, dict.fromkeys(np.ndindex(phases["language"].microbatches, RANKS["language"]), 0)
+    routes, filled = (
+        {},
+        dict.fromkeys(np.ndindex(phases["language"].microbatches, RANKS["language"]), 0),
+    )
     for encoder in MODALITIES:
         arrival = []
-        for example, tokens in zip(items.phases[encoder].example, items.phases[encoder].tokens, strict=True):
-            pool = (int(phases["language"].microbatch[example]), int(phases["language"].rank[example]))
+        for example, tokens in zip(
+            items.phases[encoder].example, items.phases[encoder].tokens, strict=True
+        ):
+            pool = (
+                int(phases["language"].microbatch[example]),
+                int(phases["language"].rank[example]),
+            )
             arrival.append(filled[pool])
             filled[pool] += int(tokens)
         one = np.ones(4, np.int32)
@@ -171,15 +213,20 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
 
 def make_spec() -> PlanSpec:
     phases = {
-        phase.name: PhaseSpec(phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, ItemCost(1, 0))
+        phase.name: PhaseSpec(
+            phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, ItemCost(1, 0)
+        )
         for phase in (*map(encoder_phase, MODALITIES), decoder_phase(tuple(MODALITIES)))
     }
-    grid = ExchangeGrid(np.arange(4, dtype=np.int32)[:, None], np.arange(4, dtype=np.int32)[:, None])
+    grid = ExchangeGrid(
+        np.arange(4, dtype=np.int32)[:, None], np.arange(4, dtype=np.int32)[:, None]
+    )
     return PlanSpec(phases, {phase: RouteSpec(grid, 8, 64, 8) for phase in MODALITIES})
 
 
 EVERYWHERE = LocalRanks(
-    {phase: tuple(range(ranks)) for phase, ranks in RANKS.items()}, {phase: tuple(range(4)) for phase in MODALITIES}
+    {phase: tuple(range(ranks)) for phase, ranks in RANKS.items()},
+    {phase: tuple(range(4)) for phase in MODALITIES},
 )
 
 
@@ -191,7 +238,17 @@ class Case:
     plan: StepPlan
 
     def fill(self, local: LocalRanks = EVERYWHERE, threads: int = 2) -> HostStep:
-        arguments = (7, self.examples, self.items, self.plan, make_spec(), self.corpus, MODALITIES, local, ATTENTION)
+        arguments = (
+            7,
+            self.examples,
+            self.items,
+            self.plan,
+            make_spec(),
+            self.corpus,
+            MODALITIES,
+            local,
+            ATTENTION,
+        )
         return fill(*arguments, threads=threads)
 
 
@@ -203,7 +260,9 @@ def make_case(seed: int, batch: int = 12, broken: bool = False) -> Case:
     return Case(corpus, examples, items, make_plan(items, rng))
 
 
-def item_at(plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot: int) -> tuple[int, int] | None:
+def item_at(
+    plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot: int
+) -> tuple[int, int] | None:
     """(item, slot inside it), or None for padding."""
     found = [
         (n, slot - int(plan.offset[n]))
@@ -217,7 +276,10 @@ def item_at(plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot
 
 def span_of(case: Case, phase: str, item: int) -> MediaSpan:
     spans = [
-        span for number in case.examples.tolist() for span in case.corpus.example(number).media if span.phase == phase
+        span
+        for number in case.examples.tolist()
+        for span in case.corpus.example(number).media
+        if span.phase == phase
     ]
     return spans[item]
 
@@ -228,9 +290,15 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
     case = make_case(seed, broken=seed % 2 == 1)
     modality, plan, items = MODALITIES[phase], case.plan.phases[phase], case.items.phases[phase]
     step = case.fill()
-    assert step.capacities[phase] == tuple(plan.capacity) and len(step.rows[phase]) == plan.microbatches
+    assert (
+        step.capacities[phase] == tuple(plan.capacity)
+        and len(step.rows[phase]) == plan.microbatches
+    )
     for m, row in enumerate(step.rows[phase]):
-        expected = {name: np.zeros_like(row[name]) for name in ("features", "segments", "positions", "valid", "failed")}
+        expected = {
+            name: np.zeros_like(row[name])
+            for name in ("features", "segments", "positions", "valid", "failed")
+        }
         for r, slot in np.ndindex(row["segments"].shape):
             found = item_at(plan, items, m, r, slot)
             if found is None:
@@ -266,7 +334,15 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
     plan, items = case.plan.phases["language"], case.items.phases["language"]
     step = case.fill()
     for m, row in enumerate(step.rows["language"]):
-        fillers = {"tokens": 0, "targets": -1, "segments": 0, "positions": 0, "media": -1, "sources": -1, "groups": 0}
+        fillers = {
+            "tokens": 0,
+            "targets": -1,
+            "segments": 0,
+            "positions": 0,
+            "media": -1,
+            "sources": -1,
+            "groups": 0,
+        }
         expected = {name: np.full_like(row[name], value) for name, value in fillers.items()}
         for r, slot in np.ndindex(row["tokens"].shape):
             found = item_at(plan, items, m, r, slot)
@@ -286,7 +362,9 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
                         slot = plan.offset[index] + media.slot[n] + token
                         expected["media"][plan.rank[index], slot] = route.arrival[n] + token
                         if encoder == "vision":
-                            expected["groups"][plan.rank[index], slot] = plan.offset[index] + media.slot[n] + 1
+                            expected["groups"][plan.rank[index], slot] = (
+                                plan.offset[index] + media.slot[n] + 1
+                            )
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values, err_msg=name)
         for r, segments in enumerate(row["segments"]):
@@ -299,7 +377,9 @@ def test_every_slot_of_the_batch_is_filled_exactly_once():
     case = make_case(11)
     step = case.fill()
     for phase, modality in MODALITIES.items():
-        filled = np.concatenate([row["features"][..., 0][row["segments"] > 0] for row in step.rows[phase]])
+        filled = np.concatenate(
+            [row["features"][..., 0][row["segments"] > 0] for row in step.rows[phase]]
+        )
         wanted = [
             span.shape[1] + np.arange(span.shape[0], dtype=np.float32) / 64
             for number in case.examples.tolist()
@@ -308,7 +388,9 @@ def test_every_slot_of_the_batch_is_filled_exactly_once():
         ]
         np.testing.assert_array_equal(np.sort(filled), np.sort(np.concatenate(wanted)))
         valid = sum(int(row["valid"].sum()) for row in step.rows[phase])
-        assert valid == case.items.phases[phase].tokens.sum() and modality.format.slots_per_token > 1
+        assert (
+            valid == case.items.phases[phase].tokens.sum() and modality.format.slots_per_token > 1
+        )
     targets = sum(int((row["targets"] >= 0).sum()) for row in step.rows["language"])
     assert targets == step.targets > 0
     arrivals = sum(int((row["media"] >= 0).sum()) for row in step.rows["language"])
@@ -326,7 +408,9 @@ def test_items_that_do_not_decode_are_counted_and_named():
     step = case.fill()
     assert len(broken) >= 3
     assert sorted(step.failures) == sorted(f"{path}: broken body" for path in broken)
-    assert sum(int(row["failed"].sum()) for phase in MODALITIES for row in step.rows[phase]) == len(broken)
+    assert sum(int(row["failed"].sum()) for phase in MODALITIES for row in step.rows[phase]) == len(
+        broken
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -346,7 +430,9 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
     arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
     step, expected = fill(*arguments, modalities, EVERYWHERE, ATTENTION), case.fill()
     assert len(step.failures) == len(expected.failures) >= 3
-    assert all("broken was loaded as numbers that are not finite" in message for message in step.failures)
+    assert all(
+        "broken was loaded as numbers that are not finite" in message for message in step.failures
+    )
     for phase in MODALITIES:
         for row, masked in zip(step.rows[phase], expected.rows[phase], strict=True):
             for name in ("features", "valid", "failed", "segments"):
@@ -382,22 +468,31 @@ def test_whatever_goes_wrong_names_its_item(error, kind, words):
 def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
     case = make_case(5, broken=True)
     whole = case.fill()
-    local = LocalRanks({"vision": (1, 3), "audio": (2,), "language": (1,)}, {"vision": (2, 0), "audio": (3,)})
+    local = LocalRanks(
+        {"vision": (1, 3), "audio": (2,), "language": (1,)}, {"vision": (2, 0), "audio": (3,)}
+    )
     part = case.fill(local, threads=1)
     for phase, ranks in local.phases.items():
         for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
             assert mine.keys() == full.keys()
             for name in full.keys() - {"tiles"}:
-                np.testing.assert_array_equal(mine[name], full[name][list(ranks)], err_msg=f"{phase} {name}")
+                np.testing.assert_array_equal(
+                    mine[name], full[name][list(ranks)], err_msg=f"{phase} {name}"
+                )
     for phase, ranks in local.exchange.items():
         planned = case.plan.routes[phase].rounds
         assert len(part.rounds[phase]) == len(planned) == 1
-        (mine,), full = part.rounds[phase], route_tables(planned[0], make_spec().routes[phase], range(4))
+        (mine,), full = (
+            part.rounds[phase],
+            route_tables(planned[0], make_spec().routes[phase], range(4)),
+        )
         assert (mine.source, mine.target) == (0, 1)
         for name in ("gather_forward", "gather_backward"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
         for own, whole_hop in zip(
-            (*mine.send_forward, *mine.send_backward), (*full.send_forward, *full.send_backward), strict=True
+            (*mine.send_forward, *mine.send_backward),
+            (*full.send_forward, *full.send_backward),
+            strict=True,
         ):
             assert (own.index >= 0).any()
             np.testing.assert_array_equal(own.index, whole_hop.index[list(ranks)])
@@ -408,7 +503,9 @@ def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
 def test_media_of_other_hosts_are_not_decoded():
     case = make_case(6)
     recording = Recording("vision", MODALITIES["vision"].format)
-    local = LocalRanks({"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)})
+    local = LocalRanks(
+        {"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)}
+    )
     step = fill(
         0, case.examples, case.items, case.plan, make_spec(), case.corpus,
         {**MODALITIES, "vision": recording}, local, ATTENTION,
@@ -424,7 +521,9 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
     """Before media are loaded, between them, and after all of them."""
     case = make_case(6)
     loaded = []
-    count = sum(len(items.length) for name, items in case.items.phases.items() if name != "language")
+    count = sum(
+        len(items.length) for name, items in case.items.phases.items() if name != "language"
+    )
     last = count if last is None else last
     recording = {name: Recording(name, fake.format, loaded) for name, fake in MODALITIES.items()}
     where = (case.corpus, recording, EVERYWHERE, ATTENTION)
@@ -438,7 +537,9 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
 
 def test_steps_without_a_modality_have_no_rows_of_it():
     rng = np.random.default_rng(0)
-    corpus = FakeCorpus({i: dataclasses.replace(make_example(i, rng, False), media=()) for i in range(4)})
+    corpus = FakeCorpus(
+        {i: dataclasses.replace(make_example(i, rng, False), media=()) for i in range(4)}
+    )
     examples = np.arange(4)
     items = gather(corpus, examples)
     step = Case(corpus, examples, items, make_plan(items, rng)).fill()
@@ -451,7 +552,9 @@ SHORT = File(Path("short"))
 
 def with_media(case: Case, change) -> Case:
     """The same plan over a corpus whose first media item has changed since."""
-    number, example = next((i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media)
+    number, example = next(
+        (i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media
+    )
     changed = dataclasses.replace(example, media=change(example.media))
     return dataclasses.replace(case, corpus=FakeCorpus({**case.corpus.examples, number: changed}))
 
@@ -460,7 +563,10 @@ def with_media(case: Case, change) -> Case:
     ("change", "message"),
     [
         (lambda m: m[1:], r"has \d+ (vision|audio) items, but the plan was made for \d+"),
-        (lambda m: (dataclasses.replace(m[0], shape=(99, 1, 1)), *m[1:]), r"\((100|104), .*made for"),
+        (
+            lambda m: (dataclasses.replace(m[0], shape=(99, 1, 1)), *m[1:]),
+            r"\((100|104), .*made for",
+        ),
         (lambda m: (dataclasses.replace(m[0], tokens=77), *m[1:]), r", 77, .*made for"),
         (lambda m: (dataclasses.replace(m[0], slot=55), *m[1:]), r", 55\).*made for"),
         (
@@ -479,8 +585,12 @@ def test_text_that_differs_from_the_plan_is_refused():
     number = int(case.examples[0])
     example = case.corpus.examples[number]
     longer = dataclasses.replace(example, tokens=np.append(example.tokens, 1))
-    with pytest.raises(MisalignmentError, match=rf"has {len(longer.tokens)} tokens.*for {len(example.tokens)}"):
-        dataclasses.replace(case, corpus=FakeCorpus({**case.corpus.examples, number: longer})).fill()
+    with pytest.raises(
+        MisalignmentError, match=rf"has {len(longer.tokens)} tokens.*for {len(example.tokens)}"
+    ):
+        dataclasses.replace(
+            case, corpus=FakeCorpus({**case.corpus.examples, number: longer})
+        ).fill()
 
 
 def test_plans_that_do_not_fit_are_refused():

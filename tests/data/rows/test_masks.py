@@ -43,7 +43,9 @@ def dense(row, rank, parts):
     own, found = len(blocks) // parts, set()
     for part in range(parts):
         for i, (first, partial, full) in enumerate(tables["query_spans"][rank, part].tolist()):
-            for t, j in enumerate(tables["query_blocks"][rank, part][first : first + partial + full].tolist()):
+            for t, j in enumerate(
+                tables["query_blocks"][rank, part][first : first + partial + full].tolist()
+            ):
                 found.add((blocks[part * own + i], blocks[j], t >= partial))
     return found
 
@@ -75,7 +77,9 @@ def test_windows_have_lists_of_their_own_in_the_same_order(ids, parts, window):
     finish_language_row(row, spec)
     expected = set(zip(tiles.query, tiles.key, tiles.full, strict=True))
     assert dense(row | {"tiles": row["window_tiles"]}, 0, parts) == expected
-    assert expected <= {(query, key, full) for query, key, _ in dense(row, 0, parts) for full in (True, False)}
+    assert expected <= {
+        (query, key, full) for query, key, _ in dense(row, 0, parts) for full in (True, False)
+    }
 
 
 @given(segments(), st.sampled_from([1, 2, 3]))
@@ -90,7 +94,9 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
         "valid": np.ones((1, len(slots) // 4), bool),
         "failed": np.zeros(1, np.int32),
     }
-    row_format = RowFormat(1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4, axes=(1, 2))
+    row_format = RowFormat(
+        1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4, axes=(1, 2)
+    )
     finish_encoder_row(row, AttentionSpec({"audio": BLOCK}, {"audio": parts}), "audio", row_format)
     tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))

@@ -128,7 +128,10 @@ def open_corpus(path: Path) -> Corpus:
 def make_filler(corpus: Corpus) -> StepFiller:
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     capacities = {"vision": (128, 4), "audio": (128, 8), "language": (128, 1)}
-    kinds = {**{name: encoder_phase(name) for name in MODALITIES}, "language": decoder_phase(tuple(MODALITIES))}
+    kinds = {
+        **{name: encoder_phase(name) for name in MODALITIES},
+        "language": decoder_phase(tuple(MODALITIES)),
+    }
     phases = {
         name: PhaseSpec(kinds[name], 2, (capacity,), 16, slots_per_token, ItemCost(10, 1))
         for name, (capacity, slots_per_token) in capacities.items()
@@ -144,14 +147,18 @@ def test_a_tar_file_makes_the_same_index_and_rows_as_files(folder: Path, tar: No
     packed = open_corpus(folder / "data.tar")
     assert isinstance(packed.indexes[0].source, Tar)
     for name in ("id", "language_length", "item_shape", "item_length", "item_slot", "checksum"):
-        np.testing.assert_array_equal(getattr(packed.indexes[0], name), getattr(files.indexes[0], name))
+        np.testing.assert_array_equal(
+            getattr(packed.indexes[0], name), getattr(files.indexes[0], name)
+        )
     (refused,) = packed.rejected
     assert str(refused).startswith(f"{folder / 'data.tar'}:9: no turn has the role 'assistant'")
     examples = np.arange(len(files))
     expected = make_filler(files)(0, examples)
     step = make_filler(packed)(0, examples)
     assert len(expected.failures) == 1
-    assert step.failures == tuple(line.replace(f"{folder}/", f"{folder}/data.tar:") for line in expected.failures)
+    assert step.failures == tuple(
+        line.replace(f"{folder}/", f"{folder}/data.tar:") for line in expected.failures
+    )
     for phase, rows in expected.rows.items():
         jax.tree.map(np.testing.assert_array_equal, step.rows[phase], rows)
     assert all(sum(row["valid"].sum() for row in step.rows[phase]) > 8 for phase in MODALITIES)
@@ -179,7 +186,9 @@ def test_worker_processes_read_it(folder: Path, tar: None) -> None:
                 jax.tree.map(np.testing.assert_array_equal, step.rows[phase], rows)
 
 
-def test_its_index_is_cached_until_the_file_changes(folder: Path, tar: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_index_is_cached_until_the_file_changes(
+    folder: Path, tar: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = open_corpus(folder / "data.tar")
     monkeypatch.setattr(Images, "measure", lambda *_: pytest.fail("measured again"))
     assert open_corpus(folder / "data.tar").fingerprint() == first.fingerprint()
@@ -200,7 +209,9 @@ def test_the_format_is_named_by_the_config_or_the_ending(tmp_path: Path, tar: No
     other = SourceConfig(name="s", path=str(tmp_path / "a.txt"))
     assert isinstance(open_source(other), JsonLines)
     assert isinstance(open_source(replace_format(other, "tar")), Tar)
-    with pytest.raises(DataError, match=r"source 's': data.sources.format is 'zip', but formats are jsonl, tar"):
+    with pytest.raises(
+        DataError, match=r"source 's': data.sources.format is 'zip', but formats are jsonl, tar"
+    ):
         open_source(replace_format(other, "zip"))
 
 

@@ -26,7 +26,14 @@ def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
             source.resolve(name)
         return caught.value.reason
 
-    escapes = ("../root-beside/a.png", "sub/../../x.png", str(root / "a.png"), "link/a.png", "/etc/passwd", ".")
+    escapes = (
+        "../root-beside/a.png",
+        "sub/../../x.png",
+        str(root / "a.png"),
+        "link/a.png",
+        "/etc/passwd",
+        ".",
+    )
     assert [refusal(name) for name in escapes] == ["path_escapes_root"] * len(escapes)
     assert refusal("a\0.png") == refusal("") == "wrong_type"
     resolved = source.resolve("sub/../a.png")
@@ -37,7 +44,9 @@ def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
 def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     os.symlink(tmp_path / "real", tmp_path / "root")
-    source = JsonLines.of(SourceConfig(name="s", path=str(tmp_path / "x.jsonl"), root=str(tmp_path / "root")))
+    source = JsonLines.of(
+        SourceConfig(name="s", path=str(tmp_path / "x.jsonl"), root=str(tmp_path / "root"))
+    )
     resolved = source.resolve("a.png")
     assert resolved.path == tmp_path / "real/a.png"
     assert source.media(resolved.address) == resolved
@@ -46,14 +55,20 @@ def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", Path("/dev/zero"), tmp_path):
-        with pytest.raises(DataError, match=r"source 'x': .* is no regular file; see data\.sources"):
+        with pytest.raises(
+            DataError, match=r"source 'x': .* is no regular file; see data\.sources"
+        ):
             index_of(SourceConfig(name="x", path=str(path)))
 
 
-def test_a_line_without_end_is_refused_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_refused_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE", 10_000)
     long = json.dumps({"id": "long", "text": "x" * 50_000_000})
-    source = write(tmp_path / "train.jsonl", ask(text("a"), id="first"), long, ask(text("b"), id="last"))
+    source = write(
+        tmp_path / "train.jsonl", ask(text("a"), id="first"), long, ask(text("b"), id="last")
+    )
     tracemalloc.start()
     index = index_of(source)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
@@ -68,10 +83,14 @@ def test_a_line_without_end_is_refused_without_being_held(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_a_line_of_just_the_bound_is_read(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_just_the_bound_is_read(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = json.dumps(ask(text("a"), id="first"))
     for bound, read in ((len(record + end), 1), (len(record + end) - 1, 0)):
         monkeypatch.setattr(jsonl, "MAX_LINE", bound)
         (tmp_path / "train.jsonl").write_text(record + end)
-        index = index_of(SourceConfig(name="s", path=str(tmp_path / "train.jsonl")), tmp_path / str(bound))
+        index = index_of(
+            SourceConfig(name="s", path=str(tmp_path / "train.jsonl")), tmp_path / str(bound)
+        )
         assert len(index) == read and len(index.rejected) == 1 - read

@@ -40,11 +40,19 @@ def test_content_parts(tmp_path: Path) -> None:
         {"type": "text", "text": "<image>?"},
         {"type": "audio", "audio": "sub/b.flac"},
     ]
-    got = parse({"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]}, tmp_path)
+    got = parse(
+        {"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]},
+        tmp_path,
+    )
     image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
     sound = MediaPart("audio", File(tmp_path / "sub/b.flac", "sub/b.flac"))
     assert got == Conversation(
-        "7", "cats", (Turn("user", (image, TextPart("What <image>?"), sound)), Turn("assistant", (TextPart("A cat."),)))
+        "7",
+        "cats",
+        (
+            Turn("user", (image, TextPart("What <image>?"), sound)),
+            Turn("assistant", (TextPart("A cat."),)),
+        ),
     )
     assert got.media == (image, sound)
 
@@ -58,7 +66,14 @@ def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
         {"type": "audio", "audio": "c.wav"},
     ]
     second = [{"type": "image", "image": "d.png"}]
-    by_parts = {"messages": [{"role": "user", "content": parts}, ANSWER, {"role": "user", "content": second}, ANSWER]}
+    by_parts = {
+        "messages": [
+            {"role": "user", "content": parts},
+            ANSWER,
+            {"role": "user", "content": second},
+            ANSWER,
+        ]
+    }
     by_lists = {
         "images": ["a.png", "b.png", "d.png"],
         "audios": ["c.wav"],
@@ -90,11 +105,27 @@ def test_defaults(tmp_path: Path) -> None:
             "'robot'; roles are system, user, assistant, tool",
         ),
         ({"messages": [{"role": "user"}]}, "missing_field", "messages[0] has no 'content'"),
-        ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", "a string or a list, not a number"),
-        ({"messages": [{"role": "user", "content": ["hi"]}]}, "wrong_type", "content[0] must be an object"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "wrong_type",
+            "a string or a list, not a number",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["hi"]}]},
+            "wrong_type",
+            "content[0] must be an object",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "film"}]}]}, "unknown_part", "'film'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "missing_field", "no 'image'"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, "no_assistant_turn", "nothing to learn"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "missing_field",
+            "no 'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "no_assistant_turn",
+            "nothing to learn",
+        ),
         ({"messages": []}, "no_assistant_turn", "nothing to learn"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "invalid_text", "not Unicode"),
         ({"messages": [ANSWER], "id": ["x"]}, "wrong_type", "'id'"),
@@ -115,20 +146,29 @@ def test_refusals(record: object, reason: str, words: str, tmp_path: Path) -> No
 
 
 def learn_all(record: object, root: Path) -> Conversation:
-    return parse_conversation(record, resolver(root), default_id="s:1", default_source="s", targets="all")
+    return parse_conversation(
+        record, resolver(root), default_id="s:1", default_source="s", targets="all"
+    )
 
 
 def test_documents(tmp_path: Path) -> None:
     """Placeholders and parts give the same page, a text is a page, and what is null is not there."""
     image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
-    page = Conversation("s:1", "s", (Turn("document", (TextPart("A cat. "), image, TextPart(" It sleeps."))),), "all")
+    page = Conversation(
+        "s:1",
+        "s",
+        (Turn("document", (TextPart("A cat. "), image, TextPart(" It sleeps."))),),
+        "all",
+    )
     words = [{"type": "text", "text": "A cat. "}, {"type": "text", "text": " It sleeps."}]
     parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
     written = "A cat. <image> It sleeps."
     assert learn_all({"content": parts}, tmp_path) == page
     for key in ("text", "content"):
         assert learn_all({key: written, "images": ["a.png"], "messages": None}, tmp_path) == page
-    assert learn_all({"text": "Words."}, tmp_path).turns == (Turn("document", (TextPart("Words."),)),)
+    assert learn_all({"text": "Words."}, tmp_path).turns == (
+        Turn("document", (TextPart("Words."),)),
+    )
     assert learn_all({"content": parts[1:2]}, tmp_path).turns == (Turn("document", (image,)),)
 
 
@@ -159,9 +199,15 @@ def test_refused_documents(record: object, reason: str, tmp_path: Path) -> None:
 
 def test_messages_are_one_printable_line(tmp_path: Path) -> None:
     hostile = "a\n\x1b[31m\u202e\u2028error: b"
-    for record in (picture(f"../{hostile}"), {"messages": [{"role": hostile, "content": ""}]}, {hostile: 1}):
+    for record in (
+        picture(f"../{hostile}"),
+        {"messages": [{"role": hostile, "content": ""}]},
+        {hostile: 1},
+    ):
         assert str(refusal(record, tmp_path)).isprintable()
-    assert len(str(refusal({"messages": [{"role": "x" * 100_000, "content": ""}]}, tmp_path))) < 3000
+    assert (
+        len(str(refusal({"messages": [{"role": "x" * 100_000, "content": ""}]}, tmp_path))) < 3000
+    )
 
 
 @pytest.mark.parametrize("images", [["a.png"], ["a.png", "b.png", "c.png"], []])
@@ -176,7 +222,9 @@ def picture(path: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": [{"type": "image", "image": path}]}, ANSWER]}
 
 
-@pytest.mark.parametrize("line", [b'{"a": ', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "line", [b'{"a": ', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+)
 def test_malformed_json(line: bytes) -> None:
     with pytest.raises(ConversationError) as caught:
         parse_json(line)

@@ -28,10 +28,14 @@ SHAPES = [(1, 4, 6), (20, 1, 1), (1, 2, 2)]
 
 @pytest.fixture(params=["bytes", "file"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(None if request.param == "bytes" else write_tokenizer(tmp_path / "t.json", SPECIALS))
+    return load_tokenizer(
+        None if request.param == "bytes" else write_tokenizer(tmp_path / "t.json", SPECIALS)
+    )
 
 
-def reference(talk: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
+def reference(
+    talk: Conversation, tokenizer: Tokenizer
+) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
     """Token by token: (id, is it learned, position)."""
     layout, shapes = tokenizer.layout, iter(SHAPES)
     rows: list[tuple[int, bool, tuple[int, int, int]]] = []
@@ -53,7 +57,9 @@ def reference(talk: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list
             frame, (_, height, width) = layout.media[part.part], next(shapes)
             put(frame.begin, False)
             if part.part == "image":
-                cells = [(row, column) for row in range(height // 2) for column in range(width // 2)]
+                cells = [
+                    (row, column) for row in range(height // 2) for column in range(width // 2)
+                ]
                 rows += [(frame.pad, False, (at, at + row, at + column)) for row, column in cells]
                 at += max(height // 2, width // 2)
             else:
@@ -72,15 +78,21 @@ def test_render_against_a_loop(tokenizer: Tokenizer) -> None:
     assert got.tokens.tolist() == tokens
     assert got.targets.tolist() == targets
     assert got.positions.tolist() == [list(position) for position in positions]
-    assert {array.dtype for array in (got.tokens, got.targets, got.positions)} == {np.dtype(np.int32)}
+    assert {array.dtype for array in (got.tokens, got.targets, got.positions)} == {
+        np.dtype(np.int32)
+    }
     assert [(span.phase, span.shape, span.tokens) for span in got.media] == [
         ("vision", (1, 4, 6), 6),
         ("audio", (20, 1, 1), 3),
         ("vision", (1, 2, 2), 1),
     ]
     pads = {tokenizer.layout.media[part].pad for part in ("image", "audio")}
-    assert all(set(got.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads for span in got.media)
-    assert got.media[1] == MediaSpan("audio", File(Path("/b.wav")), (20, 1, 1), got.media[1].slot, 3)
+    assert all(
+        set(got.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads for span in got.media
+    )
+    assert got.media[1] == MediaSpan(
+        "audio", File(Path("/b.wav")), (20, 1, 1), got.media[1].slot, 3
+    )
 
 
 def test_answers_are_learned_with_their_end_and_without_headers() -> None:
@@ -91,7 +103,9 @@ def test_answers_are_learned_with_their_end_and_without_headers() -> None:
 
 
 def test_media_without_an_encoder() -> None:
-    with pytest.raises(ConversationError, match=r"no encoder of the model takes it \(encoders: vision\)") as caught:
+    with pytest.raises(
+        ConversationError, match=r"no encoder of the model takes it \(encoders: vision\)"
+    ) as caught:
         render(TALK, ByteTokenizer(), {"vision": MODALITIES["vision"]}, SHAPES)
     assert caught.value.reason == "no_encoder"
 
@@ -113,15 +127,35 @@ def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenize
     texts = [[*tokenizer.encode(text), end] for text in ("Hear ", "a bell", "Yes")]
     assert got.targets[got.targets >= 0].tolist() == [i for ids in texts for i in ids]
     tokens, _, positions = reference(talk, tokenizer)
-    assert got.tokens.tolist() == tokens and got.positions.tolist() == [list(position) for position in positions]
+    assert got.tokens.tolist() == tokens and got.positions.tolist() == [
+        list(position) for position in positions
+    ]
 
 
 def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
-    page = Conversation("x", "s", (Turn(DOCUMENT, (TextPart("A cat."), PICTURE, TextPart("It sleeps."))),), "all")
+    page = Conversation(
+        "x", "s", (Turn(DOCUMENT, (TextPart("A cat."), PICTURE, TextPart("It sleeps."))),), "all"
+    )
     got = render(page, tokenizer, MODALITIES, [(1, 2, 4)])
-    frame, end, encode = tokenizer.layout.media["image"], tokenizer.layout.turn_end, tokenizer.encode
+    frame, end, encode = (
+        tokenizer.layout.media["image"],
+        tokenizer.layout.turn_end,
+        tokenizer.encode,
+    )
     before, after = encode("A cat."), encode("It sleeps.")
-    assert got.tokens.tolist() == [*before, *frame.begin, frame.pad, frame.pad, *frame.end, *after, end]
-    assert got.targets[got.targets >= 0].tolist() == [*before[1:], *after, end]  # nothing comes before the first token
+    assert got.tokens.tolist() == [
+        *before,
+        *frame.begin,
+        frame.pad,
+        frame.pad,
+        *frame.end,
+        *after,
+        end,
+    ]
+    assert got.targets[got.targets >= 0].tolist() == [
+        *before[1:],
+        *after,
+        end,
+    ]  # nothing comes before the first token
     (span,) = got.media
     assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()

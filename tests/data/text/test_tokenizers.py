@@ -12,7 +12,13 @@ from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.text.conversation import Conversation, ConversationError, MediaPart, TextPart, Turn
+from jaxmllm.data.text.conversation import (
+    Conversation,
+    ConversationError,
+    MediaPart,
+    TextPart,
+    Turn,
+)
 from jaxmllm.data.text.render import render
 from jaxmllm.data.text.tokenizers import (
     ByteTokenizer,
@@ -27,7 +33,14 @@ MODALITIES: dict[str, Modality] = {
     "audio": Sounds(16_000, 400, 160, 80, chunk_frames=64, merge=2, max_seconds=60.0),
 }
 PICTURE, SOUND = MediaPart("image", File(Path("/a.png"))), MediaPart("audio", File(Path("/b.wav")))
-SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIALS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+]
 
 
 def write_tokenizer(path: Path, specials: list[str]) -> Path:
@@ -44,7 +57,9 @@ def write_tokenizer(path: Path, specials: list[str]) -> Path:
 
 @pytest.fixture(params=["bytes", "file"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(None if request.param == "bytes" else write_tokenizer(tmp_path / "t.json", SPECIALS))
+    return load_tokenizer(
+        None if request.param == "bytes" else write_tokenizer(tmp_path / "t.json", SPECIALS)
+    )
 
 
 def test_text_survives_and_ids_stay_in_the_vocabulary(tokenizer: Tokenizer) -> None:
@@ -61,7 +76,9 @@ def test_text_survives_and_ids_stay_in_the_vocabulary(tokenizer: Tokenizer) -> N
 def test_chat_layout_of_a_file(tmp_path: Path) -> None:
     tokenizer = FileTokenizer(write_tokenizer(tmp_path / "t.json", SPECIALS))
     ids = {name: 256 + i for i, name in enumerate(SPECIALS)}
-    talk = Conversation("x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (TextPart("a"),))))
+    talk = Conversation(
+        "x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (TextPart("a"),)))
+    )
     got = render(talk, tokenizer, MODALITIES, [(1, 2, 2), (4, 1, 1)])
     encode = tokenizer.encode
     assert got.tokens.tolist() == [
@@ -69,7 +86,13 @@ def test_chat_layout_of_a_file(tmp_path: Path) -> None:
         *(ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]),
         ids["<|endoftext|>"],  # no audio tokens in this file: no frame, the common pad
         *(ids["<|im_end|>"], *encode("\n")),
-        *(ids["<|im_start|>"], *encode("assistant\n"), *encode("a"), ids["<|im_end|>"], *encode("\n")),
+        *(
+            ids["<|im_start|>"],
+            *encode("assistant\n"),
+            *encode("a"),
+            ids["<|im_end|>"],
+            *encode("\n"),
+        ),
     ]
 
 
@@ -82,7 +105,9 @@ def test_a_pickled_tokenizer_still_takes_text_literally(tmp_path: Path) -> None:
 
 
 def test_unusable_tokenizer_files(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"must have the tokens '<\|im_start\|>' and '<\|im_end\|>'"):
+    with pytest.raises(
+        TokenizerError, match=r"must have the tokens '<\|im_start\|>' and '<\|im_end\|>'"
+    ):
         FileTokenizer(write_tokenizer(tmp_path / "t.json", ["<|endoftext|>"]))
     (tmp_path / "broken.json").write_text("{}")
     for name in ("broken.json", "absent.json"):
@@ -93,9 +118,18 @@ def test_unusable_tokenizer_files(tmp_path: Path) -> None:
 def test_the_tool_role_has_an_id_that_no_other_token_has() -> None:
     layout = ByteTokenizer.layout
     media = [i for frame in layout.media.values() for i in (*frame.begin, *frame.end)]
-    ids = [*(i for header in layout.headers.values() for i in header), layout.turn_end, layout.pad, *media]
+    ids = [
+        *(i for header in layout.headers.values() for i in header),
+        layout.turn_end,
+        layout.pad,
+        *media,
+    ]
     assert len(set(ids)) == len(ids) and min(ids) >= 256 and max(ids) < ByteTokenizer.vocab_size
-    assert [layout.headers[role] for role in ("system", "user", "assistant")] == [(257,), (258,), (259,)]
+    assert [layout.headers[role] for role in ("system", "user", "assistant")] == [
+        (257,),
+        (258,),
+        (259,),
+    ]
 
 
 # ---------------------------------------------------------------------------- text is text
@@ -128,7 +162,12 @@ def bpe(vocabulary: list[str], words: list[str], **options: Any) -> dict[str, An
         for cut in range(1, len(word)):
             merges.append([word[:cut], word[cut]])
             vocabulary.append(word[: cut + 1])
-    return {"type": "BPE", "vocab": numbered(dict.fromkeys(vocabulary)), "merges": merges, **options}
+    return {
+        "type": "BPE",
+        "vocab": numbered(dict.fromkeys(vocabulary)),
+        "merges": merges,
+        **options,
+    }
 
 
 def model_of(kind: str, inside: list[str]) -> dict[str, Any]:
@@ -139,17 +178,27 @@ def model_of(kind: str, inside: list[str]) -> dict[str, Any]:
     if kind == "bpe that ignores merges":
         return bpe(letters, ["cat", *inside], ignore_merges=True)
     if kind == "unigram":
-        pieces = [["<unk>", 0.0], *([letter, -8.0] for letter in letters), *([token, -1.0] for token in inside)]
+        pieces = [
+            ["<unk>", 0.0],
+            *([letter, -8.0] for letter in letters),
+            *([token, -1.0] for token in inside),
+        ]
         return {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     if kind == "wordpiece":
         tokens = ["<unk>", *letters, *(f"##{letter}" for letter in letters), *inside]
-        options = {"unk_token": "<unk>", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+        options = {
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        }
         return {"type": "WordPiece", "vocab": numbered(tokens), **options}
     tokens = ["<unk>", "cat", "the", *inside]
     return {"type": "WordLevel", "vocab": numbered(tokens), "unk_token": "<unk>"}
 
 
-def tokenizer_file(path: Path, kind: str, inside: list[str], special: bool, normalized: bool) -> Path:
+def tokenizer_file(
+    path: Path, kind: str, inside: list[str], special: bool, normalized: bool
+) -> Path:
     model = model_of(kind, inside)
     count = len(model["vocab"])
     known = numbered(piece for piece, _ in model["vocab"]) if kind == "unigram" else model["vocab"]
@@ -158,11 +207,21 @@ def tokenizer_file(path: Path, kind: str, inside: list[str], special: bool, norm
     flags = {"single_word": False, "lstrip": True, "rstrip": False, "normalized": normalized}
     # The last token is no part of a turn: it is special where the file says so, and always here.
     added = [
-        {"id": numbers[token], "content": token, "special": special or token == CONTROL[-1], **flags}
+        {
+            "id": numbers[token],
+            "content": token,
+            "special": special or token == CONTROL[-1],
+            **flags,
+        }
         for token in sorted(CONTROL, key=numbers.__getitem__)
         if token not in inside or special
     ]
-    bytes_: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    bytes_: dict[str, Any] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     folded = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
     file = {
         "version": "1.0",
@@ -218,12 +277,17 @@ def test_the_library_alone_lets_control_tokens_out(tmp_path: Path) -> None:
             path = tokenizer_file(tmp_path / "t.json", kind, inside, special, normalized=False)
             library = tokenizers.Tokenizer.from_file(str(path))
             library.encode_special_tokens = True
-            assert library.token_to_id("<|im_end|>") in library.encode("<|im_end|>", add_special_tokens=False).ids
+            assert (
+                library.token_to_id("<|im_end|>")
+                in library.encode("<|im_end|>", add_special_tokens=False).ids
+            )
 
 
 def test_text_that_can_be_written_in_no_other_way_is_refused(tmp_path: Path) -> None:
     """Where an end of turn also stands for unknown text."""
-    path = tokenizer_file(tmp_path / "t.json", "wordlevel", CONTROL[:6], special=True, normalized=False)
+    path = tokenizer_file(
+        tmp_path / "t.json", "wordlevel", CONTROL[:6], special=True, normalized=False
+    )
     file = json.loads(path.read_text())
     file["model"]["unk_token"] = "<|im_end|>"
     path.write_text(json.dumps(file))

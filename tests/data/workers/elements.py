@@ -45,7 +45,11 @@ class Filler:
             Path(self.folder, str(k)).touch()
         if k in self.at:
             getattr(self, self.act)()
-        values = {"sum": np.full((k % 3, 4), examples.sum()), "odd": examples % 2 == 1, "none": np.zeros(0, np.int32)}
+        values = {
+            "sum": np.full((k % 3, 4), examples.sum()),
+            "odd": examples % 2 == 1,
+            "none": np.zeros(0, np.int32),
+        }
         return k, values, os.getpid()
 
     def sleep(self):

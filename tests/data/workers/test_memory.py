@@ -44,7 +44,10 @@ def test_every_kind_of_array_comes_back(name):
 
 
 def test_nested_values_come_back_through_a_socket():
-    value = {"rows": [{name: array} for name, array in ARRAYS.items()], "counts": (1, 2.5, "x", None)}
+    value = {
+        "rows": [{name: array} for name, array in ARRAYS.items()],
+        "counts": (1, 2.5, "x", None),
+    }
     here, there = socket.socketpair()
     with here, there:
         descriptor = share(value)
@@ -84,7 +87,9 @@ def test_arrays_are_aligned_and_their_readers_own():
 def test_memory_and_descriptors_last_as_long_as_the_arrays():
     def held() -> tuple[int, int]:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("jaxmllm")
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(
+            "jaxmllm"
+        )
 
     before = held()
     arrays = attach(share([np.zeros(1 << 20, np.uint8), np.arange(9)]))

@@ -61,8 +61,13 @@ def test_a_killed_worker_is_replaced_and_named():
                 os.kill(pid, signal.SIGKILL)
         found += list(elements)
     assert_elements(found, 0, 20)
-    assert 1 <= len(said) <= 2  # one that is killed while it starts to wait for an element is not missed until then
-    assert all("was killed by SIGKILL (out of memory?); another one loads it again" in line for line in said)
+    assert (
+        1 <= len(said) <= 2
+    )  # one that is killed while it starts to wait for an element is not missed until then
+    assert all(
+        "was killed by SIGKILL (out of memory?); another one loads it again" in line
+        for line in said
+    )
     assert all(line.startswith("element ") and "\n" not in line for line in said)
 
 
@@ -81,7 +86,10 @@ def test_a_worker_that_dies_every_time_is_one_error(monkeypatch):
     with Loader([source], 2, 4, said.append) as loader:
         elements = loader.read(source, 0, 8)
         assert_elements([next(elements) for _ in range(3)], 0, 3)
-        with pytest.raises(LoadError, match=r"^element 4: data worker .* ended with exit code 7, and so did 2 before"):
+        with pytest.raises(
+            LoadError,
+            match=r"^element 4: data worker .* ended with exit code 7, and so did 2 before",
+        ):
             next(elements)
     assert len(said) == 2 and children() == before
 
@@ -91,8 +99,16 @@ def test_a_worker_that_dies_every_time_is_one_error(monkeypatch):
     "act, kind, message",
     [
         ("data_error", DataError, r"^data.jsonl:7: not the record 'a' that was indexed"),
-        ("memory", LoadError, r"^element 3 cannot be loaded: no memory is left; lower data.workers"),
-        ("file", LoadError, r"^element 3 cannot be loaded: .*'/nowhere/a.png'; see that its files can be read"),
+        (
+            "memory",
+            LoadError,
+            r"^element 3 cannot be loaded: no memory is left; lower data.workers",
+        ),
+        (
+            "file",
+            LoadError,
+            r"^element 3 cannot be loaded: .*'/nowhere/a.png'; see that its files can be read",
+        ),
     ],
 )
 def test_errors_arrive_as_themselves_when_their_element_is_due(workers, act, kind, message):
@@ -104,7 +120,9 @@ def test_errors_arrive_as_themselves_when_their_element_is_due(workers, act, kin
             next(elements)
         assert type(caught.value) is kind and "\n" not in str(caught.value)
         if kind is not LoadError and workers:
-            assert "in _reply" in caught.value.__notes__[0]  # where it was raised, for whoever wants a traceback
+            assert (
+                "in _reply" in caught.value.__notes__[0]
+            )  # where it was raised, for whoever wants a traceback
 
 
 def test_an_error_that_cannot_travel_still_says_what_it_was():
@@ -114,7 +132,9 @@ def test_an_error_that_cannot_travel_still_says_what_it_was():
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_closing_does_not_wait_for_elements(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "CLOSE_SECONDS", CLOSE_SECONDS if workers else 0.1)  # a thread that never looks up
+    monkeypatch.setattr(
+        reader, "CLOSE_SECONDS", CLOSE_SECONDS if workers else 0.1
+    )  # a thread that never looks up
     source, before = Numbers(act="sleep", at=tuple(range(1, 20)), folder=str(tmp_path)), children()
     loader = Loader([source], workers, 4)
     assert_elements([next(loader.read(source, 0, 20))], 0, 1)
@@ -177,7 +197,9 @@ sys.stdin.readline()
 def test_workers_end_with_their_parent(workers, killed, tmp_path):
     """Without a close, in the middle of elements that take for ever."""
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(workers)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None and parent.stdout.readline().strip()
         wait_until(lambda: len(os.listdir(tmp_path)) > workers, "all have begun to load")
         pids = children(parent.pid)
@@ -218,7 +240,10 @@ def test_readers_of_two_sources_share_the_workers(workers):
         left_early.close()
         assert list(left_early) == []
         assert len(children() - before) == workers
-        for pid in ("self", *(children() - before)):  # what has a name in /dev/shm can be left there
+        for pid in (
+            "self",
+            *(children() - before),
+        ):  # what has a name in /dev/shm can be left there
             assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
         assert_elements(found + list(steps), 7, 20)
 
@@ -231,7 +256,10 @@ def test_waiting_is_told_of_at_growing_intervals(workers, monkeypatch):
     assert_elements(load(Numbers(act="pause", at=(1,)), 1, 2, workers, said=said), 1, 2)
     where = "data worker (process " if workers else "a thread of this process is loading it"
     assert 2 <= len(said) <= 6  # 0.1, 0.2, 0.4 s, and some more while the worker starts
-    assert all(line.startswith("element 2: waiting for its data for ") for line in said) and where in said[-1]
+    assert (
+        all(line.startswith("element 2: waiting for its data for ") for line in said)
+        and where in said[-1]
+    )
 
 
 def test_a_worker_that_cannot_start_is_an_error(monkeypatch):

@@ -40,7 +40,9 @@ def encoder() -> Component:
         return row["patches"] @ (outer.trained | outer.frozen)["stem"]
 
     def last(outer: Params, x, row):
-        return jnp.tanh(x.reshape(*x.shape[:-2], SLOTS, -1) @ (outer.trained | outer.frozen)["project"])
+        return jnp.tanh(
+            x.reshape(*x.shape[:-2], SLOTS, -1) @ (outer.trained | outer.frozen)["project"]
+        )
 
     return Component(first, layer, last)
 
@@ -60,7 +62,9 @@ def language() -> Component:
     def last(outer: Params, x, row):
         logits = x @ (outer.trained | outer.frozen)["head"]
         loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), row["targets"][..., None], axis=-1)
-        return jnp.sum(loss) / 100, {"right": jnp.sum(logits.argmax(-1) == row["targets"]).astype(jnp.float32)}
+        return jnp.sum(loss) / 100, {
+            "right": jnp.sum(logits.argmax(-1) == row["targets"]).astype(jnp.float32)
+        }
 
     return Component(first, layer, last)
 
@@ -104,12 +108,17 @@ def parameters(
             first = {"stem": matrix(5, width)}
             last = {"project": matrix(2 * width, WIDTHS["language"])}
         parts = [(first, of.first), (last, of.last)]
-        merged = [{k: v for part, yes in parts if yes == side for k, v in part.items()} for side in (True, False)]
+        merged = [
+            {k: v for part, yes in parts if yes == side for k, v in part.items()}
+            for side in (True, False)
+        ]
         outer.append(Params(*merged))
     return tuple(layers), tuple(outer)
 
 
-def rows(ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int, ...], seed: int = 0):
+def rows(
+    ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int, ...], seed: int = 0
+):
     """Rows of all components, padded to `sizes` microbatches; every consumed token replaces one of the text."""
     random = np.random.default_rng(seed)
     found = []
@@ -125,7 +134,9 @@ def rows(ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int,
         places = [0] * len(ring.encoders)
         for encoder_, sub in inputs:
             users = [other for other, of in enumerate(workload.inputs) if (encoder_, sub) in of]
-            half = range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]  # deferral: each takes some tokens
+            half = (
+                range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]
+            )  # deferral: each takes some tokens
             for replica in range(REPLICAS):
                 for token in half:
                     at = random.integers(TEXT)
@@ -155,14 +166,19 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
                 x = parts[c].layer(jax.tree.map(lambda leaf, n=number: leaf[n], weights[c]), x, row)
             return parts[c].last(outers[c], x, row)
 
-        tokens = [[through(c, m, ()) for m in range(workload.chains[c].shape[1])] for c in range(len(parts) - 1)]
+        tokens = [
+            [through(c, m, ()) for m in range(workload.chains[c].shape[1])]
+            for c in range(len(parts) - 1)
+        ]
         loss, sums = 0.0, {"right": 0.0}
         for m, inputs in enumerate(workload.inputs):
             media = []
             for c, places in enumerate(fan):
                 of = [tokens[c][sub] for e, sub in inputs if e == c]
                 of += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (places - len(of))
-                media.append(jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"])))
+                media.append(
+                    jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"]))
+                )
             more, parts_ = through(len(parts) - 1, m, tuple(media))
             loss, sums = loss + more, jax.tree.map(jnp.add, sums, parts_)
         return loss, sums
@@ -177,7 +193,9 @@ def stacked(ring: Ring, c: int, tree):
     starts = np.cumsum([0, *chain.layers])
 
     def stack(leaf):
-        out = np.zeros((ring.stages, chain.chunks_per_rank, max(1, *chain.layers), *leaf.shape[1:]), leaf.dtype)
+        out = np.zeros(
+            (ring.stages, chain.chunks_per_rank, max(1, *chain.layers), *leaf.shape[1:]), leaf.dtype
+        )
         for depth, stage in enumerate(chain.stages):
             count = chain.layers[depth]
             out[stage, chain.local(depth), :count] = leaf[starts[depth] : starts[depth] + count]
@@ -193,13 +211,20 @@ def inputs(ring: Ring, layers, outer, rows) -> Inputs:
 # ---------------------------------------------------------------------------- rings and workloads
 
 
-def ring_of(layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()) -> Ring:
+def ring_of(
+    layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()
+) -> Ring:
     """Layouts as cuts.py lays them, with uneven layer counts."""
     count, names = len(encoders), (*encoders, "language")
     heads = heads or (False,) * len(names)
     if layout == "segments":
-        places = [tuple(range(stages)) * (1 if name != "language" else 2 if stages < 8 else 1) for name in names]
-    elif layout == "chain":  # the last encoder shares a rank with the language model where there are few
+        places = [
+            tuple(range(stages)) * (1 if name != "language" else 2 if stages < 8 else 1)
+            for name in names
+        ]
+    elif (
+        layout == "chain"
+    ):  # the last encoder shares a rank with the language model where there are few
         cut = max(1, stages // 2)
         places = [tuple(range(cut))] * count + [tuple(range(min(cut, stages - 1), stages))]
     else:
@@ -279,13 +304,21 @@ class Program:
         table = make_table(schedule, self.spec)
         validate(table, schedule.graph)
         batch = rows(ring, workload, self.sizes, self.spec.rows_read, seed)
-        (loss, sums), (layers, outer) = unpipelined(ring, workload, self.spec.rows_read, self.layers, self.outer, batch)
-        found = self.run(TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch)))
+        (loss, sums), (layers, outer) = unpipelined(
+            ring, workload, self.spec.rows_read, self.layers, self.outer, batch
+        )
+        found = self.run(
+            TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch))
+        )
         np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
         np.testing.assert_allclose(found.sums["right"], sums["right"])
         expected = tuple(stacked(ring, c, of) for c, of in enumerate(layers)), tuple(outer)
-        for got, want in zip(jax.tree.leaves((found.layers, found.outer)), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max() + 1e-3))
+        for got, want in zip(
+            jax.tree.leaves((found.layers, found.outer)), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(
+                got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max() + 1e-3)
+            )
 
 
 def program(
@@ -298,12 +331,18 @@ def program(
     ticks: int = 400,
 ) -> Program:
     """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2."""
-    places = {(pool, c): slots for pool in Pool for c in range(len(ring.chains)) if pool < Pool.RESIDUAL}
+    places = {
+        (pool, c): slots for pool in Pool for c in range(len(ring.chains)) if pool < Pool.RESIDUAL
+    }
     for c, of in enumerate(trained[:-1]):
         if of == NONE:
             del places[Pool.TOKEN_GRADIENT, c]
     del places[Pool.TOKENS, len(ring.chains) - 1], places[Pool.TOKEN_GRADIENT, len(ring.chains) - 1]
-    places |= {(pool, c): slots if pool == Pool.PENDING else 2 for pool in pools for c in range(len(ring.chains))}
+    places |= {
+        (pool, c): slots if pool == Pool.PENDING else 2
+        for pool in pools
+        for c in range(len(ring.chains))
+    }
     spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders))
     mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
     run = jax.jit(make_executor(spec, components(ring), mesh))

@@ -11,7 +11,9 @@ from sharding.pipeline.ring import Chain, PipelineError, Ring
 from tests.sharding.pipeline.models import ALL, HEAD, NONE, ring_of, workload_of
 
 
-def work(depths: int, microbatches: int, forward: int = 2, back: int = 2, weight: int = 3) -> ChainWork:
+def work(
+    depths: int, microbatches: int, forward: int = 2, back: int = 2, weight: int = 3
+) -> ChainWork:
     whole = np.ones((depths, microbatches), np.int64)
     return ChainWork(whole * forward, whole * forward, whole * back, whole * weight)
 
@@ -35,11 +37,17 @@ def test_what_waits_for_what():
     for m in (0, 1):
         for chain in ("vision", "language"):
             first, second = (f"of {chain} chunk {d}, microbatch {m}" for d in (0, 1))
-            expected |= {(f"forward {first}", f"forward {second}"), (f"backward {second}", f"backward {first}")}
+            expected |= {
+                (f"forward {first}", f"forward {second}"),
+                (f"backward {second}", f"backward {first}"),
+            }
             expected |= {(f"forward {of}", f"backward {of}") for of in (first, second)}
     for sub, m in ((0, 0), (1, 0), (1, 1)):
         tower, text = f"of vision chunk 1, microbatch {sub}", f"of language chunk 0, microbatch {m}"
-        expected |= {(f"forward {tower}", f"forward {text}"), (f"backward {text}", f"backward {tower}")}
+        expected |= {
+            (f"forward {tower}", f"forward {text}"),
+            (f"backward {text}", f"backward {tower}"),
+        }
     assert found == expected
 
 
@@ -55,7 +63,9 @@ def test_the_last_language_forward_is_part_of_its_backward():
 def test_split_backwards():
     graph = build_graph(RING, DEFERRED, split=True, fused=False)
     for chain in (0, 1):
-        first, second = (graph.number[kind, chain, 1, 0] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+        first, second = (
+            graph.number[kind, chain, 1, 0] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        )
         assert (graph.duration[first], graph.duration[second]) == (2 + 2, 3)
         assert graph.successors[first][0] == (second, 1) or (second, 1) in graph.successors[first]
         assert not graph.successors[second]
@@ -65,7 +75,12 @@ def test_split_backwards():
 
 @pytest.mark.parametrize(
     ("trained", "backward"),
-    [((HEAD, NONE), {0: {1}, 1: {0, 1}}), ((NONE, ALL), {1: {0, 1}}), ((NONE, NONE), {}), ((NONE, HEAD), {1: {1}})],
+    [
+        ((HEAD, NONE), {0: {1}, 1: {0, 1}}),
+        ((NONE, ALL), {1: {0, 1}}),
+        ((NONE, NONE), {}),
+        ((NONE, HEAD), {1: {1}}),
+    ],
 )
 def test_frozen_chunks_have_no_backward(trained, backward):
     ring = ring_of("chain", 4, heads=tuple(of == HEAD for of in trained))
@@ -85,7 +100,10 @@ def test_tokens_travel_as_far_as_they_must():
         n = graph.number[Kind.FORWARD, encoder, 0, 0]
         assert {ticks for _, ticks in graph.successors[n] if graph.chain[_] == 2} == {hops}
     far = [buffer for buffer in graph.buffers if buffer.hops == 2]
-    assert {(buffer.pool, buffer.rank) for buffer in far} == {(Pool.TOKENS, 2), (Pool.TOKEN_GRADIENT, 0)}
+    assert {(buffer.pool, buffer.rank) for buffer in far} == {
+        (Pool.TOKENS, 2),
+        (Pool.TOKEN_GRADIENT, 0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -94,11 +112,17 @@ def test_tokens_travel_as_far_as_they_must():
         (Workload((work(2, 2),), ((), ())), "1 components for a ring of 2"),
         (Workload((work(1, 2), work(2, 2)), ((), ())), "1 chunks for vision, which has 2"),
         (Workload((work(2, 2, 0), work(2, 2)), ((), ())), "duration 0"),
-        (Workload((work(2, 1), work(2, 2)), ((),)), "inputs of 1 language microbatches, of which there are 2"),
+        (
+            Workload((work(2, 1), work(2, 2)), ((),)),
+            "inputs of 1 language microbatches, of which there are 2",
+        ),
         (Workload((work(2, 1), work(2, 1)), (((0, 0), (0, 0)),)), "twice"),
         (Workload((work(2, 1), work(2, 1)), (((0, 0), (0, 1)),)), "does not exist"),
         (Workload((work(2, 1), work(2, 1)), (((1, 0),),)), "does not exist"),
-        (Workload((work(2, 2), work(2, 1)), (((0, 1),),)), "no language microbatch consumes encoder row 0"),
+        (
+            Workload((work(2, 2), work(2, 1)), (((0, 1),),)),
+            "no language microbatch consumes encoder row 0",
+        ),
         (Workload((work(2, 1), work(2, 1, 1, 0, 0)), (((0, 0),),)), "which has no backward"),
     ],
 )
@@ -108,8 +132,12 @@ def test_workloads_that_cannot_be(workload, message):
 
 
 def test_gradients_need_something_to_come_from():
-    first_only = ChainWork(*(np.array(of, np.int64) for of in ([[1], [1]], [[1], [1]], [[1], [0]], [[0], [0]])))
-    with pytest.raises(PipelineError, match="chunk 0 of vision has a backward for microbatch 0, but chunk 1"):
+    first_only = ChainWork(
+        *(np.array(of, np.int64) for of in ([[1], [1]], [[1], [1]], [[1], [0]], [[0], [0]]))
+    )
+    with pytest.raises(
+        PipelineError, match="chunk 0 of vision has a backward for microbatch 0, but chunk 1"
+    ):
         build_graph(RING, Workload((first_only, work(2, 1)), (((0, 0),),)))
     ring = Ring(2, (dataclasses.replace(RING.chains[0], head_only=True), RING.chains[1]))
     with pytest.raises(PipelineError, match="only after its last layer"):

@@ -61,7 +61,10 @@ def test_a_model_that_learns_nothing_has_no_backward_pass():
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_attention_costs_two_and_a_half_forward_passes_on_the_way_back(trainable):
-    before, layer = Layer("language", 1, trainable=True), Layer("language", 10, attention=4, trainable=trainable)
+    before, layer = (
+        Layer("language", 1, trainable=True),
+        Layer("language", 10, attention=4, trainable=trainable),
+    )
     _, cost = layer_costs({"language": [before, layer]})["language"]
     assert (cost.forward, cost.input_grad, cost.recompute) == (14, 10 + 10, 14)
     assert cost.weight_grad == (10 if trainable else 0)
@@ -109,7 +112,9 @@ def test_cuts_of_costs_whose_squares_no_word_holds():
 def chains(**costs: list[int]) -> dict[str, list[Layer]]:
     """Chains with nothing trained whose blocks cost what is given, and stem and head nothing."""
     return {
-        name: [Layer(name, cost, parameters=min(cost, 1), trainable=False) for cost in [0, *each, 0]]
+        name: [
+            Layer(name, cost, parameters=min(cost, 1), trainable=False) for cost in [0, *each, 0]
+        ]
         for name, each in costs.items()
     }
 
@@ -162,7 +167,9 @@ def test_rows_of_a_microbatch_count_in_cuts_but_not_in_chunks_a_rank():
     layers = chains(vision=[2] * 4, language=[4] * 6)
     found = partition(layers, 2, "segments", rows={"vision": 5})
     assert [chain.depth for chain in found.chains] == [2, 6], "a row of language is three of vision"
-    assert [chain.depth for chain in partition(layers, 4, "parallel", rows={"vision": 6}).chains] == [2, 2]
+    assert [
+        chain.depth for chain in partition(layers, 4, "parallel", rows={"vision": 6}).chains
+    ] == [2, 2]
     assert [chain.depth for chain in partition(layers, 4, "parallel").chains] == [1, 3]
     assert partition(layers, 2, "chain", rows={"vision": 9}).chains[1].stages == (1,)
     unaware = partition(layers, 2, "chain", rows={"vision": 9}, cut_by="parameters")
@@ -177,7 +184,9 @@ def test_a_tiny_encoder_does_not_cut_the_others_to_pieces():
 def test_parallel_gives_each_chain_the_ranks_it_needs():
     layers = chains(vision=[3] * 4, audio=[1] * 3, language=[4] * 9)
     found = partition(layers, 6, "parallel")
-    assert [chain.stages for chain in found.chains] == [(0, 1), (2,), (3, 4, 5)], "a fourth would not hasten language"
+    assert [chain.stages for chain in found.chains] == [(0, 1), (2,), (3, 4, 5)], (
+        "a fourth would not hasten language"
+    )
     assert max(loads(found, layers)) == 12
 
 
@@ -194,7 +203,9 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
         return
 
     def slowest(layers, count):
-        every = ((0, *inner, len(layers)) for inner in combinations(range(1, len(layers)), count - 1))
+        every = (
+            (0, *inner, len(layers)) for inner in combinations(range(1, len(layers)), count - 1)
+        )
         return min(max(sum(layers[a:b]) for a, b in pairwise(bounds)) for bounds in every)
 
     splits = [
@@ -225,7 +236,9 @@ def test_stems_and_projectors_stay_with_a_block_and_heads_may_stand_alone():
     [((False, True, False), [True, False]), ((True, True, True), [False, False])],
 )
 def test_a_chain_trained_behind_its_last_block_only_says_so(trained, expected):
-    assert [chain.head_only for chain in partition(model(*trained), 2, "segments").chains] == expected
+    assert [
+        chain.head_only for chain in partition(model(*trained), 2, "segments").chains
+    ] == expected
 
 
 def test_a_model_without_encoders():
@@ -244,7 +257,10 @@ def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
     assert work.forward.sum(axis=0).tolist() == [40, 40, 40], "stem, two blocks, projector"
     for microbatch, each in enumerate(costs):
         for depth, cost in enumerate(chunk_costs(chain, each)):
-            found = [part[depth, microbatch] for part in (work.forward, work.input_gradient, work.weight_gradient)]
+            found = [
+                part[depth, microbatch]
+                for part in (work.forward, work.input_gradient, work.weight_gradient)
+            ]
             assert found == [cost.forward, cost.input_grad, cost.weight_grad]
             assert work.recompute[depth, microbatch] == cost.recompute
     with pytest.raises(PipelineError, match="vision has 2 layers in its chunks, but costs of 3"):
@@ -256,17 +272,27 @@ def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
 
 def test_more_stages_than_layers_are_refused_with_both_counts():
     layers = chains(vision=[1] * 3, language=[1] * 8)
-    with pytest.raises(PipelineError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"):
+    with pytest.raises(
+        PipelineError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"
+    ):
         partition(layers, 4, "segments")
     with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but .*: 11 in all"):
         partition(layers, 12, "chain")
-    with pytest.raises(PipelineError, match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8"):
+    with pytest.raises(
+        PipelineError,
+        match=r"pipeline\.stages = 12, but 'vision' has 3 layers and 'language' has 8",
+    ):
         partition(layers, 12, "parallel")
-    with pytest.raises(PipelineError, match=r"pipeline\.stages = 1, .* a rank for each of vision, language"):
+    with pytest.raises(
+        PipelineError, match=r"pipeline\.stages = 1, .* a rank for each of vision, language"
+    ):
         partition(layers, 1, "parallel")
     with pytest.raises(PipelineError, match="2 layers cannot be cut into 3"):
         cut([1, 1], 3)
-    with pytest.raises(PipelineError, match="3 chunks of 'language' on each of 3 stages, but 'language' has 8 layers"):
+    with pytest.raises(
+        PipelineError,
+        match="3 chunks of 'language' on each of 3 stages, but 'language' has 8 layers",
+    ):
         partition(layers, 3, "segments", chunks={"language": 3})
     with pytest.raises(PipelineError, match=r"pipeline\.stages = 0"):
         partition(layers, 0, "chain")

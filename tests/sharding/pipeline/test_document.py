@@ -46,8 +46,14 @@ def drawing() -> list[str]:
     for rank in range(2):
         cells = []
         for n in schedule.ticks[:, rank].tolist():
-            name = "" if n < 0 else "VL"[graph.chain[n]] + (str(graph.depth[n]) if graph.chain[n] else " ")
-            cells.append("." if n < 0 else f"{name} {LETTER[Kind(graph.kind[n])]} {graph.microbatch[n]}")
+            name = (
+                ""
+                if n < 0
+                else "VL"[graph.chain[n]] + (str(graph.depth[n]) if graph.chain[n] else " ")
+            )
+            cells.append(
+                "." if n < 0 else f"{name} {LETTER[Kind(graph.kind[n])]} {graph.microbatch[n]}"
+            )
         lines.append(f"rank {rank}  " + "".join(f"{cell:<8}" for cell in cells))
     for rank in range(2):
         lines += ["", f"rows of rank {rank}"]

@@ -24,7 +24,9 @@ def test_a_table_ends_with_idle_ticks():
 def test_tables_that_do_not_fit():
     schedule = greedy(GRAPH)
     slots = slots_needed([schedule])
-    with pytest.raises(PipelineError, match=f"{len(schedule.ticks)} ticks for tables of 7; raise the ticks"):
+    with pytest.raises(
+        PipelineError, match=f"{len(schedule.ticks)} ticks for tables of 7; raise the ticks"
+    ):
         make_table(schedule, TableSpec(RING, slots, 7, (4,)))
     with pytest.raises(PipelineError, match="encoder rows of vision, the tables have room for 0"):
         make_table(schedule, TableSpec(RING, slots, 500, (0,)))

@@ -45,29 +45,86 @@ def test_a_good_table_is_good():
 
 
 # What is changed in the first row that has certain values, to what, and what the validator says.
-FORWARD, BACK, WEIGHT = (action_of(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+FORWARD, BACK, WEIGHT = (
+    action_of(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+)
 TOWER, TOWER_BACK = action_of(0, Kind.FORWARD), action_of(0, Kind.INPUT_GRADIENT)
 IS_FIRST = "grad_is_first.0.0"
 WRONG = {
     "operation left out": ({"action": WEIGHT}, "action", 0, "leaves out weight gradient"),
-    "operation of another component": ({"action": FORWARD}, "action", TOWER, "forward of vision .* was done before"),
+    "operation of another component": (
+        {"action": FORWARD},
+        "action",
+        TOWER,
+        "forward of vision .* was done before",
+    ),
     "no such action": ({"action": FORWARD}, "action", 99, "action 99, which does not exist"),
-    "no such chunk": ({"action": FORWARD}, "chunk", 7, "chunk 7 of language, which it does not hold"),
+    "no such chunk": (
+        {"action": FORWARD},
+        "chunk",
+        7,
+        "chunk 7 of language, which it does not hold",
+    ),
     "no such microbatch": ({"action": FORWARD}, "microbatch", 40, "not in this batch"),
     "done twice": ({"action": FORWARD, "microbatch": 1}, "microbatch", 0, "was done before"),
     "layers": ({"action": FORWARD}, "layers", 9, "layers 9 instead of"),
     "first": ({"action": FORWARD, "first": 1}, "first", 0, "first 0 instead of 1"),
     "last": ({"action": TOWER, "last": 1}, "last", 0, "last 0 instead of 1"),
-    "loss counted twice": ({"action": FORWARD, "first": 0}, "count_loss", 1, "count_loss 1 instead of 0"),
+    "loss counted twice": (
+        {"action": FORWARD, "first": 0},
+        "count_loss",
+        1,
+        "count_loss 1 instead of 0",
+    ),
     "loss not counted": ({"action": BACK, "last": 1}, "count_loss", 0, "count_loss 0 instead of 1"),
-    "input from a wrong slot": ({"action": FORWARD, "input": 1}, "input", 0, "needs the input of language"),
-    "slot that does not exist": ({"action": FORWARD, "input": 0}, "input", 99, "input slot 99 of language"),
-    "gradient from a wrong slot": ({"action": BACK, "gradient": 0}, "gradient", 1, "needs the gradient of language"),
-    "tokens from a wrong slot": ({"action": FORWARD, "tokens.0.0": 0}, "tokens.0.0", 1, "needs the tokens of vision"),
-    "tokens of nobody": ({"action": FORWARD, "first": 1, "tokens.0.3": -1}, "tokens.0.3", 0, "which this microbatch"),
-    "share of a wrong slot": ({"action": BACK, IS_FIRST: 0}, "grad_slot.0.0", 99, "slot 99 of vision"),
-    "share added to nothing": ({"action": BACK, IS_FIRST: 1}, IS_FIRST, 0, "adds to token gradient slot"),
-    "share that replaces another": ({"action": BACK, IS_FIRST: 0}, IS_FIRST, 1, "from language microbatches"),
+    "input from a wrong slot": (
+        {"action": FORWARD, "input": 1},
+        "input",
+        0,
+        "needs the input of language",
+    ),
+    "slot that does not exist": (
+        {"action": FORWARD, "input": 0},
+        "input",
+        99,
+        "input slot 99 of language",
+    ),
+    "gradient from a wrong slot": (
+        {"action": BACK, "gradient": 0},
+        "gradient",
+        1,
+        "needs the gradient of language",
+    ),
+    "tokens from a wrong slot": (
+        {"action": FORWARD, "tokens.0.0": 0},
+        "tokens.0.0",
+        1,
+        "needs the tokens of vision",
+    ),
+    "tokens of nobody": (
+        {"action": FORWARD, "first": 1, "tokens.0.3": -1},
+        "tokens.0.3",
+        0,
+        "which this microbatch",
+    ),
+    "share of a wrong slot": (
+        {"action": BACK, IS_FIRST: 0},
+        "grad_slot.0.0",
+        99,
+        "slot 99 of vision",
+    ),
+    "share added to nothing": (
+        {"action": BACK, IS_FIRST: 1},
+        IS_FIRST,
+        0,
+        "adds to token gradient slot",
+    ),
+    "share that replaces another": (
+        {"action": BACK, IS_FIRST: 0},
+        IS_FIRST,
+        1,
+        "from language microbatches",
+    ),
     "residuals of another": (
         {"action": BACK, "read_residual": None},
         "read_residual",
@@ -80,11 +137,31 @@ WRONG = {
         -1,
         "needs the residual of language",
     ),
-    "pending of another": ({"action": WEIGHT, "pending": 0}, "pending", 1, "needs the pending of language"),
-    "nothing received": ({"receive.input.1": None}, "receive.input.1", -1, "needs the input of language"),
-    "received, not sent": ({"action": 0, "receive.gradient.1": -1}, "receive.gradient.1", 0, "sends nothing"),
+    "pending of another": (
+        {"action": WEIGHT, "pending": 0},
+        "pending",
+        1,
+        "needs the pending of language",
+    ),
+    "nothing received": (
+        {"receive.input.1": None},
+        "receive.input.1",
+        -1,
+        "needs the input of language",
+    ),
+    "received, not sent": (
+        {"action": 0, "receive.gradient.1": -1},
+        "receive.gradient.1",
+        0,
+        "sends nothing",
+    ),
     "result stays": ({"action": TOWER, "last": 0}, "output", 0, "sends nothing"),
-    "gradient not sent": ({"send.token_gradient.0": None}, "send.token_gradient.0", -1, "sends nothing"),
+    "gradient not sent": (
+        {"send.token_gradient.0": None},
+        "send.token_gradient.0",
+        -1,
+        "sends nothing",
+    ),
 }
 
 
@@ -125,7 +202,9 @@ def test_ticks_change_places_only_if_nothing_waits(seed):
     first, second = sorted(random.choice(TABLE.count, 2, replace=False).tolist())
     order = np.arange(TABLE.spec.ticks)
     order[[first, second]] = second, first
-    swapped = dataclasses.replace(TABLE, rows=TABLE.rows[order], wire_active=TABLE.wire_active[order])
+    swapped = dataclasses.replace(
+        TABLE, rows=TABLE.rows[order], wire_active=TABLE.wire_active[order]
+    )
     tick = {}
     for t in range(TABLE.count):
         for rank in range(4):
@@ -133,11 +212,17 @@ def test_ticks_change_places_only_if_nothing_waits(seed):
             if row["action"]:
                 c, kind = divmod(row["action"] - 1, len(Kind))
                 chain = RING.chains[c]
-                depth = next(d for d in range(chain.depth) if (chain.stages[d], chain.local(d)) == (rank, row["chunk"]))
+                depth = next(
+                    d
+                    for d in range(chain.depth)
+                    if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])
+                )
                 tick[GRAPH.number[kind, c, depth, row["microbatch"]]] = t
-    late = any(tick[n] + ticks > tick[after] for n in range(GRAPH.size) for after, ticks in GRAPH.successors[n]) or any(
-        tick[n] >= tick[after] for n in range(GRAPH.size) for *_, after in GRAPH.returns[n]
-    )
+    late = any(
+        tick[n] + ticks > tick[after]
+        for n in range(GRAPH.size)
+        for after, ticks in GRAPH.successors[n]
+    ) or any(tick[n] >= tick[after] for n in range(GRAPH.size) for *_, after in GRAPH.returns[n])
     try:
         validate(swapped, GRAPH)
     except PipelineError:

@@ -3,7 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmllm.training.objectives.tokens import Sums, chunk_size, failed_examples, sums_by_source, token_losses
+from jaxmllm.training.objectives.tokens import (
+    Sums,
+    chunk_size,
+    failed_examples,
+    sums_by_source,
+    token_losses,
+)
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
@@ -18,7 +24,12 @@ def draw(seed=0, ranks=RANKS, slots=SLOTS, vocabulary=VOCABULARY, scale=1.0):
     targets = rng.integers(0, vocabulary, (ranks, slots))
     targets[rng.random(targets.shape) < 1 / 3] = -1
     hidden = rng.standard_normal((ranks, slots, WIDTH)) * scale
-    return hidden, rng.standard_normal((WIDTH, vocabulary)), targets, rng.standard_normal((ranks, slots))
+    return (
+        hidden,
+        rng.standard_normal((WIDTH, vocabulary)),
+        targets,
+        rng.standard_normal((ranks, slots)),
+    )
 
 
 def dense(hidden, head, targets, d_losses):
@@ -70,17 +81,23 @@ def test_bfloat16_sums_in_float32():
     assert losses.dtype == np.float32 and d_hidden.dtype == d_head.dtype == jnp.bfloat16
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in inputs[:2]]
     want = dense(*rounded, *inputs[2:])
-    np.testing.assert_allclose(losses, want[0], atol=1e-5)  # the inputs were rounded, the sums are not
+    np.testing.assert_allclose(
+        losses, want[0], atol=1e-5
+    )  # the inputs were rounded, the sums are not
     assert (np.asarray(hits) == want[1]).mean() > 0.99
     for got, expected in ((d_hidden, want[2]), (d_head, want[3])):
-        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=0.02 * abs(expected).max())
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), expected, rtol=0, atol=0.02 * abs(expected).max()
+        )
 
 
 def test_large_logits_do_not_overflow():
     hidden, head, targets, d_losses = draw(3, scale=1e3)
     got = vjp((hidden, head, targets, d_losses), 16, WHOLE, np.float32)
     assert all(np.isfinite(x).all() for x in got)
-    np.testing.assert_allclose(got[0], dense(hidden, head, targets, d_losses)[0], rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(
+        got[0], dense(hidden, head, targets, d_losses)[0], rtol=1e-4, atol=1e-2
+    )
 
 
 def test_tokens_without_a_target_have_neither_loss_nor_gradient():
@@ -100,7 +117,9 @@ def test_tokens_without_a_target_have_neither_loss_nor_gradient():
 def compiled_gradient(slots, vocabulary, chunk, layout):
     shapes = (
         jax.ShapeDtypeStruct((layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows),
-        jax.ShapeDtypeStruct((WIDTH, vocabulary), np.float32, sharding=layout.sharding((None, "vocab"))),
+        jax.ShapeDtypeStruct(
+            (WIDTH, vocabulary), np.float32, sharding=layout.sharding((None, "vocab"))
+        ),
         jax.ShapeDtypeStruct((layout.ranks, slots), np.int32, sharding=layout.rows),
     )
 
@@ -115,7 +134,11 @@ def test_the_logits_of_a_row_never_exist():
     program = compiled_gradient(slots, vocabulary, chunk, WHOLE)
     logits = slots * vocabulary * 4
     head = WIDTH * vocabulary * 4
-    assert program.memory_analysis().temp_size_in_bytes < 6 * (chunk * vocabulary * 4 + head) < logits / 8
+    assert (
+        program.memory_analysis().temp_size_in_bytes
+        < 6 * (chunk * vocabulary * 4 + head)
+        < logits / 8
+    )
     text = program.as_text()
     assert f"{chunk},{vocabulary}]" in text and f"{slots},{vocabulary}]" not in text
 
@@ -123,13 +146,16 @@ def test_the_logits_of_a_row_never_exist():
 def test_the_heads_gradient_is_reduced_once():
     """Not in the loop over chunks: it is the largest array of the program."""
     text = compiled_gradient(64, 1000, 16, SPLIT).as_text()
-    reduced = [line for line in text.splitlines() if f"[{WIDTH},500]" in line and "all-reduce(" in line]
+    reduced = [
+        line for line in text.splitlines() if f"[{WIDTH},500]" in line and "all-reduce(" in line
+    ]
     assert len(reduced) == 1 and "while/body" not in reduced[0]
     assert "16,1000]" not in text, "logits stay split over the vocabulary"
 
 
 @pytest.mark.parametrize(
-    ("capacity", "largest", "size"), [(64, 16, 16), (64, 100, 64), (96, 64, 48), (4096, 500, 256), (7, 3, 1)]
+    ("capacity", "largest", "size"),
+    [(64, 16, 16), (64, 100, 64), (96, 64, 48), (4096, 500, 256), (7, 3, 1)],
 )
 def test_chunk_size_is_the_largest_divisor_that_fits(capacity, largest, size):
     assert chunk_size(capacity, largest) == size

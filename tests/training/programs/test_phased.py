@@ -32,7 +32,9 @@ def test_batches_of_every_composition_use_the_same_programs(mixed):
         members = [i for kind in kinds for i in pools[KINDS[kind]]]
         batches.append(random.permutation(members)[: random.integers(1, 33)].tolist())
     state = mixed.programs.init(0)
-    state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))  # warm-up: transfers compile, too
+    state, _ = mixed.programs.train(
+        state, mixed.put(mixed.step([0, 1]))
+    )  # warm-up: transfers compile, too
     counter = CompilationCounter()
     shapes = set()
     for batch in batches:
@@ -53,7 +55,9 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
     step = mixed.step(mixed.of_kind(kind)[:12])
     assert {phase for phase, rows in step.rows.items() if rows} == {"language", *kind}
     result = mixed.gradients(step)
-    moving = {name for name, g in result.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+    moving = {
+        name for name, g in result.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))
+    }
     assert moving == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
 
 
@@ -62,16 +66,26 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
 
 @pytest.mark.parametrize("encoders", [(), ("vision",), ("audio",)])
 def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
-    kinds = {"text", *({"picture"} if "vision" in encoders else ()), *({"sound"} if "audio" in encoders else ())}
+    kinds = {
+        "text",
+        *({"picture"} if "vision" in encoders else ()),
+        *({"sound"} if "audio" in encoders else ()),
+    }
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     source = tmp_path / "train.jsonl"
-    source.write_text("".join(line for line in lines if any(f'"source": "{kind}"' in line for kind in kinds)))
+    source.write_text(
+        "".join(line for line in lines if any(f'"source": "{kind}"' in line for kind in kinds))
+    )
     tree = tiny_config(data, mesh={"data": 2})
     tree["data"]["sources"] = [{"name": "part", "path": str(source), "root": str(data)}]
     tree["data"]["evaluation"] = tree["data"]["sources"]
     tree["model"] = {name: tree["model"][name] for name in (*encoders, "language")}
     setup = assemble(tree, 2)
-    assert set(setup.params) == {"language", *encoders, *(f"projector.{phase}" for phase in encoders)}
+    assert set(setup.params) == {
+        "language",
+        *encoders,
+        *(f"projector.{phase}" for phase in encoders),
+    }
     assert set(setup.corpus.sources) == kinds
     batch = setup.put(setup.step(range(len(setup.corpus))[:16]))
     state, losses = setup.programs.init(0), []
@@ -112,15 +126,22 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
         state, _ = programs.train(state, programs.put(step))
     after = jax.device_get(state.params)
     for name in before:
-        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True)]
+        same = [
+            np.array_equal(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True)
+        ]
         assert all(same) if name in frozen else not any(same), name
 
     backward = {name.subject for name in programs.compiled if name.function == "encode_grad"}
-    assert backward == {phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen}
+    assert backward == {
+        phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen
+    }
     returning = {name.subject for name in programs.compiled if name.function == "deliver_back"}
     assert returning == {programs.exchange_owner[phase] for phase in backward}
     for phase in ("vision", "audio"):
-        assert programs.functions.keeps_features(phase) == (phase in frozen and f"projector.{phase}" not in frozen)
+        assert programs.functions.keeps_features(phase) == (
+            phase in frozen and f"projector.{phase}" not in frozen
+        )
 
 
 def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):

@@ -38,7 +38,11 @@ def computed(setup, step) -> Result:
 
 
 def used(result: Result) -> dict:
-    return {name: g for name, g in result.grads.items() if any(np.any(leaf) for leaf in jax.tree.leaves(g))}
+    return {
+        name: g
+        for name, g in result.grads.items()
+        if any(np.any(leaf) for leaf in jax.tree.leaves(g))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,10 @@ def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, run
     step = piped.step(examples)
     assert runs <= len(step.runs) < 2 * runs
     assert {f"pipeline/{name}" for name in METRICS} <= step.statistics.keys()
-    assert 0 < step.statistics["pipeline/idle_share"] < 1 and step.statistics["pipeline/ticks"] > 8 * runs
+    assert (
+        0 < step.statistics["pipeline/idle_share"] < 1
+        and step.statistics["pipeline/ticks"] > 8 * runs
+    )
     assert_same(computed(piped, step), alone.gradients(alone.step(examples)), 1e-5)
 
 
@@ -74,7 +81,11 @@ def test_batches_of_one_kind(piped, alone, kind, count):
 @pytest.mark.parametrize("split_backward", [False, True])
 def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
     """Some of every kind: biases of a tower, a head and MLPs; the checkpoint holds optimizer states of these alone."""
-    patterns = {"vision": {"train": ["*bias"]}, "audio": {"freeze": True}, "language": {"train": ["head", "*.mlp.*"]}}
+    patterns = {
+        "vision": {"train": ["*bias"]},
+        "audio": {"freeze": True},
+        "language": {"train": ["head", "*.mlp.*"]},
+    }
     pipeline = {"stages": 2, "layout": "chain", "split_backward": split_backward}
     parted = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=patterns), 4)
     result = computed(parted, parted.step(EXAMPLES))
@@ -101,8 +112,12 @@ def test_deferred_examples(piped, alone):
 def test_a_schedule_of_ones_own(piped, alone, data, monkeypatch):
     """An entry of the table is all that another schedule takes: the config names it, plans use and prove it, and the
     same compiled program computes the same loss and gradients by it."""
-    tree = tiny_config(data, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain", "schedule": "toy"})
-    with pytest.raises(USER_ERRORS, match=r"pipeline.schedule = 'toy'.*choose one of 1f1b, .*search"):
+    tree = tiny_config(
+        data, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain", "schedule": "toy"}
+    )
+    with pytest.raises(
+        USER_ERRORS, match=r"pipeline.schedule = 'toy'.*choose one of 1f1b, .*search"
+    ):
         prepare(parse_config(tree), make_mesh({"stage": 2}, jax.devices()[:2]))
     monkeypatch.setitem(SCHEDULES, "toy", TOY)
     step, own = piped.step(EXAMPLES), scheduled_by(piped, "toy").step(EXAMPLES)
@@ -118,7 +133,10 @@ def scheduled_by(setup, name: str):
     training = setup.pipeline.training
     config = training.config.model_copy(update={"schedule": name})
     return dataclasses.replace(
-        setup, pipeline=dataclasses.replace(setup.pipeline, training=dataclasses.replace(training, config=config))
+        setup,
+        pipeline=dataclasses.replace(
+            setup.pipeline, training=dataclasses.replace(training, config=config)
+        ),
     )
 
 
@@ -130,7 +148,9 @@ def deferred(setup, batch) -> bool:
 def test_evaluation_counts_the_same(piped, alone):
     results = []
     for setup in (piped, alone):
-        pipeline = setup.pipeline and dataclasses.replace(setup.pipeline, training=setup.pipeline.evaluation)
+        pipeline = setup.pipeline and dataclasses.replace(
+            setup.pipeline, training=setup.pipeline.evaluation
+        )
         step = dataclasses.replace(setup, pipeline=pipeline).step(EXAMPLES)
         sums, failed = setup.programs.evaluate(setup.params, setup.put(step))
         assert failed == 0
@@ -170,7 +190,9 @@ def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
     for number, batch in enumerate(batches):
         for name, setup in setups.items():
             states[name], metrics = setup.programs.train(states[name], setup.put(setup.step(batch)))
-            losses[name].append([float(metrics[key]) for key in ("loss", "gradient_norm", "learning_rate")])
+            losses[name].append(
+                [float(metrics[key]) for key in ("loss", "gradient_norm", "learning_rate")]
+            )
         if number == 0:
             for name, setup in setups.items():
                 with Checkpoints(tmp_path / name, 1) as checkpoints:
@@ -181,7 +203,9 @@ def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
                 states[name] = setups[name].programs.from_saved(saved)
     np.testing.assert_allclose(losses["piped"], losses["alone"], rtol=2e-4)
     again = piped.programs.from_saved(piped.programs.to_saved(states["piped"]))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(states["piped"]))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(again), jax.device_get(states["piped"])
+    )
 
 
 def test_batches_of_every_composition_use_the_same_program(piped, alone):
@@ -222,13 +246,23 @@ CASES = {  # devices, mesh, pipeline
         {"data": 1, "fsdp": 2},
         SEGMENTS | {"schedule": "interleaved", "kept_residuals": 2},
     ),
-    "stages2-context2-gpipe": (4, {"data": 1, "context": 2}, {"stages": 2, "layout": "chain", "schedule": "gpipe"}),
-    "stages4-search": (4, {"data": 1}, {"stages": 4, "layout": "chain", "schedule": "search", "deferral": False}),
+    "stages2-context2-gpipe": (
+        4,
+        {"data": 1, "context": 2},
+        {"stages": 2, "layout": "chain", "schedule": "gpipe"},
+    ),
+    "stages4-search": (
+        4,
+        {"data": 1},
+        {"stages": 4, "layout": "chain", "schedule": "search", "deferral": False},
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, mesh, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()])
+@pytest.mark.parametrize(
+    "devices, mesh, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()]
+)
 def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline):
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
     assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
@@ -277,13 +311,21 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
 def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1})))
-    stages = ["pipeline.stages=2", "pipeline.layout=chain", f"run.directory={tmp_path / 'run'}", "run.steps=2"]
+    stages = [
+        "pipeline.stages=2",
+        "pipeline.layout=chain",
+        f"run.directory={tmp_path / 'run'}",
+        "run.steps=2",
+    ]
     command = ["--config", str(config), *stages]
     assert main([*command, "profile.start=1", "profile.steps=1"]) == 0
     (saved,) = (tmp_path / "run" / "profile").rglob("schedule_*.npz")
     assert saved.name == "schedule_2.npz"
     planned = tmp_path / "planned.npz"
-    assert timeline.main([*command, "--step", "2", "--save", str(planned), "--out", str(tmp_path)]) == 0
+    assert (
+        timeline.main([*command, "--step", "2", "--save", str(planned), "--out", str(tmp_path)])
+        == 0
+    )
     run, plan = load_tables(saved), load_tables(planned)
     assert run.columns == plan.columns and run.components == ("vision", "audio", "language")
     for name in ("rows", "wire_active"):
@@ -306,8 +348,14 @@ def sizes(data, devices: int, **changes):
     "changes, words",
     [
         ({"pipeline": {"stages": 8, "layout": "chain"}}, ["pipeline.stages = 8", "4 in all"]),
-        ({"pipeline": {"stages": 2, "layout": "segments"}}, ["pipeline.stages = 2", "'vision' has 1 layers"]),
-        ({"pipeline": {"stages": 2, "layout": "parallel"}}, ["pipeline.stages = 2", "a rank for each"]),
+        (
+            {"pipeline": {"stages": 2, "layout": "segments"}},
+            ["pipeline.stages = 2", "'vision' has 1 layers"],
+        ),
+        (
+            {"pipeline": {"stages": 2, "layout": "parallel"}},
+            ["pipeline.stages = 2", "a rank for each"],
+        ),
         (
             {"pipeline": {"stages": 2, "layout": "chain"}, "phases__language__long_capacity": 4096},
             ["phases.language.long_capacity"],
@@ -331,11 +379,17 @@ def test_settings_that_cannot_be(data, changes, words):
 
 
 @pytest.mark.parametrize(
-    "changes, key", [({"rows_read": (0, 0)}, "encoder_rows_per_microbatch"), ({"slots": {}}, "microbatches_in_flight")]
+    "changes, key",
+    [
+        ({"rows_read": (0, 0)}, "encoder_rows_per_microbatch"),
+        ({"slots": {}}, "microbatches_in_flight"),
+    ],
 )
 def test_an_example_that_no_run_holds(data, changes, key):
     made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
-    cramped = dataclasses.replace(made.training, tables=dataclasses.replace(made.training.tables, **changes))
+    cramped = dataclasses.replace(
+        made.training, tables=dataclasses.replace(made.training.tables, **changes)
+    )
     config = parse_config(tiny_config(data))
     inputs = prepare(config, make_mesh({"data": 1}, jax.devices()[:1]))
     example = next(i for i in range(96) if inputs.corpus.example(i).media)

@@ -63,7 +63,10 @@ def parallel() -> Program:
 @pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
 def test_schedules(planner, fused):
     of = segments()
-    of.check(planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=1), fused=fused)), seed=1)
+    of.check(
+        planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=1), fused=fused)),
+        seed=1,
+    )
 
 
 @pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
@@ -88,8 +91,12 @@ def test_residuals_kept(split):
 def test_any_legal_order(data):
     """Orders drawn at random, whatever a scheduler would make of them."""
     of, seed = segments(), data.draw(st.integers(0, 100))
-    work = workload_of(of.spec.ring, data.draw(st.integers(1, 6)), seed=seed, most=data.draw(st.integers(0, 2)))
-    graph = build_graph(of.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans()))
+    work = workload_of(
+        of.spec.ring, data.draw(st.integers(1, 6)), seed=seed, most=data.draw(st.integers(0, 2))
+    )
+    graph = build_graph(
+        of.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans())
+    )
     random, waits = np.random.default_rng(seed), list(graph.waits)
     ready, orders = [n for n in range(graph.size) if not waits[n]], [[] for _ in range(4)]
     while ready:
@@ -109,32 +116,45 @@ def test_one_compilation():
     """Twenty batches with schedules of their own, on one program."""
     of = segments()
     for seed in range(20):
-        graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1 + seed % 6, seed=seed), split=bool(seed % 3))
+        graph = build_graph(
+            of.spec.ring, workload_of(of.spec.ring, 1 + seed % 6, seed=seed), split=bool(seed % 3)
+        )
         table = make_table((gpipe, interleaved, greedy)[seed % 3](graph), of.spec)
         batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read, seed)
-        assert np.isfinite(of.run(TableArrays.of(table), inputs(of.spec.ring, of.layers, of.outer, batch)).loss)
+        assert np.isfinite(
+            of.run(TableArrays.of(table), inputs(of.spec.ring, of.layers, of.outer, batch)).loss
+        )
     assert of.run._cache_size() == 1
 
 
-@pytest.mark.parametrize("most", [(2, 0), (0, 2), (0, 0), (2, 2)], ids=["vision", "audio", "text", "mixed"])
+@pytest.mark.parametrize(
+    "most", [(2, 0), (0, 2), (0, 0), (2, 2)], ids=["vision", "audio", "text", "mixed"]
+)
 @pytest.mark.parametrize("layout", [three, parallel])
 def test_three_components(layout, most):
     of = layout()
     for planner in (one_f_one_b, gpipe, greedy):
-        of.check(planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,) * 3, 4, most))), seed=4)
+        of.check(
+            planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,) * 3, 4, most))),
+            seed=4,
+        )
 
 
 def test_eight_stages():
     of = program(ring_of("segments", 8), (ALL, ALL), (12, 5))
     of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=5))))
-    of.check(interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=6), fused=False)))
+    of.check(
+        interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=6), fused=False))
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_language_alone(stages):
     of = program(ring_of("segments", stages, ()), (ALL,), (6,))
     of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,)))))
-    of.check(interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,)), fused=False)))
+    of.check(
+        interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,)), fused=False))
+    )
 
 
 def test_one_stage_holds_all():
@@ -201,7 +221,10 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
     def put(found: Inputs) -> Inputs:
         layer = {"up": P("stage", None, None, None, "tensor")}
         other = P("stage", None, None, "tensor")
-        placed = lambda path, leaf: jax.device_put(leaf, NamedSharding(mesh, layer.get(path[-1].key, other)))  # noqa: E731
+
+        def placed(path, leaf):
+            return jax.device_put(leaf, NamedSharding(mesh, layer.get(path[-1].key, other)))
+
         split = NamedSharding(mesh, P(None, "data"))
         layers = jax.tree_util.tree_map_with_path(placed, found.layers)
         return found._replace(layers=layers, rows=jax.device_put(found.rows, split))

@@ -11,7 +11,9 @@ from sharding.pipeline.executor.gradient import LayerGradient, Params, used_leav
 def gated(params: Params, x, row):
     """Two matrix products into a gate, one out of it; scales are frozen."""
     weights = params.trained | params.frozen
-    hidden = jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"]) * weights["scale"] / row["level"]
+    hidden = (
+        jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"]) * weights["scale"] / row["level"]
+    )
     return x + hidden @ weights["down"]
 
 
@@ -26,7 +28,9 @@ SHAPES = {"gate": (8, 16), "up": (8, 16), "down": (16, 8), "scale": (16,)}
 
 def arrays(frozen: tuple[str, ...] = ("scale",)):
     random = np.random.default_rng(0)
-    draw = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    draw = {
+        name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
     trained = {name: value for name, value in draw.items() if name not in frozen}
     x, dy = (jnp.asarray(random.normal(size=(4, 8)), jnp.float32) for _ in range(2))
     row = {"level": jnp.asarray(random.uniform(1, 2, (4, 1)), jnp.float32)}
@@ -40,7 +44,9 @@ def test_every_way_gives_the_gradients_of_vjp(layer, frozen):
 
     @jax.jit
     def run(params, x, row, dy):
-        y, vjp = jax.vjp(lambda trained, x: layer(Params(trained, params.frozen), x, row), params.trained, x)
+        y, vjp = jax.vjp(
+            lambda trained, x: layer(Params(trained, params.frozen), x, row), params.trained, x
+        )
         gradient = LayerGradient(layer, params, x, row)
         found, residuals = gradient.forward(params, x, row)
         split = gradient.split()

@@ -22,7 +22,9 @@ def test_every_name_makes_a_proven_schedule(name):
 
 
 def test_a_wrong_name_is_told_the_names():
-    with pytest.raises(PipelineError, match=r"pipeline\.schedule = 'zigzag'.*choose one of 1f1b, .*greedy, search"):
+    with pytest.raises(
+        PipelineError, match=r"pipeline\.schedule = 'zigzag'.*choose one of 1f1b, .*greedy, search"
+    ):
         scheduler_of("zigzag")
 
 

@@ -18,14 +18,20 @@ def test_greedy_keeps_its_slots():
     ring, fitted = ring_of("segments", 4, ("vision", "audio")), 0
     for seed in range(12):
         graph = build_graph(ring, workload_of(ring, 6, seed=seed), split=bool(seed % 2))
-        slots = {place: 1 + (count + seed % 3) // 3 for place, count in slots_needed([greedy(graph)]).items()}
+        slots = {
+            place: 1 + (count + seed % 3) // 3
+            for place, count in slots_needed([greedy(graph)]).items()
+        }
         try:
             schedule = greedy(graph, slots)
         except PipelineError as error:
             assert "slot for" in str(error) and "raise the slots" in str(error)
             continue
         fitted += 1
-        fan = tuple(max(sum(of == e for of, _ in inputs) for inputs in graph.workload.inputs) for e in (0, 1))
+        fan = tuple(
+            max(sum(of == e for of, _ in inputs) for inputs in graph.workload.inputs)
+            for e in (0, 1)
+        )
         validate(make_table(schedule, TableSpec(ring, slots, len(schedule.ticks), fan)), graph)
     assert fitted > 3
 

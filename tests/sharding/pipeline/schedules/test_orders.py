@@ -30,7 +30,10 @@ def prove(schedule: Schedule) -> None:
     """The validator accepts a table with just the slots needed."""
     ring = schedule.graph.ring
     fan = tuple(
-        max([sum(of == encoder for of, _ in inputs) for inputs in schedule.graph.workload.inputs], default=0)
+        max(
+            [sum(of == encoder for of, _ in inputs) for inputs in schedule.graph.workload.inputs],
+            default=0,
+        )
         for encoder in range(len(ring.encoders))
     )
     spec = TableSpec(ring, slots_needed([schedule]), len(schedule.ticks), fan)
@@ -106,6 +109,9 @@ def test_kept_residuals_save_the_recompute():
     saved = sum(schedule.graph.duration) - sum(durations(kept))
     works = schedule.graph.workload.chains
     graph = schedule.graph
-    expected = sum(int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]]) for n in kept.keepers)
+    expected = sum(
+        int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]])
+        for n in kept.keepers
+    )
     assert saved == expected > 0
     assert lockstep(kept) <= lockstep(schedule)

@@ -51,14 +51,17 @@ def segments_graph(seed: int, microbatches: int = 6, split: bool = True) -> Grap
         ),
     )
     inputs = [
-        {(0, m), (1, m // 2)} | ({(0, m - 1)} if m and random.random() < 0.4 else set()) for m in range(microbatches)
+        {(0, m), (1, m // 2)} | ({(0, m - 1)} if m and random.random() < 0.4 else set())
+        for m in range(microbatches)
     ]
     work = (
         make_work(random, 3, microbatches, 40),
         make_work(random, 3, -(-microbatches // 2), 15),
         make_work(random, 6, microbatches, 30),
     )
-    return build_graph(ring, Workload(work, tuple(tuple(sorted(each)) for each in inputs)), split=split)
+    return build_graph(
+        ring, Workload(work, tuple(tuple(sorted(each)) for each in inputs)), split=split
+    )
 
 
 def prove(graph: Graph, schedule, slots) -> None:
@@ -87,7 +90,10 @@ def least_lockstep(graph: Graph) -> int:
             continue
         seen.add(done)
         ready = [n for n in range(graph.size) if n not in done and needs[n] <= set(done)]
-        ranks = [[None, *(n for n in ready if graph.stage[n] == rank)] for rank in range(graph.ring.stages)]
+        ranks = [
+            [None, *(n for n in ready if graph.stage[n] == rank)]
+            for rank in range(graph.ring.stages)
+        ]
         for row in itertools.product(*ranks):
             chosen = [n for n in row if n is not None]
             if chosen:
@@ -151,7 +157,9 @@ def test_slots_are_kept_to(room):
     """Fewer slots than the free search would use."""
     graph = segments_graph(3)
     free = slots_needed([search(graph, fixed_orders(), rollouts=20).schedule])
-    slots = {(pool, chain): 2 * room * (2 if chain == 2 else 1) for pool in Pool for chain in range(3)}
+    slots = {
+        (pool, chain): 2 * room * (2 if chain == 2 else 1) for pool in Pool for chain in range(3)
+    }
     assert any(free[place] > slots[place] for place in free) or room == 4
     found = search(graph, fixed_orders(), slots, rollouts=20)
     assert all(count <= slots[place] for place, count in slots_needed([found.schedule]).items())
@@ -160,21 +168,31 @@ def test_slots_are_kept_to(room):
 
 
 def test_no_room_at_all_is_an_error():
-    with pytest.raises(PipelineError, match=r"no schedule fits the slots: .* raise the slots of the pipeline"):
+    with pytest.raises(
+        PipelineError, match=r"no schedule fits the slots: .* raise the slots of the pipeline"
+    ):
         search(segments_graph(0), fixed_orders(), {(Pool.INPUT, 0): 1}, rollouts=5)
 
 
 def test_the_same_seed_finds_the_same_schedule():
-    first, second = (search(segments_graph(1), fixed_orders(), rollouts=30, seed=7) for _ in range(2))
+    first, second = (
+        search(segments_graph(1), fixed_orders(), rollouts=30, seed=7) for _ in range(2)
+    )
     other = search(segments_graph(1), fixed_orders(), rollouts=30, seed=8)
-    assert np.array_equal(first.schedule.ticks, second.schedule.ticks) and first.lockstep == second.lockstep
+    assert (
+        np.array_equal(first.schedule.ticks, second.schedule.ticks)
+        and first.lockstep == second.lockstep
+    )
     assert not np.array_equal(first.schedule.ticks, other.schedule.ticks)
 
 
 def test_more_rollouts_find_more():
     """On average; a budget is no prefix of a greater one."""
     graphs = [segments_graph(seed) for seed in range(4)]
-    few, many = (sum(search(graph, fixed_orders(), rollouts=count).lockstep for graph in graphs) for count in (2, 80))
+    few, many = (
+        sum(search(graph, fixed_orders(), rollouts=count).lockstep for graph in graphs)
+        for count in (2, 80)
+    )
     assert many < few
 
 
@@ -189,6 +207,8 @@ def test_nothing_left_to_find_ends_a_search():
 
 def test_the_lower_bound_is_the_longest_path_or_the_busiest_rank():
     graph = even_graph(1, 3, split=False)
-    assert lower_bound(graph) == sum(graph.duration), "one microbatch: one operation after the other"
+    assert lower_bound(graph) == sum(graph.duration), (
+        "one microbatch: one operation after the other"
+    )
     many = even_graph(30, 3, split=False)
     assert max(many.rank_work) <= lower_bound(many) <= 1.05 * max(many.rank_work)

@@ -24,7 +24,9 @@ def one_at_a_time(graph: Graph) -> Schedule:
         )
 
     order = sorted(range(graph.size), key=key)
-    return follow(graph, [[n for n in order if graph.stage[n] == rank] for rank in range(graph.ring.stages)])
+    return follow(
+        graph, [[n for n in order if graph.stage[n] == rank] for rank in range(graph.ring.stages)]
+    )
 
 
 TOY: Scheduler = fixed_order(one_at_a_time)
