@@ -1,0 +1,1 @@
+"""Launching processes: the local launcher, and templates for Slurm and Kubernetes."""

@@ -1,0 +1,1 @@
+"""The models: towers, projectors and decoder, as pure functions of parameters and packed rows."""
