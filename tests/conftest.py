@@ -10,12 +10,15 @@ from hypothesis import settings
 
 FLAG = "--xla_force_host_platform_device_count"
 QUICK = "--xla_backend_optimization_level=0"  # the tests compile far more than they compute
+# Eight devices share few cores: on a busy machine one comes more than 40 s late to a collective, for
+# which XLA would end the process.
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 kept = [
     flag
     for flag in os.environ.get("XLA_FLAGS", "").split()
-    if not flag.startswith(f"{FLAG}=") and flag != QUICK
+    if not flag.startswith(f"{FLAG}=") and flag not in (QUICK, PATIENT)
 ]
-os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, f"{FLAG}=8"])
+os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PATIENT, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
