@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, ceil_divide
 from jaxmllm.attention.mask import TokenIds, seen_spans, visible
 from jaxmllm.attention.tiles import visible_tiles
 
@@ -104,9 +104,8 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
 class Search:
     """Constants of the search for parts of equal work."""
 
-    near_bound: int = (
-        4096  # stop when the heaviest rank is less than 1/4096 above the least that is possible
-    )
+    # Stop when the heaviest rank is less than 1/4096 above the least that is possible
+    near_bound: int = 4096
     swaps_per_rank: int = 8  # at most
     # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks; where ranks have more, they
     # hold so many blocks that swaps of one suffice.
@@ -164,7 +163,7 @@ def _load_bound(work: Longs, ranks: int) -> int:
     blocks_per_rank = len(work) // ranks
     ascending = np.sort(work)
     largest_with_smallest = int(ascending[: blocks_per_rank - 1].sum() + ascending[-1])
-    bound = max(-(-int(work.sum()) // ranks), largest_with_smallest)
+    bound = max(ceil_divide(int(work.sum()), ranks), largest_with_smallest)
     divisor = int(np.gcd.reduce(ascending - ascending[0]))
     return bound + (blocks_per_rank * int(ascending[0]) - bound) % divisor if divisor else bound
 
@@ -214,9 +213,8 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
     return owner
 
 
-Swap: TypeAlias = tuple[
-    int, list[int], list[int]
-]  # other rank, and places of blocks given to it and taken from it
+# Other rank, and places of blocks given to it and taken from it
+Swap: TypeAlias = tuple[int, list[int], list[int]]
 
 
 def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
-from jaxmllm.arrays import Longs
+from jaxmllm.arrays import Longs, ceil_divide
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.sources.source import DataError
@@ -102,7 +102,9 @@ class Steps:
         return batch_examples(self.order, self.batch_size, k - self.start, self.first)
 
     def __len__(self) -> int:
-        return min(sys.maxsize, self.start + -(-(len(self.order) - self.first) // self.batch_size))
+        return min(
+            sys.maxsize, self.start + ceil_divide(len(self.order) - self.first, self.batch_size)
+        )
 
     def __getitem__(self, k: int) -> HostStep:
         return self.filler(k, self.examples(k))
@@ -170,7 +172,7 @@ def sample_batches(
     order: grain.MapDataset[int], corpus: Lengths, batch_size: int, count: int
 ) -> list[BatchItems]:
     """Lengths of the first `count` batches (fewer if the order ends), for capacity statistics."""
-    available = -(-len(order) // batch_size)
+    available = ceil_divide(len(order), batch_size)
     return [
         corpus.gather(batch_examples(order, batch_size, step))
         for step in range(min(count, available))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from jaxmllm.arrays import ceil_divide
 from jaxmllm.data.media.mpeg import after_id3, is_frame, only_zeros, read
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
@@ -35,9 +36,8 @@ def container(file: Stream) -> str:
 
 # ---------------------------------------------------------------------------- WAV
 
-STREAMED = (
-    0x7FFF_F000  # chunk sizes from here on are what programs write that do not know the length
-)
+# Chunk sizes from here on are what programs write that do not know the length
+STREAMED = 0x7FFF_F000
 _CHUNKS = 1000  # read at most so many chunks before the samples, and after them
 
 
@@ -234,20 +234,11 @@ def _serials(file: Stream, first: _Page) -> set[int]:
 # ---------------------------------------------------------------------------- FLAC
 
 _FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # the second: the file has frames of varying size
-_FLAC_BEGIN = re.compile(
-    rb"fLaC[\0\x80]\0\0\x22"
-)  # the mark of a file and of its STREAMINFO block, 8 bytes
+# The mark of a file and of its STREAMINFO block, 8 bytes
+_FLAC_BEGIN = re.compile(rb"fLaC[\0\x80]\0\0\x22")
 _FLAC_HEAD = 16  # bytes of the longest frame header
-_NUMBER_SIZES = (
-    0x80,
-    0xC0,
-    0xE0,
-    0xF0,
-    0xF8,
-    0xFC,
-    0xFE,
-    0xFF,
-)  # first byte of a number of 1, -, 2, 3, .. bytes
+# First byte of a number of 1, -, 2, 3, .. bytes
+_NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)
 
 
 def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
@@ -256,10 +247,9 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
     Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
     """
     start = after_id3(file)
-    frame_size = max(
-        1, int.from_bytes(read(file, start + 8, 2), "big")
-    )  # samples; the same for all but the last
-    expected = -(-samples // frame_size)
+    # Samples; the same for all but the last
+    frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))
+    expected = ceil_divide(samples, frame_size)
     frames = 0
     for position, data in _overlapping(file, start + 8):
         second = _FLAC_BEGIN.search(data)

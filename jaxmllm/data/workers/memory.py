@@ -21,6 +21,8 @@ import socket
 import tempfile
 from typing import Any
 
+from jaxmllm.arrays import round_up
+
 ALIGNMENT = 64  # bytes, of every array: a cache line, and what lets XLA on CPU read it in place
 WORD = array.array("q").itemsize
 
@@ -37,9 +39,8 @@ def share(value: Any) -> int:
     try:
         os.ftruncate(descriptor, size)
         for part, offset in zip((memoryview(header).cast("B"), *parts), (0, *offsets), strict=True):
-            _write(
-                descriptor, part, offset
-            )  # not through a mapping: without memory that would be a SIGBUS
+            # Not through a mapping: without memory that would be a SIGBUS
+            _write(descriptor, part, offset)
     except BaseException:
         os.close(descriptor)
         raise
@@ -85,14 +86,10 @@ def receive(connection: socket.socket) -> int:
 def _layout(sizes: Any) -> tuple[list[int], int]:
     """Offsets of the buffers after the header, and the size of the block."""
     ends = itertools.accumulate(
-        (WORD * (len(sizes) + 1), *sizes), lambda end, size: _aligned(end) + size
+        (WORD * (len(sizes) + 1), *sizes), lambda end, size: round_up(end, ALIGNMENT) + size
     )
     *ends_before, size = ends
-    return [_aligned(end) for end in ends_before], size
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    return [round_up(end, ALIGNMENT) for end in ends_before], size
 
 
 def _anonymous_file() -> int:
