@@ -213,9 +213,8 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
       blocks: [R] blocks of query tokens.
     """
     layer = phase_layers(MODEL, "language")[1]
-    pair = 2 * layer.attention(
-        slots=1, squares=(1, 0)
-    )  # that of a causal sequence counts half of its pairs
+    # That of a causal sequence counts half of its pairs
+    pair = 2 * layer.attention(slots=1, squares=(1, 0))
     return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
 
 

@@ -39,9 +39,8 @@ GENERATOR = (
     "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
 )
 MARKER = "JAXMLLM_DRILL"  # environment variable that all processes of a run inherit
-TOLERANCE = (
-    2e-4  # of a loss: rounding differs with the number of devices, and training carries it on
-)
+# Of a loss: rounding differs with the number of devices, and training carries it on
+TOLERANCE = 2e-4
 END_WITHIN = 180.0  # seconds in which all that a kill has left over must have ended
 START_WITHIN = 600.0  # seconds in which a run must come to its next step, on a busy machine
 SHARED_MEMORY = Path("/dev/shm")

@@ -29,18 +29,18 @@ class Trainable:
     """The mask of a model: paths of its trained parameters, and how much of each component these are."""
 
     paths: frozenset[str]
-    shares: Mapping[
-        str, Fraction
-    ]  # by component of which anything is trained: share of its numbers that are
+    # By component of which anything is trained: share of its numbers that are
+    shares: Mapping[str, Fraction]
 
     @classmethod
     def of(cls, shapes: Params, patterns: Mapping[str, Sequence[str]]) -> Trainable:
         """The mask of a model with parameters of these shapes.
 
         Args:
-          shapes: parameters, or anything with their shapes, by component. patterns: by component,
-          which of its parameters are trained: paths inside the component, in which `*` stands
-            for any characters ("layers.mlp.*", "*bias"). A component without patterns is frozen.
+          shapes: parameters, or anything with their shapes, by component.
+          patterns: by component, which of its parameters are trained: paths inside the component,
+            in which `*` stands for any characters ("layers.mlp.*", "*bias"). A component without
+            patterns is frozen.
 
         Raises:
           ConfigError: a pattern that no parameter matches.

@@ -95,9 +95,8 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
             for child in children:
                 tell_guard(child.pid)
             for printer in printers:
-                printer.join(
-                    timeout=1.0
-                )  # a worker that a killed process left behind may hold its output open
+                # A worker that a killed process left behind may hold its output open
+                printer.join(timeout=1.0)
 
 
 @contextmanager

@@ -31,9 +31,8 @@ from jaxmllm.setup.prepare import prepare
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
-ENCODER_LAYOUT = {
-    "batch": ["data", "fsdp", "tensor"]
-}  # encoders are data-parallel over tensor, too
+# Encoders are data-parallel over tensor, too
+ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}
 
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:

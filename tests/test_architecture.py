@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RECORDS = {
-    "config",
-    "phases",
-    "trainable",
-    "arrays",
-    "row_format",
-}  # at the bottom: what rooms tell one another in
+# At the bottom: what rooms tell one another in
+RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
     "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
     "jaxmllm/tools": RECORDS
@@ -63,10 +58,8 @@ DATA = {  # and inside jaxmllm/data
 }
 INNER = {"balance": PLANNER, "data": DATA}
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
-MEASURED = {
-    "attention.py",
-    "context.py",
-}  # a benchmark may have the name of the file that it measures
+# A benchmark may have the name of the file that it measures
+MEASURED = {"attention.py", "context.py"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MENTION = re.compile(
     r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b"

@@ -38,11 +38,8 @@ SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:jaxmllm \S|\S*python -m (?:jaxmllm \S|jaxmllm\.|benchmarks\.|launch\.))"
 )
-MODULES = {
-    "jaxmllm",
-    "jaxmllm.train",
-    "launch.local",
-}  # that `python -m` may name; and all of benchmarks/
+# That `python -m` may name; and all of benchmarks/
+MODULES = {"jaxmllm", "jaxmllm.train", "launch.local"}
 KEY = re.compile(rf"^({'|'.join(Config.model_fields)})(\.[a-z_0-9.<>*]+)(=\S*)?$")
 OTHER_PROGRAMS = {"--nodes"}  # options of programs that are not ours
 FILE = re.compile(r"\.(py|jsonl?|npz|png|html|yaml|lock)$")  # `data.json` is a file, not a key
@@ -115,9 +112,8 @@ def test_documented_commands_parse(file, stop_at_parser, monkeypatch):
         config = getattr(parsed.options, "config", None)
         overrides = [*getattr(parsed.options, "set", []), *getattr(parsed.options, "overrides", [])]
         if config is not None:
-            path = (
-                Path(config) if Path(config).exists() else EXAMPLE
-            )  # configs/my.yaml stands for the user's own
+            # configs/my.yaml stands for the user's own
+            path = Path(config) if Path(config).exists() else EXAMPLE
             load_config(path, overrides)
 
 

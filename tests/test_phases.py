@@ -68,9 +68,8 @@ def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
     text = random.integers(1, 40, examples)
     phases = {}
     for name, per_token in PER_TOKEN.items():
-        example = np.flatnonzero(
-            random.random(examples) < 0.5
-        )  # at most one item of a kind per example
+        # At most one item of a kind per example
+        example = np.flatnonzero(random.random(examples) < 0.5)
         tokens = random.integers(1, 20, len(example))
         phases[name] = items_of(tokens * per_token, example, tokens, text[example])
         text[example] += tokens

@@ -132,9 +132,8 @@ def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> 
     # every head and every use of the logits, which took four times as long where most tiles are partial.
     whole = (query_ids.shape[-1], key_ids.shape[-1])
     mask = lax.cond(partial, bias, lambda: jnp.zeros(whole, logits.dtype))
-    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(
-        logits.shape
-    )  # M is heads times slots
+    # M is heads times slots
+    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(logits.shape)
 
 
 def _blocks(x: Array, block: int, key_heads: int) -> Array:

@@ -26,9 +26,8 @@ class TokenIds(NamedTuple):
     document: Any  # 0: padding, which sees nothing and is not seen
     group: Any  # > 0: image or clip, unique in its document; 0: seen only from later on
     position: Any  # order inside the document
-    first: Any = (
-        None  # the first position it sees, at most its own, but for its group; none: all before it
-    )
+    # The first position it sees, at most its own, but for its group; none: all before it.
+    first: Any = None
 
     def map(self, function: Callable[[Any], Any]) -> TokenIds:
         """The ids with a function applied to every column that there is."""

@@ -153,9 +153,8 @@ class PlanSpec:
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder phase
     mode: Mode = "phases"
-    nodes: dict[str, Ints] = field(
-        default_factory=dict
-    )  # node of each rank [R], by phase; empty: not known
+    # Node of each rank [R], by phase; empty: not known
+    nodes: dict[str, Ints] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -280,9 +279,8 @@ class StepPlan:
 
     phases: dict[str, PhasePlan]
     routes: dict[str, RoutePlan]
-    statistics: dict[str, float] = field(
-        default_factory=dict
-    )  # e.g. "vision/max_over_mean", "plan_ms"
+    # e.g. "vision/max_over_mean", "plan_ms"
+    statistics: dict[str, float] = field(default_factory=dict)
     runs: tuple[PipelineRun, ...] = ()
 
     def digest(self, examples: Longs) -> str:

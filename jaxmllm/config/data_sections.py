@@ -73,9 +73,8 @@ class DataConfig(Section):
     workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
     prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker
     max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that the index may reject
-    max_failed_media: int = Field(
-        0, ge=0
-    )  # media items that may fail to decode before the run stops
+    # Media items that may fail to decode before the run stops
+    max_failed_media: int = Field(0, ge=0)
 
     @field_validator("sources")
     @classmethod

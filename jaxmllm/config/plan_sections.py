@@ -104,8 +104,7 @@ class PipelineConfig(Section):
     deferral: bool = True  # examples may run their language part one microbatch after their media
     microbatches: PositiveInt | Auto = "auto"  # of the language model per step; auto: 4 * stages
     microbatches_in_flight: PositiveInt | Auto = "auto"  # on a rank at a time; auto: 4 * stages
-    encoder_rows_per_microbatch: PositiveInt | Auto = (
-        "auto"  # that one microbatch reads, by encoder
-    )
+    # That one microbatch reads, by encoder
+    encoder_rows_per_microbatch: PositiveInt | Auto = "auto"
     # Forwards of each component whose residuals a rank keeps for the backward.
     kept_residuals: int = Field(0, ge=0)

@@ -36,9 +36,8 @@ class RowContext:
     tiles: RowTiles
     angles: Float[Array, "R C K/2"]
     kernel: Kernel = "auto"  # of attention
-    windows: tuple[TokenIds, RowTiles] | None = (
-        None  # ids and tiles of layers that attend in windows, instead
-    )
+    # Ids and tiles of layers that attend in windows, instead
+    windows: tuple[TokenIds, RowTiles] | None = None
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.

@@ -38,15 +38,13 @@ class EncoderRows(NamedTuple):
     features: Shaped[Array, "R C F"]
     segments: Int[Array, "R C"]  # item number in the row, 0 for padding
     positions: Int[Array, "R C P"]
-    valid: Bool[
-        Array, "R C/g"
-    ]  # tokens that come from data which could be decoded, in the order of the pool
+    # Tokens that come from data which could be decoded, in the order of the pool
+    valid: Bool[Array, "R C/g"]
     failed: Int[Array, " R"]  # items that could not
     places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
     tiles: RowTiles
-    windows: Int[Array, "R C"] | None = (
-        None  # window number in the row, for towers that attend in windows
-    )
+    # Window number in the row, for towers that attend in windows
+    windows: Int[Array, "R C"] | None = None
     window_tiles: RowTiles | None = None  # of these windows
 
     @classmethod

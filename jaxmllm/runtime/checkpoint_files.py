@@ -89,9 +89,8 @@ def write_small_arrays_whole() -> None:
         min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES
     )
     verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(
-        absl.logging.ERROR
-    )  # orbax warns of any handler that replaces its own
+    # Orbax warns of any handler that replaces its own
+    absl.logging.set_verbosity(absl.logging.ERROR)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
     absl.logging.set_verbosity(verbosity)
 

@@ -22,9 +22,8 @@ from typing import Any
 
 ENDED = "ended"  # below it, by process: the line that says why that process has ended
 RECONNECT_SECONDS = 3.0  # that a process may be without a connection before it counts as dead
-LINGER_SECONDS = (
-    15.0  # that the board stays after the death of process 0, for the others to read of it
-)
+# That the board stays after the death of process 0, for the others to read of it
+LINGER_SECONDS = 15.0
 LINE_BYTES = 16 << 20  # of one request, such as the facts of a process
 
 

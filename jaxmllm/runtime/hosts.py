@@ -32,9 +32,8 @@ from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, by_process, ga
 from jaxmllm.runtime.coordinator import ENDED
 
 BEAT_SECONDS = 1.0  # between signs of life, and between looks at those of the others
-OWN_GAP_BEATS = (
-    5.0  # a watchdog that did not run for so long was stopped itself, and blames nobody for it
-)
+# A watchdog that did not run for so long was stopped itself, and blames nobody for it
+OWN_GAP_BEATS = 5.0
 # Between reading that a peer has ended and ending the process: the main thread may be about to end it in its own words.
 MAIN_THREAD_SECONDS = 3.0
 FLUSH_SECONDS = 1.0  # that writing out what was printed may take

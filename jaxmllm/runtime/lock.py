@@ -26,9 +26,8 @@ from jaxmllm.runtime.files import write_atomically
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 10.0
-SILENCE_SECONDS = (
-    60.0  # without a beat, after which a holder elsewhere counts as dead: several missed beats
-)
+# Without a beat, after which a holder elsewhere counts as dead: several missed beats
+SILENCE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 
 

@@ -32,14 +32,12 @@ from jaxmllm.runtime.board import Board, HostsError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.
 SAME_REQUEST_SECONDS = 0.5
-TELL_SECONDS = (
-    2.0  # that telling the other processes may take before this one ends without their knowing
-)
+# That telling the other processes may take before this one ends without their knowing
+TELL_SECONDS = 2.0
 END_OF_SIGNALS = b"\0"  # what `__exit__` writes to the pipe; no signal has this number
 
-_serial = (
-    itertools.count()
-)  # every process begins to train in the same order, so this names one run everywhere
+# Every process begins to train in the same order, so this names one run everywhere
+_serial = itertools.count()
 
 
 class StopSignals:

@@ -31,9 +31,8 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
     if phase not in formats:
         return block * parts
     row = formats[phase]
-    slots = (
-        block * row.stride
-    )  # a block counts tokens of attention, of which each stands for `stride` slots
+    # A block counts tokens of attention, of which each stands for `stride` slots
+    slots = block * row.stride
     if parts > 1 and slots % row.alignment:
         raise ConfigError(
             f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, "

@@ -14,9 +14,8 @@ AFTER: Mode = "phases"
 RANKS = 64  # of generated batches, unless the config or the caller says otherwise
 PER_RANK = 32  # examples per rank of generated batches
 NODE = 8  # ranks per node of generated batches
-SAMPLED_EXAMPLES = (
-    8192  # are generated to choose the sizes from, in as many batches as they fill ...
-)
+# Are generated to choose the sizes from, in as many batches as they fill ...
+SAMPLED_EXAMPLES = 8192
 FEWEST_BATCHES = 2  # ... but not fewer than this
 MOST_BATCHES = 16  # ... and not more
 

@@ -20,9 +20,8 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-WIDTH_OF_FILES = (
-    160  # columns of a table that is not printed on a terminal: a file has no width to fit into
-)
+# Columns of a table that is not printed on a terminal: a file has no width to fit into
+WIDTH_OF_FILES = 160
 COLOURS = 64  # of a picture: a third of the bytes of all colours
 
 # ---------------------------------------------------------------------------- arguments

@@ -105,9 +105,8 @@ class Task:
     images: tuple[int, int] = (0, 0)  # fewest and most of an example, all equally likely
     image: LogUniform = LogUniform(64, 2560)  # tokens of an image
     clip: LogNormal | None = None  # seconds
-    speech: LogNormal | None = (
-        None  # tokens of transcript per second of the clip, added to the text
-    )
+    # Tokens of transcript per second of the clip, added to the text
+    speech: LogNormal | None = None
 
     @property
     def encoders(self) -> set[str]:

@@ -24,9 +24,8 @@ SHOWN_LINES = 8  # of one process and step; a folder of broken media must not fl
 SHOWN_CHARACTERS = 500  # of one line
 PUBLICATION_SECONDS = 10.0  # that a process which ends the run gives the main one to write down why
 
-_serial = (
-    itertools.count()
-)  # every process begins to train in the same order, so this names one run everywhere
+# Every process begins to train in the same order, so this names one run everywhere
+_serial = itertools.count()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from sharding.pipeline.graph import Buffer, ChainWork, Graph, Kind, Pool, Worklo
 from sharding.pipeline.ring import PipelineError, Ring
 
 NONE = -1  # there is no such operation
-Numbers = list[
-    list[int]
-]  # by chunk and microbatch of one component: the number of an operation, or NONE
+# By chunk and microbatch of one component: the number of an operation, or NONE
+Numbers = list[list[int]]
 
 
 def build_graph(

@@ -293,9 +293,8 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     inputs = model_inputs(jnp.float32)
     with pytest.raises(ValueError, match="Triton"):
         attention(*inputs, kernel="gpu")
-    assert not kernels_of(
-        lambda *inputs: attention(*inputs), *inputs
-    )  # not one that was traced before
+    # Not one that was traced before
+    assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)
 
 
 @pytest.mark.parametrize(

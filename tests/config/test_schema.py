@@ -216,9 +216,8 @@ def test_with_stages_the_pipeline_says_what_is_computed_again(path):
     assert "components.vision.remat (dots): with pipeline.stages" in refusal(
         path, dots, "pipeline.stages=2"
     )
-    load_config(
-        path, ["components.audio.remat=dots", "pipeline.stages=2"]
-    )  # there is no such tower
+    # There is no such tower
+    load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])
 
 
 def test_an_override_fills_a_section_left_empty(path):

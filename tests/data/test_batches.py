@@ -178,9 +178,8 @@ def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
-    small = PhaseSpec(
-        decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1)
-    )  # examples of up to 14 tokens
+    # Examples of up to 14 tokens
+    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1))
     broken = replace(
         filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small})
     )
@@ -241,9 +240,8 @@ def test_each_source_is_a_new_permutation_every_epoch():
         seen.append(tuple(drawn))
     assert len(set(seen)) == 3 and tuple(numbers) not in seen
     neighbour = example_order(make_corpus().members[:1], seed=6)
-    assert (
-        tuple(int(neighbour[i]) for i in range(40)) not in seen
-    )  # seeds do not replay one another's epochs
+    # Seeds do not replay one another's epochs
+    assert tuple(int(neighbour[i]) for i in range(40)) not in seen
 
 
 def test_batches_of_one_example_have_a_length_that_python_can_count():
@@ -304,9 +302,8 @@ def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
     found = np.array(drawn(tuple(history), step + 4))
     for number, (name, _, numbers) in enumerate(make_corpus().members):
         alone = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
-        order = example_order(
-            alone, 3
-        )  # as far as this source is concerned: its seed is that of its number
+        # As far as this source is concerned: its seed is that of its number
+        order = example_order(alone, 3)
         expected = [order[i] for i in range((number + 1) * len(found) + 1)][number :: number + 1]
         mine = found[np.isin(found, numbers)].tolist()
         assert mine == expected[: len(mine)]
@@ -365,9 +362,8 @@ def test_evaluation_visits_every_example_once():
     dataset = evaluation_steps(make_filler(corpus), 16, limit=20)
     assert len(dataset) == 2
     limited = np.concatenate([dataset[k].examples for k in range(2)])
-    assert (
-        len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4
-    )  # sources keep their shares
+    # Sources keep their shares
+    assert len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4
 
 
 def test_steps_beyond_a_finite_order_are_refused():

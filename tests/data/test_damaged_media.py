@@ -265,9 +265,8 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     features = modality.load(File(path), shape)
     assert shape == (-(-samples // 160), 1, 1) and np.isfinite(features).all()
     sound = features[: shape[0]]
-    loud = (
-        sound.max(axis=1) > 0.3
-    )  # noise up to the end, but for gaps that MP3 encoders leave between streams
+    # Noise up to the end, but for gaps that MP3 encoders leave between streams
+    loud = sound.max(axis=1) > 0.3
     assert loud[-30:-8].all() and loud.mean() > 0.95
 
 

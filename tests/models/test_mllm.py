@@ -132,10 +132,8 @@ def test_a_projector_runs_on_the_ranks_of_its_tower():
             {"layout": {"embed": ["fsdp", "tensor"]}},
             r"language\['.*\['tensor'\]; change this component's layout",
         ),
-        (
-            {"layout": {"layers": ["fsdp"], "embed": ["data"]}},
-            None,
-        ),  # two layers over two devices: possible
+        # Two layers over two devices: possible
+        ({"layout": {"layers": ["fsdp"], "embed": ["data"]}}, None),
     ],
 )
 def test_layouts_that_cannot_be_are_refused_by_name(settings, message):

@@ -306,9 +306,8 @@ def test_vision_tower_in_windows(full_layers):
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = np.zeros((4, SLOTS, 2), np.int32)
     for row, start, height, width in shapes:
-        cells = np.indices((height // 2, width // 2, 2, 2)).reshape(
-            4, -1
-        )  # merged cells, then patches in them
+        # Merged cells, then patches in them
+        cells = np.indices((height // 2, width // 2, 2, 2)).reshape(4, -1)
         positions[row, start : start + height * width] = np.stack(
             [2 * cells[0] + cells[2], 2 * cells[1] + cells[3]], 1
         )

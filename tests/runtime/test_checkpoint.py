@@ -201,10 +201,8 @@ def three_checkpoints(folder: Path) -> tuple[Any, Any]:
 
 
 def files_of(location: Path) -> list[Path]:
-    stamps = (
-        "_CHECKPOINT_METADATA",
-        "commit_success.txt",
-    )  # which orbax adds at the very end, and nothing reads
+    # Which orbax adds at the very end, and nothing reads
+    stamps = ("_CHECKPOINT_METADATA", "commit_success.txt")
     return [
         path for path in sorted(location.rglob("*")) if path.is_file() and path.name not in stamps
     ]

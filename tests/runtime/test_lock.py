@@ -72,9 +72,8 @@ def test_a_killed_holder_gives_way_at_once(tmp_path: Path) -> None:
             RunLock(tmp_path),
         ):
             pass
-        process.send_signal(
-            signal.SIGKILL
-        )  # not waited for: as long as nobody does, it is a zombie
+        # Not waited for: as long as nobody does, it is a zombie
+        process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         lines: list[str] = []
         with RunLock(tmp_path, lines.append, silence_seconds=600):

@@ -39,9 +39,8 @@ def test_completions_are_noted_when_they_happen_in_order() -> None:
 def test_a_step_lasts_from_the_completion_of_the_one_before_unless_something_came_between() -> None:
     times = StepTimes()
     assert times.seconds(began=100.0, completed=102.0) == 2.0  # a run starts by itself
-    assert (
-        times.seconds(began=100.5, completed=105.0) == 3.0
-    )  # it was started while the first one ran
+    # It was started while the first one ran
+    assert times.seconds(began=100.5, completed=105.0) == 3.0
     assert times.seconds(began=107.0, completed=108.0) == 3.0  # the devices waited for data
     times.pause()
     assert times.seconds(began=200.0, completed=204.0) == 4.0

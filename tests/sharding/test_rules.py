@@ -24,9 +24,8 @@ def test_batch_takes_axes_from_the_computation():
     layout = make_layout(MESH, {"batch": ["data", "fsdp", "tensor"]})
     assert layout.ranks == 8
     assert all(layout.mesh_axes(name) == () for name in ("heads", "kv_heads", "mlp", "vocab"))
-    assert layout.mesh_axes("embed") == (
-        "fsdp",
-    )  # parameters may stay split over a batch axis: they are gathered
+    # Parameters may stay split over a batch axis: they are gathered
+    assert layout.mesh_axes("embed") == ("fsdp",)
 
 
 def test_axes_are_in_mesh_order_however_they_are_named():

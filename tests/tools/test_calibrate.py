@@ -205,9 +205,8 @@ def command(data, tmp_path_factory):
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     out = folder / "made" / "calibration.json"
     arguments = ["--config", str(folder / "config.yaml"), "--out", str(out), "--repeats", "1"]
-    assert (
-        calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0
-    )  # what it replaces is not read
+    # What it replaces is not read
+    assert calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0
     return folder / "config.yaml", out
 
 

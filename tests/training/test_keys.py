@@ -201,9 +201,8 @@ def examples(config: Config, _: Scene) -> Any:
         for corpus in inputs.corpora
         for index in corpus.indexes
     ]
-    weights = [
-        corpus.weights for corpus in inputs.corpora[1:]
-    ]  # training weights act through the order
+    # Training weights act through the order
+    weights = [corpus.weights for corpus in inputs.corpora[1:]]
     return (
         indexes,
         weights,

@@ -95,9 +95,8 @@ class Late:
 def test_run_folder(finished):
     folder, _, tree = finished
     assert load_config(folder / "config.yaml") == begun_config(parse_config(tree))
-    assert (
-        yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95
-    )  # resolved
+    # Resolved
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [4, 6]
     assert any((folder / "tensorboard").iterdir())
 

@@ -31,9 +31,8 @@ def drained(messages: Messages) -> list[Message]:
 
 @pytest.fixture
 def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Messages]]:
-    monkeypatch.setattr(
-        "jaxmllm.training.process_messages._serial", iter([0] * 3)
-    )  # three processes of one run
+    # Three processes of one run
+    monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0] * 3))
     board = Store()
     return board, [Messages(board, process) for process in range(3)]
 

@@ -211,9 +211,8 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
         writer.write(6, {"eval/loss": 0.5} | flat)
         assert not report.evaluation_due(7) and report.evaluation_due(8)
 
-        killed = RunReport(
-            run, writer, progress, None
-        )  # between the last checkpoint and its evaluation
+        # Between the last checkpoint and its evaluation
+        killed = RunReport(run, writer, progress, None)
         killed.resume(8)
         assert killed.evaluation_missing(8)
         assert (

@@ -75,9 +75,8 @@ def history(data, tmp_path_factory):
     process = begin("killed", "data.workers=1")
     wait_for_step(process, base / "killed", killed_after)
     process.kill()
-    process.communicate(
-        timeout=60
-    )  # ends when its data worker does, which holds the other end of the pipe
+    # Ends when its data worker does, which holds the other end of the pipe
+    process.communicate(timeout=60)
     shutil.copytree(base / "killed", base / "moved")
 
     process = begin("killed")

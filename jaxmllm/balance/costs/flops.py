@@ -239,9 +239,8 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     stride = config.stem_stride
     mels = config.stem_kernel * config.mel_bins * config.width
     halves = config.stem_kernel * config.width**2
-    after_first = _product(
-        mels, per_token=stride // 2
-    )  # outputs of the first convolution are 2 frames apart
+    # Outputs of the first convolution are 2 frames apart
+    after_first = _product(mels, per_token=stride // 2)
     stem = Layer("audio", mels + halves, after_first + _product(halves, per_token=stride))
     blocks = [_encoder_block("audio", config, per_token=stride)] * config.layers
     features = config.merge * config.width

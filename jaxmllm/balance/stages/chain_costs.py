@@ -16,9 +16,8 @@ from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
 
-ATTENTION_PARTS = (
-    1024  # attention of a row is counted in such parts of what one item that fills it takes
-)
+# Attention of a row is counted in such parts of what one item that fills it takes
+ATTENTION_PARTS = 1024
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ class Search:
 
     total_bits: int = 24  # the work of a batch is below 2**24 units, so that sums of squares are far from overflow
     sweeps: int = 60  # at most; each changes many groups at once
-    compared: int = (
-        256  # examples that take part in one sweep, at most: it compares all pairs of them
-    )
+    # Examples that take part in one sweep, at most: it compares all pairs of them
+    compared: int = 256
 
 
 SEARCH: Final = Search()
@@ -111,9 +110,8 @@ def swap_examples(
         change[entry_group[:, None] == entry_group] = 0
         for phase in limited:
             free = (demands.capacity[phase] - filled[:, phase])[entry_group]
-            received = (
-                slots[entries, phase][:, None] - slots[entries, phase]
-            )  # by the second one's group
+            # By the second one's group
+            received = slots[entries, phase][:, None] - slots[entries, phase]
             change[(received > free) | (-received > free[:, None])] = 0
         if bound is not None:
             assert media_groups is not None

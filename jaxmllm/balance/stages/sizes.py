@@ -38,16 +38,13 @@ class Choice:
     """What the sizes aim at."""
 
     fill: float = 0.9  # of the slots of an average microbatch's rows
-    schedules: int = (
-        8  # sampled batches, those of most rows, whose schedules decide slots and ticks
-    )
-    pending: int = (
-        2  # backwards of a component on a rank whose weight gradient waits: each needs much memory
-    )
+    # Sampled batches, those of most rows, whose schedules decide slots and ticks
+    schedules: int = 8
+    # Backwards of a component on a rank whose weight gradient waits: each needs much memory
+    pending: int = 2
     per_stage: int = 4  # language microbatches for each stage, and as many in flight
-    ticks_per_row: int = (
-        64  # of every chain: far more than any schedule has, while none is known yet
-    )
+    # Of every chain: far more than any schedule has, while none is known yet
+    ticks_per_row: int = 64
 
 
 CHOICE: Final = Choice()

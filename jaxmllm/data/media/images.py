@@ -29,20 +29,17 @@ from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, siz
 from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
-MAX_SOURCE_PIXELS = (
-    89_478_485  # a header may promise more than memory holds; Pillow warns from here on
-)
-MAX_FILE_BYTES = (
-    4 * MAX_SOURCE_PIXELS + 2**20
-)  # room for a BMP of that many pixels; metadata are read whole
+# A header may promise more than memory holds; Pillow warns from here on
+MAX_SOURCE_PIXELS = 89_478_485
+# Room for a BMP of that many pixels; metadata are read whole
+MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20
 MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
 _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such images are refused below, so the warning would say it twice.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-warnings.filterwarnings(
-    "ignore", category=UserWarning, module="PIL.TiffImagePlugin"
-)  # damaged metadata
+# Damaged metadata
+warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")
 
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH = 322
@@ -73,14 +70,8 @@ class Images:
 
     name = "vision"
     part = "image"
-    formats = (
-        "PNG",
-        "JPEG",
-        "WEBP",
-        "GIF",
-        "BMP",
-        "TIFF",
-    )  # names of Pillow; of several frames or pages the first
+    # Names of Pillow; of several frames or pages the first
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.cell_size**2:
@@ -267,9 +258,8 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
     scans = 0
     last = b""
     while block := file.read(1 << 20):
-        scans += (last + block).count(
-            b"\xff\xda"
-        )  # within the pixels, a byte of 255 is followed by a zero
+        # Within the pixels, a byte of 255 is followed by a zero
+        scans += (last + block).count(b"\xff\xda")
         last = block[-1:]
     file.seek(position)
     if scans > MAX_SCANS:
@@ -298,9 +288,8 @@ def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
     """Decode, resize and turn upright: [height, width, 3]."""
     orientation = _orientation(image)
     size = (height, width) if orientation >= 5 else (width, height)  # as the file lies
-    image.draft(
-        None, size
-    )  # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
+    # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
+    image.draft(None, size)
     image.load()
     rgb = _rgb(image).resize(size, Image.Resampling.BICUBIC)
     # Turned last: a turned copy of the source would take as much memory as the source.

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.row_format import RowFormat
 
-Shape = tuple[
-    int, int, int
-]  # time, height, width, in what the modality counts; 1 along the axes that it lacks
+# Time, height, width, in what the modality counts; 1 along the axes that it lacks
+Shape = tuple[int, int, int]
 
 
 class Modality(Protocol):

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
-DECODER_DELAY = (
-    529  # samples that a decoder emits before the first one of the clip; mpg123 leaves them out
-)
+# Samples that a decoder emits before the first one of the clip; mpg123 leaves them out
+DECODER_DELAY = 529
 
 _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no fixed frame size
     1: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -145,9 +144,8 @@ def info_frame(stream: MpegStream, frames: int) -> bytes:
     What is decoded after it has DECODER_DELAY samples less than the frames hold.
     """
     header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
-    header = (
-        header & ~(15 << 12) | _ROOMY << 12
-    )  # the first frame itself may be too small to hold the number
+    # The first frame itself may be too small to hold the number
+    header = header & ~(15 << 12) | _ROOMY << 12
     bare = _frame(header.to_bytes(4, "big"))
     assert bare is not None
     body = bytearray(bare.size)
@@ -225,11 +223,8 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
             for offset in (8, 12)
         ]
         stored = values.pop(0) if flags & 1 else None
-        return (
-            True,
-            stored or None,
-            values[0] if flags & 2 else None,
-        )  # 0: the writer could not go back
+        # 0: the writer could not go back
+        return True, stored or None, values[0] if flags & 2 else None
     return False, None, None
 
 

@@ -66,9 +66,8 @@ class Sounds:
     chunk_frames: int
     merge: int
     max_seconds: float
-    whole_chunks: bool = (
-        False  # a clip occupies whole chunks of slots, as the tower needs where rows are split
-    )
+    # A clip occupies whole chunks of slots, as the tower needs where rows are split
+    whole_chunks: bool = False
 
     name = "audio"
     part = "audio"
@@ -118,9 +117,8 @@ class Sounds:
             samples = _decode(
                 self._checked_body(file, header, media), header, self.sample_rate, media
             )
-        samples = _pad_or_cut(
-            samples, self._samples(header)
-        )  # the resampler rounds by its own rule
+        # The resampler rounds by its own rule
+        samples = _pad_or_cut(samples, self._samples(header))
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
         slots[: shape[0]] = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins

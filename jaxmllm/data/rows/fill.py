@@ -33,9 +33,8 @@ from jaxmllm.data.rows.masks import AttentionSpec, Row
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 
-DECODE_THREADS = min(
-    4, os.cpu_count() or 1
-)  # pillow, soundfile and numpy let go of the interpreter lock
+# Pillow, soundfile and numpy let go of the interpreter lock
+DECODE_THREADS = min(4, os.cpu_count() or 1)
 
 
 def _never() -> bool:

@@ -60,9 +60,8 @@ def language_rows(
                 last = first + span.tokens
                 row["media"][rank, first:last] = route.arrival[media] + np.arange(span.tokens)
                 if encoder in attention.bidirectional:
-                    row["groups"][rank, first:last] = (
-                        first + 1
-                    )  # a number that no other item of the row has
+                    # A number that no other item of the row has
+                    row["groups"][rank, first:last] = first + 1
     for row, shared in zip(rows, is_shared, strict=True):
         finish_language_row(row, attention, shared_by=spec.ranks if shared else 1)
     return rows

@@ -35,9 +35,8 @@ class AttentionSpec:
     blocks: Mapping[str, int]  # attention tokens of a block
     parts: Mapping[str, int] = field(default_factory=dict)  # X of each phase whose rows are split
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
-    windows: Mapping[str, LayerWindows] = field(
-        default_factory=dict
-    )  # of phases with layers that attend in them
+    # Of phases with layers that attend in them
+    windows: Mapping[str, LayerWindows] = field(default_factory=dict)
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""

@@ -28,9 +28,8 @@ class RawRecord(NamedTuple):
     offset: int  # what `Source.record` finds it by
     size: int  # bytes of it in the source, for the progress bar
     text: bytes  # empty where there is a refusal
-    refusal: tuple[str, str] | None = (
-        None  # reason and message where the source itself cannot read it
-    )
+    # Reason and message where the source itself cannot read it
+    refusal: tuple[str, str] | None = None
 
 
 class Source(Protocol):

@@ -39,15 +39,12 @@ from jaxmllm.data.printable import shown
 ROLES = ("system", "user", "assistant", "tool")
 DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
 FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
-MEDIA_LISTS = {
-    "image": "images",
-    "audio": "audios",
-}  # part -> key of its list in the placeholder form
+# Part -> key of its list in the placeholder form
+MEDIA_LISTS = {"image": "images", "audio": "audios"}
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
-Resolve = Callable[
-    [str], MediaReference
-]  # what a record names -> where it is; may raise `ConversationError`
+# What a record names -> where it is; may raise `ConversationError`
+Resolve = Callable[[str], MediaReference]
 
 _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 

@@ -131,9 +131,8 @@ class FileTokenizer:
         except Exception as error:  # the library raises bare Exception
             reason = shown(f"{path} is no readable tokenizers JSON file: {error}")
             raise TokenizerError(f"data.tokenizer: {reason}") from error
-        self._speller: tokenizers.Tokenizer | None = (
-            None  # made when first needed, which is hardly ever
-        )
+        # Made when first needed, which is hardly ever
+        self._speller: tokenizers.Tokenizer | None = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)

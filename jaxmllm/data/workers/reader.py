@@ -34,12 +34,10 @@ T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS = 3  # give up an element when its worker dies for the third time, which is no accident
 PAUSE_SECONDS = 1.0  # wait before an element is tried again, for whatever was short of memory
 POLL_SECONDS = 0.5
-FIRST_NOTICE_SECONDS = (
-    60.0  # tell of waiting for one element after this time, and again after twice the time
-)
-CLOSE_SECONDS = (
-    2.0  # wait this long for a thread, or a process that waits for a disk: they cannot be ended
-)
+# Tell of waiting for one element after this time, and again after twice the time
+FIRST_NOTICE_SECONDS = 60.0
+# Wait this long for a thread, or a process that waits for a disk: they cannot be ended
+CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 

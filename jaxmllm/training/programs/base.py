@@ -75,9 +75,8 @@ def zeros_job(tree: Any) -> Job:
 
 def compile_jobs(jobs: Jobs) -> dict[ProgramName, Callable[..., Any]]:
     """The compiled programs."""
-    lowered = [
-        job.lower() for job in jobs.values()
-    ]  # tracing is Python and holds its lock; compiling does not
+    # Tracing is Python and holds its lock; compiling does not
+    lowered = [job.lower() for job in jobs.values()]
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
         compiled = threads.map(jax.stages.Lowered.compile, lowered)
         return dict(zip(jobs, compiled, strict=True))
@@ -124,9 +123,8 @@ class Programs(abc.ABC):
         self.attention = attention
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
-        self.trained, _ = functions.model.trainable.split(
-            self.params
-        )  # shapes of what is trained, and of gradients
+        # Shapes of what is trained, and of gradients
+        self.trained, _ = functions.model.trainable.split(self.params)
         self.state = self._abstract_state(self.params)
         self.compiled = compile_jobs(self._jobs(formats))
 

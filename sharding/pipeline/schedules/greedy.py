@@ -209,25 +209,22 @@ class _Greedy:
         self.bound = bound
         self.clock = TickClock(graph)
         self.work: list[int] = graph.rank_work.tolist()  # of each rank, still to be done
-        self.heaps: list[list[tuple[int, int]]] = [
-            [] for _ in lookup.side
-        ]  # by class: (priority, operation)
+        # By class: (priority, operation)
+        self.heaps: list[list[tuple[int, int]]] = [[] for _ in lookup.side]
         self.free: dict[RankPool, int] = {
             rank_pool: graph.size if slots is None else slots.get(rank_pool[:2], 0)
             for rank_pool in lookup.rank_pool
         }
         self.written = [0] * len(graph.buffers)
         self.unread = [len(buffer.readers) for buffer in graph.buffers]
-        self.unfinished = [0] * (
-            max(graph.group, default=0) + 1
-        )  # operations of each language microbatch
+        # Operations of each language microbatch
+        self.unfinished = [0] * (max(graph.group, default=0) + 1)
         for group in graph.group:
             self.unfinished[group] += 1
         self.base = 0  # first language microbatch that is not finished
         self.weights: dict[int, float] = {}
-        self.blocked: RankPool | None = (
-            None  # the last pool that had no free slot, for the error message
-        )
+        # The last pool that had no free slot, for the error message
+        self.blocked: RankPool | None = None
 
     def run(self) -> Schedule:
         arrivals: dict[int, list[int]] = defaultdict(list, {0: self.clock.start()})

@@ -16,10 +16,8 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 from tests.balance.conftest import ENCODERS, random_batch, spec_for
 
-LAYOUTS = (
-    (["data", "fsdp"], ["data", "fsdp"]),
-    (["data", "fsdp"], ["data"]),
-)  # of encoder and language
+# Of encoder and language
+LAYOUTS = ((["data", "fsdp"], ["data", "fsdp"]), (["data", "fsdp"], ["data"]))
 
 
 def layout_pairs():

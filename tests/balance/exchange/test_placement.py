@@ -109,10 +109,8 @@ def test_rank_totals_hardly_grow(make):
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
         for phase in ("vision", "audio", "language"):
-            gap, allowed = (
-                placed[f"{phase}/gap_to_floor"],
-                1 + 1 / PLACEMENT_SEARCH.margin + 1e-3,
-            )  # rounding of costs
+            # Rounding of costs
+            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
             waits = max(left[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
             assert placed[f"{phase}/synchronised"] <= waits + 1e-3

@@ -155,9 +155,8 @@ def test_most_tokens_of_a_large_batch_stay_on_their_rank(make):
     near = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     rows_alone = place_rows(free, batch, spec.phases, grids, spec.nodes)
     for name, plans in (("free", free), ("rows", rows_alone), ("swaps", near)):
-        wanted = plans["language"].rank[
-            batch.phases["vision"].example
-        ]  # sequences are in the order of examples
+        # Sequences are in the order of examples
+        wanted = plans["language"].rank[batch.phases["vision"].example]
         tokens = batch.phases["vision"].tokens
         stays[name] = tokens[plans["vision"].rank == wanted].sum() / tokens.sum()
     assert stays["free"] < stays["rows"] and stays["swaps"] > stays["rows"] + 0.3

@@ -172,9 +172,7 @@ def test_documents_are_indexed_where_all_text_is_learned(media: Path) -> None:
     everything = source.model_copy(update={"targets": "all"})
     index = index_of(everything)
     assert index.learned == "all" and not index.rejected
-    assert index.targets.tolist() == [
-        4 - 1 + 2 + 1,
-        5 + 1 + 3 + 1,
-    ]  # without the first token, but with every end
+    # Without the first token, but with every end
+    assert index.targets.tolist() == [4 - 1 + 2 + 1, 5 + 1 + 3 + 1]
     assert same(index_of(everything), index)  # from the cache
     assert len(list(media.glob("*.npz"))) == 2

@@ -192,9 +192,8 @@ def test_samples_that_are_not_finite(tmp_path: Path) -> None:
             samples = np.tile(np.append(np.zeros((799, len(channels))), [channels], axis=0), (1, 1))
             soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
             assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
-    soundfile.write(
-        tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE"
-    )  # finite, but not in float32
+    # Finite, but not in float32
+    soundfile.write(tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE")
     assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
 
 

@@ -152,10 +152,7 @@ def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
         *after,
         end,
     ]
-    assert got.targets[got.targets >= 0].tolist() == [
-        *before[1:],
-        *after,
-        end,
-    ]  # nothing comes before the first token
+    # Nothing comes before the first token
+    assert got.targets[got.targets >= 0].tolist() == [*before[1:], *after, end]
     (span,) = got.media
     assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()

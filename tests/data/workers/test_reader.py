@@ -61,9 +61,8 @@ def test_a_killed_worker_is_replaced_and_named():
                 os.kill(pid, signal.SIGKILL)
         found += list(elements)
     assert_elements(found, 0, 20)
-    assert (
-        1 <= len(said) <= 2
-    )  # one that is killed while it starts to wait for an element is not missed until then
+    # One that is killed while it starts to wait for an element is not missed until then
+    assert 1 <= len(said) <= 2
     assert all(
         "was killed by SIGKILL (out of memory?); another one loads it again" in line
         for line in said
@@ -120,9 +119,8 @@ def test_errors_arrive_as_themselves_when_their_element_is_due(workers, act, kin
             next(elements)
         assert type(caught.value) is kind and "\n" not in str(caught.value)
         if kind is not LoadError and workers:
-            assert (
-                "in _reply" in caught.value.__notes__[0]
-            )  # where it was raised, for whoever wants a traceback
+            # Where it was raised, for whoever wants a traceback
+            assert "in _reply" in caught.value.__notes__[0]
 
 
 def test_an_error_that_cannot_travel_still_says_what_it_was():
@@ -132,9 +130,8 @@ def test_an_error_that_cannot_travel_still_says_what_it_was():
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_closing_does_not_wait_for_elements(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        reader, "CLOSE_SECONDS", CLOSE_SECONDS if workers else 0.1
-    )  # a thread that never looks up
+    # A thread that never looks up
+    monkeypatch.setattr(reader, "CLOSE_SECONDS", CLOSE_SECONDS if workers else 0.1)
     source, before = Numbers(act="sleep", at=tuple(range(1, 20)), folder=str(tmp_path)), children()
     loader = Loader([source], workers, 4)
     assert_elements([next(loader.read(source, 0, 20))], 0, 1)

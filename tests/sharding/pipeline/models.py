@@ -134,9 +134,8 @@ def rows(
         places = [0] * len(ring.encoders)
         for encoder_, sub in inputs:
             users = [other for other, of in enumerate(workload.inputs) if (encoder_, sub) in of]
-            half = (
-                range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]
-            )  # deferral: each takes some tokens
+            # Deferral: each takes some tokens
+            half = range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]
             for replica in range(REPLICAS):
                 for token in half:
                     at = random.integers(TEXT)

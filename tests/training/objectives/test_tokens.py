@@ -81,9 +81,8 @@ def test_bfloat16_sums_in_float32():
     assert losses.dtype == np.float32 and d_hidden.dtype == d_head.dtype == jnp.bfloat16
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in inputs[:2]]
     want = dense(*rounded, *inputs[2:])
-    np.testing.assert_allclose(
-        losses, want[0], atol=1e-5
-    )  # the inputs were rounded, the sums are not
+    # The inputs were rounded, the sums are not
+    np.testing.assert_allclose(losses, want[0], atol=1e-5)
     assert (np.asarray(hits) == want[1]).mean() > 0.99
     for got, expected in ((d_hidden, want[2]), (d_head, want[3])):
         np.testing.assert_allclose(

@@ -32,9 +32,8 @@ def test_batches_of_every_composition_use_the_same_programs(mixed):
         members = [i for kind in kinds for i in pools[KINDS[kind]]]
         batches.append(random.permutation(members)[: random.integers(1, 33)].tolist())
     state = mixed.programs.init(0)
-    state, _ = mixed.programs.train(
-        state, mixed.put(mixed.step([0, 1]))
-    )  # warm-up: transfers compile, too
+    # warm-up: transfers compile, too
+    state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))
     counter = CompilationCounter()
     shapes = set()
     for batch in batches:
