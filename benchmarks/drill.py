@@ -45,6 +45,7 @@ END_WITHIN = 180.0  # seconds in which all that a kill has left over must have e
 START_WITHIN = 600.0  # seconds in which a run must come to its next step, on a busy machine
 SHARED_MEMORY = Path("/dev/shm")
 GIVE_UP = 5  # violations after which no further kill is dealt: a run that cannot start would be started for ever
+LOG_LINES = 5  # of a run, printed with each violation
 WHILE_STARTING = 0.3  # share of the kills that strike before the first step
 
 
@@ -229,7 +230,15 @@ class Drill:
 
     def violation(self, directory: Path, what: str) -> None:
         self.outcome.violations.append(f"{directory.name}, kill {self.outcome.kills}: {what}")
-        print(self.outcome.violations[-1], flush=True)
+        print(self.outcome.violations[-1], self.last_lines(directory), sep="\n", flush=True)
+
+    def last_lines(self, directory: Path) -> str:
+        """What the run said last."""
+        log = self.folder / f"{directory.name}.log"
+        lines = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        )
+        return "\n".join(f"    {line}" for line in lines[-LOG_LINES:])
 
     def members(self) -> list[tuple[int, str]]:
         """Process number and role of all that live with this drill's marker."""

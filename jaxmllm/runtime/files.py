@@ -7,9 +7,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content` (text as UTF-8); its folder is made if need be."""
+    """Replace the file at `path` by `content` (text as UTF-8); its folder is made if need be.
+
+    The name of the draft that a kill leaves behind begins with a dot, so that it counts for nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with draft.open("wb") as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()

@@ -9,7 +9,7 @@ from jaxmllm.data.batches import continued_steps
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.metrics import MetricsWriter
 from jaxmllm.runtime.resume import begun_config, changes
-from jaxmllm.training.data_stamps import check_data
+from jaxmllm.training.data_stamps import check_data, write_data
 from jaxmllm.training.history import continued_history, read_history, segment_of, write_history
 from jaxmllm.training.initial import initial_state
 from jaxmllm.training.run import Run
@@ -40,7 +40,9 @@ def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Ru
         run.say(line)
     writer.resume_from(step)
     if run.is_main:
-        write_history(run.directory, history)
+        # The config first: a folder that a kill left with other files of a run but no config would be refused.
         write_config(run.directory, config)
+        write_history(run.directory, history)
+        write_data(run.directory, run.corpus)
     batches = continued_steps(run.batches.filler, run.corpus.members, config.run.seed, history)
     return replace(run, batches=batches), state, step

@@ -35,17 +35,30 @@ def check_data(
     run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print
 ) -> None:
     """Raise `CheckpointError` in every process unless the run in a folder was trained on this
-    corpus; keep what the next resume compares with. The main process looks and writes; all call
-    it."""
+    corpus. The main process looks; all call it."""
     problem = None
     if is_main:
         try:
             _compare(run_directory, corpus, say)
-            _write(run_directory, corpus)
         except CheckpointError as error:
             problem = str(error)
     if problem := agreed_problem(problem):
         raise CheckpointError(problem)
+
+
+def write_data(run_directory: Path, corpus: Corpus) -> None:
+    """Store what the next resume compares with; one process calls this."""
+    content = {
+        "fingerprint": corpus.fingerprint(),
+        "examples": len(corpus),
+        "rejected": corpus.rejected_counts(),
+    }
+    stamps = io.BytesIO()
+    np.savez_compressed(stamps, **stamps_of(corpus))  # type: ignore[arg-type]
+    lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in corpus.rejected]
+    write_atomically(run_directory / STAMPS_FILE, stamps.getvalue())
+    write_atomically(run_directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
+    write_atomically(run_directory / DATA_FILE, json.dumps(content, indent=1))
 
 
 def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
@@ -139,17 +152,3 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
         f"{path} is damaged ({reason}): restore it, or delete it to continue without comparing the data with that of "
         "the run"
     )
-
-
-def _write(run_directory: Path, corpus: Corpus) -> None:
-    content = {
-        "fingerprint": corpus.fingerprint(),
-        "examples": len(corpus),
-        "rejected": corpus.rejected_counts(),
-    }
-    stamps = io.BytesIO()
-    np.savez_compressed(stamps, **stamps_of(corpus))  # type: ignore[arg-type]
-    lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in corpus.rejected]
-    write_atomically(run_directory / STAMPS_FILE, stamps.getvalue())
-    write_atomically(run_directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
-    write_atomically(run_directory / DATA_FILE, json.dumps(content, indent=1))

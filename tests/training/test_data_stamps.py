@@ -16,7 +16,7 @@ from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.runtime.checkpoint_files import CheckpointError
-from jaxmllm.training.data_stamps import check_data
+from jaxmllm.training.data_stamps import check_data, write_data
 from tests.support import tiny_config
 
 
@@ -57,9 +57,15 @@ def refusal(run: Path, corpus: Corpus) -> str:
     return str(caught.value)
 
 
+def train_on(run: Path, corpus: Corpus) -> None:
+    """What a run that begins or continues does with its data."""
+    check_data(run, corpus, True)
+    write_data(run, corpus)
+
+
 def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
     for _ in range(2):
-        check_data(tmp_path / "run", opened(folder), True)
+        train_on(tmp_path / "run", opened(folder))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "data.json",
         "data.npz",
@@ -70,7 +76,7 @@ def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
 
 def test_another_answer_of_the_same_length_is_named(folder, tmp_path):
     before = opened(folder)
-    check_data(tmp_path / "run", before, True)
+    train_on(tmp_path / "run", before)
     path = folder / "a.jsonl"
     path.write_text(
         path.read_text().replace("answer 2", "answer 9").replace("answer 4", "answer 8")
@@ -84,7 +90,7 @@ def test_another_answer_of_the_same_length_is_named(folder, tmp_path):
 
 
 def test_records_that_came_or_went_are_counted(folder, tmp_path):
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     path = folder / "a.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
     assert "a.jsonl: 5 usable records, 6 when the run was trained on them" in refusal(
@@ -93,7 +99,7 @@ def test_records_that_came_or_went_are_counted(folder, tmp_path):
 
 
 def test_another_picture_is_named(folder, tmp_path):
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     with (folder / "3.bmp").open("ab") as stream:
         stream.write(b"more")
     text = refusal(tmp_path / "run", opened(folder))
@@ -104,20 +110,20 @@ def test_another_picture_is_named(folder, tmp_path):
 
 
 def test_a_copy_with_new_times_is_a_warning(folder, tmp_path, capsys):
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     for path in folder.glob("*.bmp"):
         os.utime(path, (1, 1))
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert "warning: 3 media files of source 's' have another modification time" in said
     assert f"the first is {folder / '1.bmp'}" in said
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     assert capsys.readouterr().out == "", "said once"
 
 
 def test_other_lengths_are_refused_without_stamps_too(folder, tmp_path):
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     (tmp_path / "run" / "data.npz").unlink()
     path = folder / "a.jsonl"
     path.write_text(path.read_text().replace("answer 2", "another answer"))
@@ -129,12 +135,12 @@ def test_other_lengths_are_refused_without_stamps_too(folder, tmp_path):
 @pytest.mark.parametrize("name", ["data.json", "data.npz"])
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xff\xff"])
 def test_damaged_files_are_one_line(folder, tmp_path, name, content):
-    check_data(tmp_path / "run", opened(folder), True)
+    train_on(tmp_path / "run", opened(folder))
     (tmp_path / "run" / name).write_bytes(content)
     with pytest.raises(
         CheckpointError, match=rf"{name} is damaged \(.*delete it to continue"
     ) as caught:
-        check_data(tmp_path / "run", opened(folder), True)
+        train_on(tmp_path / "run", opened(folder))
     assert "\n" not in str(caught.value)
     shutil.rmtree(tmp_path / "run")
 

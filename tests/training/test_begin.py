@@ -1,0 +1,58 @@
+"""A start that is killed at any write leaves a folder in which the run can begin."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.metrics import MetricsWriter
+from jaxmllm.setup.build import build_run
+from jaxmllm.training.begin import begin
+from jaxmllm.training.run_folder import check_folder, read_config
+from tests.support import tiny_config
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+@pytest.fixture(scope="module")
+def run(data):
+    return build_run(parse_config(tiny_config(data)))
+
+
+@pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("writes", range(1, 6))
+def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):
+    config = run.config.model_copy(
+        update={"run": run.config.run.model_copy(update={"directory": str(tmp_path / "run")})}
+    )
+    run = dataclasses.replace(run, config=config)
+    replace, done = Path.replace, []
+
+    def killed(draft: Path, target: Path) -> None:
+        done.append(target)
+        if len(done) < writes or renamed:
+            replace(draft, target)
+        if len(done) == writes:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            start(run)
+    assert all(target.parent == run.directory for target in done)
+    checked = check_folder(config, resume=True)
+    start(dataclasses.replace(run, config=checked))
+    assert read_config(run.directory) == checked
+
+
+def start(run) -> None:
+    with (
+        Checkpoints(run.directory / "checkpoints", 2) as checkpoints,
+        MetricsWriter(run.directory, tensorboard=False) as writer,
+    ):
+        _, _, step = begin(run, checkpoints, writer)
+    assert step == 0
