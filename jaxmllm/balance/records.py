@@ -10,9 +10,9 @@ segments of a row, W pool slots, Q pair slots, H hops, U buffer slots, X exchang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -50,13 +50,31 @@ class BatchItems:
     phases: dict[str, PhaseItems]
 
 
+class RowClass(NamedTuple):
+    """The shape of a microbatch's rows: `span` neighbouring ranks hold a row together, each of them
+    `capacity` of its slots."""
+
+    capacity: int
+    span: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Of a whole row."""
+        return self.capacity * self.span
+
+
+def row_classes(capacities: Iterable[int], span: int = 1) -> tuple[RowClass, ...]:
+    """Classes of rows that equally many ranks hold together."""
+    return tuple(RowClass(capacity, span) for capacity in capacities)
+
+
 @dataclass(frozen=True)
 class PhaseSpec:
     """What the planner must know of a phase."""
 
     phase: Phase
     ranks: int
-    capacities: tuple[int, ...]  # row classes, descending
+    classes: tuple[RowClass, ...]  # by the slots of a row, most first
     max_segments: int
     slots_per_token: int  # encoder slots per language token; 1 for language
     cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
@@ -70,6 +88,16 @@ class PhaseSpec:
     @property
     def has_loss(self) -> bool:
         return self.phase.has_loss
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Slots that each class takes on a rank."""
+        return tuple(row_class.capacity for row_class in self.classes)
+
+    @property
+    def longest_row(self) -> int:
+        """Slots of the largest row, which no item may exceed."""
+        return self.classes[0].slots
 
     @property
     def flops(self) -> ItemCost:
@@ -159,16 +187,18 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Where every item of a phase is computed. A microbatch is one row on every rank, or a long one
-    of all ranks.
+    """Where every item of a phase is computed. A microbatch is one row in every group of `span`
+    neighbouring ranks: ranks k * span .. (k + 1) * span - 1 hold row k.
 
-    Item n lies in microbatch[n], on rank[n], at slots offset[n] .. offset[n] + length, as
-    segment[n] >= 1 (counted from 1 in each row; 0 marks padding). Microbatch m has rows of
-    capacity[m] slots and writes its tokens (encoders) or finds its media tokens (language) in
-    pool[m]; an encoder microbatch writes at pool_offset[m].
+    Item n lies in microbatch[n], in the row of the group whose first rank is rank[n], at slots
+    offset[n] .. offset[n] + length, as segment[n] >= 1 (counted from 1 in each row; 0 marks
+    padding). Microbatch m has rows of span[m] * capacity[m] slots, capacity[m] on each rank; it
+    writes its tokens (encoders) or finds its media tokens (language) in pool[m]; an encoder
+    microbatch writes at pool_offset[m].
     """
 
     capacity: Ints  # [M]
+    span: Ints  # [M]
     pool: Ints  # [M]
     pool_offset: Ints  # [M], tokens; zeros for language
     microbatch: Ints  # [N]

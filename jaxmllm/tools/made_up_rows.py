@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.balance.costs.calibration import Fill
-from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan
+from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaReference
@@ -25,7 +25,7 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
-    specs[phase] = replace(specs[phase], capacities=(fill.capacity,))
+    specs[phase] = replace(specs[phase], classes=row_classes((fill.capacity,)))
     has_loss = specs[phase].has_loss
     tokens = fill.length // specs[phase].slots_per_token
     batch = _equal_items(list(specs), phase, fill.length, tokens, specs[phase].ranks * fill.items)

@@ -14,6 +14,7 @@ from jaxmllm.balance.records import (
     PhaseSpec,
     PlanSpec,
     RouteSpec,
+    row_classes,
 )
 from jaxmllm.phases import decoder_phase, encoder_phase
 
@@ -82,7 +83,12 @@ def spec_for(
         smaller = (largest // 3**k // alignment * alignment for k in range(classes))
         capacities = tuple(sorted({max(alignment, capacity) for capacity in smaller}, reverse=True))
         phases[name] = PhaseSpec(
-            phase, count, capacities, max_segments, ENCODERS.get(name, 1), ItemCost(1000, 3)
+            phase,
+            count,
+            row_classes(capacities),
+            max_segments,
+            ENCODERS.get(name, 1),
+            ItemCost(1000, 3),
         )
     encoder = max(phases[name].capacities[0] // ENCODERS[name] for name in grids) + (pool or 0)
     language = phases["language"].capacities[0] + (pool or 0)

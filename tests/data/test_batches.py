@@ -23,6 +23,7 @@ from jaxmllm.balance.records import (
     PhaseSpec,
     PlanSpec,
     RouteSpec,
+    row_classes,
 )
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import (
@@ -122,8 +123,12 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     spec = PlanSpec(
         {
-            "vision": PhaseSpec(encoder_phase("vision"), 2, (16,), 4, 4, ItemCost(10, 1)),
-            "language": PhaseSpec(decoder_phase(("vision",)), 2, (32,), 8, 1, ItemCost(10, 1)),
+            "vision": PhaseSpec(
+                encoder_phase("vision"), 2, row_classes((16,)), 4, 4, ItemCost(10, 1)
+            ),
+            "language": PhaseSpec(
+                decoder_phase(("vision",)), 2, row_classes((32,)), 8, 1, ItemCost(10, 1)
+            ),
         },
         {"vision": RouteSpec(grid, encoder_pool=16, language_pool=64, pair_slots=8)},
     )
@@ -179,7 +184,7 @@ def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
     # Examples of up to 14 tokens
-    small = PhaseSpec(decoder_phase(("vision",)), 2, (8,), 8, 1, ItemCost(10, 1))
+    small = PhaseSpec(decoder_phase(("vision",)), 2, row_classes((8,)), 8, 1, ItemCost(10, 1))
     broken = replace(
         filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small})
     )
@@ -409,8 +414,8 @@ def pictures(tmp_path):
 def fitting_filler(pictures: RealCorpus) -> StepFiller:
     filler = make_filler(pictures)
     phases = {
-        "vision": replace(filler.spec.phases["vision"], capacities=(32,), max_segments=8),
-        "language": replace(filler.spec.phases["language"], capacities=(64,)),
+        "vision": replace(filler.spec.phases["vision"], classes=row_classes((32,)), max_segments=8),
+        "language": replace(filler.spec.phases["language"], classes=row_classes((64,))),
     }
     return replace(filler, spec=replace(filler.spec, phases=phases))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseSpec
+from jaxmllm.balance.records import PhaseSpec, row_classes
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.modalities import modalities, row_formats
@@ -34,7 +34,7 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     rows = PhaseSpec(
         make_phases(config.model)[phase],
         4,
-        tuple(capacities),
+        row_classes(capacities),
         8,
         1,
         ItemCost(1, 1),

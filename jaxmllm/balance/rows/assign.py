@@ -221,6 +221,7 @@ def _phase_plan(
     offset, segment = lay_out(microbatch * spec.ranks + rank, length)
     return PhasePlan(
         capacity=capacity,
+        span=np.ones_like(capacity),
         pool=np.zeros_like(capacity),
         pool_offset=np.zeros_like(capacity),
         microbatch=microbatch.astype(np.int32),

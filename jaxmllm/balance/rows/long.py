@@ -57,6 +57,7 @@ def with_long_rows(
     capacity = np.concatenate([np.full(long_rows, spec.long_capacity, np.int32), ordinary.capacity])
     return PhasePlan(
         capacity=capacity,
+        span=np.ones_like(capacity),
         pool=np.zeros_like(capacity),
         pool_offset=np.zeros_like(capacity),
         microbatch=merged(np.arange(long_rows), ordinary.microbatch + long_rows),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
-from jaxmllm.balance.records import PhaseSpec
+from jaxmllm.balance.records import PhaseSpec, row_classes
 from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import Phase
 
@@ -87,7 +87,7 @@ def phase_spec(
     return PhaseSpec(
         phase=inputs.phase,
         ranks=inputs.ranks,
-        capacities=capacities,
+        classes=row_classes(capacities),
         max_segments=capacities[0] if max_segments is None else max_segments,
         slots_per_token=inputs.slots_per_token,
         cost=inputs.flops if inputs.time is None else inputs.time.item,

@@ -254,6 +254,7 @@ def _joined(
         zeros = np.zeros(begin, np.int32)
         plans[name] = PhasePlan(
             zeros + phase.capacities[0],
+            zeros + 1,
             zeros,
             zeros,
             microbatch,

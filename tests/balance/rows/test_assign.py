@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, row_classes
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.phases import decoder_phase, encoder_phase
 
@@ -28,7 +28,12 @@ def spec_of(
     ranks: int, capacities: tuple[int, ...], max_segments: int = 1000, quadratic: int = 1
 ) -> PhaseSpec:
     return PhaseSpec(
-        encoder_phase("vision"), ranks, capacities, max_segments, 1, ItemCost(5, quadratic)
+        encoder_phase("vision"),
+        ranks,
+        row_classes(capacities),
+        max_segments,
+        1,
+        ItemCost(5, quadratic),
     )
 
 
@@ -203,7 +208,9 @@ def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
 def test_costs_are_exact_until_they_would_overflow():
     spec = spec_of(1, (64,), quadratic=3)
     assert item_costs(spec, np.array([2, 10])).tolist() == [5 * 2 + 3 * 4, 5 * 10 + 3 * 100]
-    large = PhaseSpec(decoder_phase(), 1, (1 << 20,), 1, 1, ItemCost(3 * 10**12, 2 * 10**7))
+    large = PhaseSpec(
+        decoder_phase(), 1, row_classes((1 << 20,)), 1, 1, ItemCost(3 * 10**12, 2 * 10**7)
+    )
     length = np.array([1 << 20, 1 << 19, 7] * 1000)
     cost = item_costs(large, length)
     exact = [3 * 10**12 * int(n) + 2 * 10**7 * int(n) ** 2 for n in length[:2]]

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhaseSpec
+from jaxmllm.balance.records import PhaseItems, PhaseSpec, row_classes
 from jaxmllm.balance.rows.assign import assign, assign_in_place
 from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.phases import decoder_phase
 
-SPEC = PhaseSpec(decoder_phase(), 4, (64, 16), 8, 1, ItemCost(1, 0), long_capacity=256)
+SPEC = PhaseSpec(decoder_phase(), 4, row_classes((64, 16)), 8, 1, ItemCost(1, 0), long_capacity=256)
 
 
 def items_of(lengths):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhaseSpec
+from jaxmllm.balance.records import PhaseItems, PhaseSpec, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import RowNeeds, row_counts, row_needs
 from jaxmllm.phases import encoder_phase
@@ -54,7 +54,9 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
 @given(LENGTHS, CLASSES, st.sampled_from([1, 2, 3]), st.sampled_from([2, 1000]))
 def test_needs_never_exceed_a_plan(lengths, capacities, ranks, max_segments):
     """The lower bounds hold for the rows of an actual plan."""
-    spec = PhaseSpec(encoder_phase("vision"), ranks, capacities, max_segments, 1, ItemCost(5, 1))
+    spec = PhaseSpec(
+        encoder_phase("vision"), ranks, row_classes(capacities), max_segments, 1, ItemCost(5, 1)
+    )
     length = np.array(lengths, np.int64)
     zeros = np.zeros(len(length), np.int32)
     items = PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)

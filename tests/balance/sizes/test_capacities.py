@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
+from jaxmllm.balance.records import row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
@@ -52,7 +53,9 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
         total = 0.0
         for batch in samples:
             items = batch.phases["vision"]
-            rows = assign(dataclasses.replace(spec, capacities=(capacity,)), items).microbatches
+            rows = assign(
+                dataclasses.replace(spec, classes=row_classes((capacity,))), items
+            ).microbatches
             total += rows * (
                 capacity + CAPACITY_SEARCH.microbatch_overhead * -(-items.length.sum() // 2)
             )

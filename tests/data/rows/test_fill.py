@@ -26,6 +26,7 @@ from jaxmllm.balance.records import (
     RouteRound,
     RouteSpec,
     StepPlan,
+    row_classes,
 )
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.rows.batch import MisalignmentError
@@ -171,6 +172,7 @@ def scatter(
     zeros = np.zeros(len(used), np.int32)
     return PhasePlan(
         np.full(len(used), capacity, np.int32),
+        zeros + 1,
         zeros,
         np.arange(len(used), dtype=np.int32),
         *place.T,
@@ -214,7 +216,12 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
 def make_spec() -> PlanSpec:
     phases = {
         phase.name: PhaseSpec(
-            phase, RANKS[phase.name], (CAPACITIES[phase.name],), SEGMENTS, 1, ItemCost(1, 0)
+            phase,
+            RANKS[phase.name],
+            row_classes((CAPACITIES[phase.name],)),
+            SEGMENTS,
+            1,
+            ItemCost(1, 0),
         )
         for phase in (*map(encoder_phase, MODALITIES), decoder_phase(tuple(MODALITIES)))
     }

@@ -14,7 +14,14 @@ import pytest
 import soundfile
 from PIL import Image
 
-from jaxmllm.balance.records import ExchangeGrid, ItemCost, PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import (
+    ExchangeGrid,
+    ItemCost,
+    PhaseSpec,
+    PlanSpec,
+    RouteSpec,
+    row_classes,
+)
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.corpus import Corpus
@@ -133,7 +140,9 @@ def make_filler(corpus: Corpus) -> StepFiller:
         "language": decoder_phase(tuple(MODALITIES)),
     }
     phases = {
-        name: PhaseSpec(kinds[name], 2, (capacity,), 16, slots_per_token, ItemCost(10, 1))
+        name: PhaseSpec(
+            kinds[name], 2, row_classes((capacity,)), 16, slots_per_token, ItemCost(10, 1)
+        )
         for name, (capacity, slots_per_token) in capacities.items()
     }
     route = RouteSpec(grid, encoder_pool=64, language_pool=128, pair_slots=32)
