@@ -92,7 +92,8 @@ def history(data, tmp_path_factory):
     return base, {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
 
 
-@pytest.mark.parametrize("name, tolerance", [("killed", 1e-6), ("moved", 2e-4)])
+# On the same devices, too: on a busy machine norms of one program's gradients were seen to differ by 3e-6.
+@pytest.mark.parametrize("name, tolerance", [("killed", 2e-5), ("moved", 2e-4)])
 def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     base, _ = history
     expected, actual = records(base / "whole"), records(base / name)
