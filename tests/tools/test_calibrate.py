@@ -294,10 +294,10 @@ def test_loss_and_gradients_do_not_notice(data, tmp_path):
     inputs = prepare(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
     chosen = plan_spec(config, inputs).phases
     compiled = {
-        name: (phase.capacities, phase.max_segments) for name, phase in setup.spec.phases.items()
+        name: (phase.classes, phase.max_segments) for name, phase in setup.spec.phases.items()
     }
     phases = {
-        name: replace(phase, capacities=compiled[name][0], max_segments=compiled[name][1])
+        name: replace(phase, classes=compiled[name][0], max_segments=compiled[name][1])
         for name, phase in chosen.items()
     }
     by_flops, by_time = setup.step(range(16)), setup.step(range(16), phases=phases)
