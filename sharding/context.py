@@ -1,13 +1,17 @@
-"""Context parallelism: the slots of a row are split over devices, which attend from their queries.
+"""Rows in parts: the slots of a row are split over devices, which attend from their queries.
 
-Which slots a device gets is the host's choice and reaches it as data; every device has equally
-many, so all that works token by token stays balanced. Keys and values are gathered from all parts,
-a few heads at a time, and their gradients are scattered back as sums: the transpose of the gather.
+These are the devices of one rank (context parallelism), those of a group of ranks that hold the row
+together (spans), or both. Which slots a device gets is the host's choice and reaches it as data;
+every device has equally many, so all that works token by token stays balanced. Keys and values are
+gathered from all parts, a few heads at a time, and their gradients are scattered back as sums: the
+transpose of the gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ from sharding.rules import Layout
 # Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap with
 # the attention of the group before.
 HEAD_GROUPS = 4
+SLOTS = ("batch", "sequence")  # logical axes of [R / g, g * C, ...]
 
 
 def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
@@ -41,6 +46,58 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     return layout.local(
         on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
     )(x, slots)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
+    """Slots of rows in another order, still in parts: y[row, j] = x[row, index[row, j]].
+
+    Every leaf is gathered from all parts of its row. Differentiable in leaves of numbers: the way
+    back gathers, too, by the inverse (`permute_back`).
+
+    Args:
+      x: [R / g, N, ...] in parts, or a tree of such arrays.
+      index: int32 [R / g, N] in parts, a permutation in each row.
+    """
+    axes = layout.mesh_axes("sequence")
+
+    def on_device(x: Any, index: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: gather_parts(leaf, axes)[:, index[0]], x)
+
+    return _permuted(layout, on_device, x, index)
+
+
+def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
+    """The inverse of `permute`, which is its transpose, too: x[row, index[row, j]] = y[row, j]."""
+    axes = layout.mesh_axes("sequence")
+
+    def on_device(y: Any, index: jax.Array) -> Any:
+        whole = gather_parts(index, axes)[0]
+        slots = jnp.arange(whole.size, dtype=index.dtype)
+        inverse = jnp.zeros_like(whole).at[whole].set(slots, unique_indices=True)
+        first = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
+        held = jax.lax.dynamic_slice_in_dim(inverse, first, index.shape[1])
+        return jax.tree.map(lambda leaf: gather_parts(leaf, axes)[:, held], y)
+
+    return _permuted(layout, on_device, y, index)
+
+
+def _permuted(
+    layout: Layout, on_device: Callable[[Any, jax.Array], Any], x: Any, index: jax.Array
+) -> Any:
+    leaves = jax.tree.map(lambda _: SLOTS, x)
+    return layout.local(on_device, (leaves, SLOTS), leaves)(x, index)
+
+
+def _permute_forward(layout: Layout, x: Any, index: jax.Array) -> tuple[Any, jax.Array]:
+    return permute(layout, x, index), index
+
+
+def _permute_backward(layout: Layout, index: jax.Array, d_y: Any) -> tuple[Any, None]:
+    return permute_back(layout, d_y, index), None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
 
 
 def gathered_attention(

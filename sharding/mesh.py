@@ -1,4 +1,10 @@
-"""The device mesh."""
+"""The device mesh, and its axes cut where neighbouring ranks may share rows.
+
+    {"data": 16, "tensor": 2}, spans 1, 2, 4    -->    data 4, data.1 2, data.2 2, tensor 1, tensor.1 2
+
+A span takes the innermost sub-axes (`Layout.spanned`). Everything else names whole axes; devices
+and ranks are numbered as if nothing were cut.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +14,65 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+CUT = "."  # between the name of an axis and the number of a sub-axis
+
 
 class MeshError(ValueError):
     """A mesh or layout that the devices or the arrays cannot have."""
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    sizes: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    spans: Sequence[int] = (),
+) -> Mesh:
     """A mesh with the named axes, in the given order, over all devices (or those given).
 
     One size may be -1: it takes the devices that the others leave.
 
+    Args:
+      spans: how many neighbouring ranks may hold a row together; the axes are cut by their prime
+        factors (see above).
+
     Raises:
-      MeshError: the sizes do not multiply to the number of devices.
+      MeshError: the sizes do not multiply to the number of devices, or a span does not divide the
+        next one.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(sizes, len(devices))
     # By default jax.make_mesh makes axes Explicit, and then shard_map refuses unsharded inputs.
     auto = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(shape, tuple(sizes), axis_types=auto, devices=devices)
+    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=auto, devices=devices)
+    axes = _cut_axes(dict(zip(sizes, shape, strict=True)), spans)
+    # Not made anew in the cut shape: where devices have a topology, their order depends on it
+    ordered = mesh.devices.reshape(tuple(axes.values()))
+    return Mesh(ordered, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def abstract_mesh(sizes: Mapping[str, int], devices: int) -> AbstractMesh:
+def abstract_mesh(
+    sizes: Mapping[str, int], devices: int, spans: Sequence[int] = ()
+) -> AbstractMesh:
     """A mesh as `make_mesh` makes it, over devices that need not exist: for shapes and plans."""
-    shape = mesh_shape(sizes, devices)
-    return AbstractMesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+    axes = _cut_axes(dict(zip(sizes, mesh_shape(sizes, devices), strict=True)), spans)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def whole_axis(axis: str) -> str:
+    """The axis that a sub-axis was cut from."""
+    return axis.partition(CUT)[0]
+
+
+def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of the whole axes, in the mesh's order."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.shape.items():
+        sizes[whole_axis(axis)] = sizes.get(whole_axis(axis), 1) * size
+    return sizes
+
+
+def axis_size(mesh: Mesh | AbstractMesh, name: str) -> int:
+    """Size of a whole axis."""
+    return axis_sizes(mesh)[name]
 
 
 def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
@@ -53,3 +94,43 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
             f"are {devices}; change the mesh sizes or start with another number of devices"
         )
     return tuple(devices // fixed if size == -1 else size for size in sizes.values())
+
+
+def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
+    """The axes with their sub-axes, outermost first; the outermost keeps the name, also at size 1.
+
+    Every axis is cut, for which of them are batch axes is the layouts' choice.
+    """
+    factors = _prime_factors(spans)
+    axes: dict[str, int] = {}
+    for name, size in sizes.items():
+        inner: list[int] = []
+        for factor in factors:
+            if size % factor == 0:
+                size //= factor
+                inner.insert(0, factor)
+        axes[name] = size
+        axes |= {f"{name}{CUT}{number}": part for number, part in enumerate(inner, 1)}
+    return axes
+
+
+def _prime_factors(spans: Sequence[int]) -> list[int]:
+    """Prime factors of the longest span, those of shorter ones first.
+
+    Raises:
+      MeshError: a span is not positive, or does not divide the next one.
+    """
+    factors: list[int] = []
+    shorter = 1
+    for span in sorted(set(spans)):
+        if span < 1 or span % shorter:
+            raise MeshError(f"spans {list(spans)} must be positive, and each divide the next one")
+        rest, factor = span // shorter, 2
+        while rest > 1:
+            if rest % factor:
+                factor += 1
+            else:
+                factors.append(factor)
+                rest //= factor
+        shorter = span
+    return factors

@@ -1,9 +1,11 @@
-"""Rows and pools: what rows take from their rank's pool, and what one rank shares with all.
+"""Rows and pools: what rows take from the pools of their ranks.
 
-    pool [R, W, D] --take_rows--> rows [R, C, D]        put_rows is the transpose
+    pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows is the transpose
+    rows [R / g, g * T, D] --by_rank--> [R, T, D]
 
-Nothing is scattered: the way back gathers by an inverse table, which is made of integers. So
-gradients are deterministic.
+A row of span g lies on g ranks, in packed order: each has C slots that follow one another, and
+reads them from its own pool. Nothing is scattered: the way back gathers by an inverse table, which
+is made of integers. So gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -13,25 +15,28 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from sharding.context import SLOTS, gather_parts
 from sharding.rules import Layout
 
-SLOTS = ("batch", "sequence")  # logical axes of [R, C, ...]
+RANKS = ("rank",)  # logical axes of [R, ...]
 Residuals = tuple[jax.Array, jax.Array]  # pool, index
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
-    """Each rank's rows from its own pool: [R, C, D]. Differentiable in `pool`.
+    """Each rank's slots of rows from its own pool: [R / g, g * C, D]. Differentiable in `pool`.
 
     Args:
+      layout: that of the rows, of span g.
       pool: [R, W, D].
-      index: int32 [R, C] slot of the pool; -1: zero. No slot twice in one row, where gradients flow.
+      index: int32 [R / g, g * C] slot of the pool of the rank that holds it; -1: zero. No slot
+        twice on one rank, where gradients flow.
     """
 
     def on_device(pool: jax.Array, index: jax.Array) -> jax.Array:
         return gather(pool[0], index[0])[None]
 
-    return layout.local(on_device, (("batch",), SLOTS), SLOTS)(pool, index)
+    return layout.local(on_device, (RANKS, SLOTS), SLOTS)(pool, index)
 
 
 def _take_forward(layout: Layout, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, Residuals]:
@@ -49,14 +54,15 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 
 def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
-    """The transpose of `take_rows`, added to `pool`. No slot may occur twice in one row's index.
+    """The transpose of `take_rows`, added to `pool`. No slot may occur twice in one rank's index.
 
     Args:
-      rows: [R, C, D].
-      index: int32 [R, C] slot of the pool where each goes; -1: nowhere.
+      layout: that of the rows, of span g.
+      rows: [R / g, g * C, D].
+      index: int32 [R / g, g * C] slot of the pool where each goes; -1: nowhere.
       pool: [R, W, D].
     """
-    parts = layout.mesh_axes("sequence")
+    parts = layout.part_axes
 
     def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
         slots = pool.shape[1]
@@ -66,7 +72,33 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         added = gather(rows[0], inverse)[None].astype(pool.dtype)
         return pool + (jax.lax.psum(added, parts) if parts else added)
 
-    return layout.local(on_device, (SLOTS, SLOTS, ("batch",)), ("batch",))(rows, index, pool)
+    return layout.local(on_device, (SLOTS, SLOTS, RANKS), RANKS)(rows, index, pool)
+
+
+def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
+    """What each rank holds of rows in packed order, whole on all its devices: [R, T, ...].
+
+    Args:
+      layout: that of the rows, of span g.
+      x: [R / g, g * T, ...] in parts.
+    """
+    return layout.local(lambda x: gather_parts(x, layout.part_axes), (SLOTS,), RANKS)(x)
+
+
+def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Add what rows amount to, [R / g, ...], to the first rank of each: x [R, ...] -> [R, ...].
+
+    Args:
+      layout: that of the rows, of span g.
+    """
+    group = tuple(axis for axis in layout.mesh_axes("rank") if axis not in layout.batch_axes)
+    if not group:
+        return x + rows
+
+    def on_device(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return x + jnp.where(jax.lax.axis_index(group) == 0, rows, 0)
+
+    return layout.local(on_device, (RANKS, ("batch",)), RANKS)(x, rows)
 
 
 def share_rank(layout: Layout, x: jax.Array, rank: jax.Array) -> jax.Array:

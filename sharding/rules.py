@@ -3,13 +3,13 @@
 Parameters and activations name their axes by meaning ("embed", "heads", "batch"); a layout says
 which mesh axes each of them is split over. Two components may have different layouts on one mesh:
 an encoder can count `tensor` as one more data axis, which gives it more ranks than the language
-model has.
+model has. Rules name whole axes of the mesh; a layout has their sub-axes (sharding/mesh.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import MeshError
+from sharding.mesh import MeshError, axis_sizes, whole_axis
 
 Axes = tuple[str | None, ...]
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),  # R: rows of a microbatch
+    "batch": ("data", "fsdp"),  # R: rows of a microbatch, one for each rank or group of ranks
     "sequence": ("context",),  # the slots of a row
     "layers": (),
     "embed": ("fsdp",),  # a parameter's model width; gathered before use
@@ -46,14 +46,28 @@ class Layout:
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
         return dict(self.rules).get(name, ()) if name else ()
 
+    def whole_axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes of a logical axis as a config names them, uncut."""
+        return tuple(dict.fromkeys(whole_axis(axis) for axis in self.mesh_axes(name)))
+
     @property
     def batch_axes(self) -> tuple[str, ...]:
         return self.mesh_axes("batch")
 
     @property
     def ranks(self) -> int:
-        """R: rows computed at the same time, one on each rank."""
+        """R: ranks, which compute equally many slots at the same time."""
+        return self.size("rank")
+
+    @property
+    def groups(self) -> int:
+        """R / g: rows computed at the same time, one in each group of ranks."""
         return self.size("batch")
+
+    @property
+    def span(self) -> int:
+        """g: neighbouring ranks that hold a row together."""
+        return self.ranks // self.groups
 
     def size(self, name: str) -> int:
         """Number of parts a logical axis is split into."""
@@ -67,13 +81,45 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """X: parts that a row's slots are split into (context parallelism)."""
+        """g * X: parts that a row's slots are split into, X on each of its ranks (context
+        parallelism)."""
         return self.size("sequence")
 
     @property
+    def part_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the slots of one rank are split."""
+        return tuple(
+            axis for axis in self.mesh_axes("sequence") if axis not in self.mesh_axes("rank")
+        )
+
+    @property
     def rows(self) -> NamedSharding:
-        """Sharding of [R, ...] arrays: one row on every rank."""
+        """Sharding of [R / g, ...] arrays: one row on every rank or group of ranks."""
         return self.sharding(("batch",))
+
+    def spanned(self, span: int) -> Layout:
+        """The same devices with rows that `span` neighbouring ranks hold together: [R / g, g * C].
+
+        Group k is ranks k * span .. (k + 1) * span - 1, whose parts of the row come in this order.
+
+        Raises:
+          MeshError: no innermost sub-axes of the batch axes multiply to `span`.
+        """
+        if span == 1:
+            return self
+        outer = list(self.batch_axes)
+        inner: list[str] = []
+        while outer and math.prod(self.mesh.shape[axis] for axis in inner) < span:
+            inner.insert(0, outer.pop())
+        if math.prod(self.mesh.shape[axis] for axis in inner) != span:
+            sizes = {name: axis_sizes(self.mesh)[name] for name in self.whole_axes("batch")}
+            cut = {axis: self.mesh.shape[axis] for axis in self.batch_axes}
+            raise MeshError(
+                f"rows of span {span} cannot be formed of {self.ranks} ranks on mesh axes {sizes}, cut "
+                f"into {cut}: a span must be a product of the innermost of these; change "
+                f"phases.<phase>.spans or the mesh"
+            )
+        return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
     @property
     def long(self) -> Layout:
@@ -82,7 +128,10 @@ class Layout:
 
     @property
     def by_part(self) -> Layout:
-        """The same devices with each part of a row counted as a row of its own: [R * X, C / X]."""
+        """The same devices with each part of a row counted as a row of its own: [R * X, C / X].
+
+        X are the parts that a rank holds, whatever the span.
+        """
         return self._with(batch=self.batch_axes + self.mesh_axes("sequence"), sequence=())
 
     def _with(self, **rules: tuple[str, ...]) -> Layout:
@@ -112,21 +161,21 @@ class Layout:
         return self.constrain(weight, kept)
 
     def local(
-        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Any
+        self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any
     ) -> Callable[..., Any]:
         """Run `function` on each device's own part.
 
         That serves a kernel whose loop bounds are the data of its rank, for one.
 
         Args:
-          in_axes: of each argument.
-          out_axes: of the result, or a tree of them.
+          in_axes: of each argument, or a tree of them.
+          out_axes: of the result, likewise.
         """
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=tuple(self.spec(axes) for axes in in_axes),
+            in_specs=jax.tree.map(self.spec, tuple(in_axes), is_leaf=_is_axes),
             out_specs=jax.tree.map(self.spec, out_axes, is_leaf=_is_axes),
             # Inside another shard_map its manual axes may not be named again.
             axis_names={name for name, axis_type in types if axis_type != AxisType.Manual},
@@ -136,7 +185,7 @@ class Layout:
     def check(self, name: str, shape: Sequence[int], axes: Axes) -> None:
         """Raise `MeshError` when `shape` cannot be split as `axes` say."""
         used = [mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis)]
-        twice = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
+        twice = _whole({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if twice:
             raise MeshError(
                 f"{name}: two of its axes {axes} are split over {twice}; change this component's layout"
@@ -145,7 +194,7 @@ class Layout:
             if axis is not None and length % self.size(axis):
                 raise MeshError(
                     f"{name}: axis {axis!r} of length {length} cannot be split over mesh axes "
-                    f"{self.mesh_axes(axis)} of {self.size(axis)} devices; change the mesh or this "
+                    f"{self.whole_axes(axis)} of {self.size(axis)} devices; change the mesh or this "
                     f"component's layout"
                 )
 
@@ -161,7 +210,7 @@ def make_layout(
     `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
 
     Args:
-      overrides: mesh axes by logical axis.
+      overrides: whole mesh axes by logical axis.
       where: key of the config that errors name.
 
     Raises:
@@ -173,8 +222,8 @@ def make_layout(
             known = ", ".join(DEFAULT_RULES)
             raise MeshError(f"{where}: unknown logical axis {name!r}; known: {known}")
         for axis in axes:
-            if axis not in mesh.axis_names:
-                known = ", ".join(mesh.axis_names)
+            if axis not in axis_sizes(mesh):
+                known = ", ".join(axis_sizes(mesh))
                 raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {known}")
     rules = {
         name: _in_mesh_order(mesh, overrides.get(name, axes))
@@ -184,14 +233,21 @@ def make_layout(
         clash = set(rules[name]) & set(rules["batch"])
         if clash and name in overrides:
             raise MeshError(
-                f"{where}: mesh axes {sorted(clash)} are named for both 'batch' and {name!r}"
+                f"{where}: mesh axes {_whole(clash)} are named for both 'batch' and {name!r}"
             )
         rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
+    rules["rank"] = rules["batch"]  # what ranks keep for themselves, whatever the span of rows
     return Layout(mesh, tuple(rules.items()))
 
 
 def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh.axis_names if axis in axes)
+    """The sub-axes of whole axes."""
+    return tuple(axis for axis in mesh.axis_names if whole_axis(axis) in axes)
+
+
+def _whole(axes: Iterable[str]) -> list[str]:
+    """The whole axes of sub-axes, by name."""
+    return sorted({whole_axis(axis) for axis in axes})
 
 
 def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:

@@ -216,7 +216,7 @@ def build_model(
         if name.startswith("projector."):  # a projector runs on the ranks of its tower
             tower = components[name.removeprefix("projector.")].layout
             for axes in ("batch", "sequence"):
-                overrides.setdefault(axes, list(tower.mesh_axes(axes)))
+                overrides.setdefault(axes, list(tower.whole_axes(axes)))
         layout = make_layout(mesh, overrides, f"components.{name}.layout")
         components[name] = _component(name, make, layout, setting)
     shapes = {name: component.shapes for name, component in components.items()}

@@ -166,4 +166,4 @@ def _on_ranks(layout: Layout, rows: Any) -> Any:
 
 
 def _on_rank(layout: Layout, leaf: Any, sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct((layout.ranks, *leaf.shape), leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((layout.groups, *leaf.shape), leaf.dtype, sharding=sharding)

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxmllm.runtime import checkpoint_files
 from jaxmllm.runtime.checkpoint import Checkpoints, check_space, state_bytes
 from jaxmllm.runtime.checkpoint_files import CheckpointError, DamagedError, check_files
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +84,22 @@ def test_restores_on_another_mesh(tmp_path: Path, shape: tuple[int, int]) -> Non
     assert_same(restored, saved)
     for left, right in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+
+
+@pytest.mark.parametrize("spans", [((1, 2, 4), ()), ((), (1, 2, 4))])
+def test_restores_on_a_mesh_that_is_cut_otherwise(tmp_path: Path, spans: Any) -> None:
+    saved, target = (
+        jax.device_put(
+            {"w": np.arange(64.0).reshape(16, 4) + offset},
+            make_layout(make_mesh({"data": 2, "fsdp": 4}, spans=cut)).sharding(("embed", None)),
+        )
+        for offset, cut in zip((0, 1), spans, strict=True)
+    )
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, saved)
+        restored = checkpoints.restore(abstract(target))
+    assert_same(restored, saved)
+    assert restored["w"].sharding == target["w"].sharding
 
 
 def test_double_precision(tmp_path: Path) -> None:

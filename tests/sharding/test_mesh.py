@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding.mesh import MeshError, abstract_mesh, make_mesh
+from sharding.mesh import MeshError, abstract_mesh, axis_size, axis_sizes, make_mesh
 
 
 def test_axes_keep_their_order_and_use_every_device():
@@ -57,3 +57,33 @@ def test_an_abstract_mesh_is_the_same_mesh_without_devices():
     assert abstract_mesh(sizes, 4096).shape == {"data": 2048, "fsdp": 2, "tensor": 1}
     with pytest.raises(MeshError, match="needs a multiple of 2 devices but there are 9"):
         abstract_mesh(sizes, 9)
+
+
+def test_axes_are_cut_by_the_prime_factors_of_spans():
+    """Innermost sub-axes hold the factors of the shortest spans; devices stay where they are."""
+    sizes = {"data": 4, "fsdp": 2, "tensor": 1}
+    mesh = make_mesh(sizes, spans=(1, 2, 8))
+    assert dict(mesh.shape) == {
+        "data": 1, "data.1": 2, "data.2": 2, "fsdp": 1, "fsdp.1": 2, "tensor": 1
+    }  # fmt: skip
+    assert list(mesh.devices.flat) == list(make_mesh(sizes).devices.flat)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert abstract_mesh(sizes, 8, (1, 2, 8)).shape == mesh.shape
+    assert axis_sizes(mesh) == sizes and axis_size(mesh, "data") == 4
+    many = abstract_mesh({"data": 512}, 512, (1, 2, 4, 8))
+    assert tuple(many.shape.values()) == (64, 2, 2, 2)
+    assert tuple(abstract_mesh({"data": 24}, 24, (2, 6)).shape.values()) == (4, 3, 2)
+    assert tuple(abstract_mesh({"data": 5}, 5, (2, 6)).shape.values()) == (5,)
+
+
+@pytest.mark.parametrize("spans", [(), (1,)])
+def test_without_spans_nothing_is_cut(spans):
+    sizes = {"data": 4, "fsdp": 2}
+    assert make_mesh(sizes, spans=spans) == make_mesh(sizes)
+    assert abstract_mesh(sizes, 8, spans) == abstract_mesh(sizes, 8)
+
+
+@pytest.mark.parametrize("spans", [(0, 2), (2, 3), (4, 6)])
+def test_spans_form_a_chain(spans):
+    with pytest.raises(MeshError, match=r"spans \[.*\] must be positive, and each divide the next"):
+        make_mesh({"data": 8}, spans=spans)

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sharding.mesh import make_mesh
-from sharding.pools import put_rows, take_rows
+from sharding.pools import add_to_first_rank, by_rank, put_rows, take_rows
 from sharding.rules import make_layout
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -49,3 +50,54 @@ def test_rows_of_another_dtype_are_added_in_the_pools():
     got = put_rows(make_layout(MESH), d_rows.astype(jnp.bfloat16), index, pool)
     assert got.dtype == pool.dtype
     np.testing.assert_allclose(got, put_rows(make_layout(MESH), d_rows, index, pool), atol=0.03)
+
+
+# ---------------------------------------------------------------------------- rows of several ranks
+
+MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "context": 2}]
+
+
+def layouts(sizes):
+    whole = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    return make_layout(make_mesh(whole, spans=(1, 2, 4)))
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_shared_row_reads_the_pools_of_its_ranks(sizes):
+    """A row of span g is g rows of one rank, end to end."""
+    layout = layouts(sizes)
+    index, pool, d_rows = rows_and_pool(3, ranks=layout.ranks)
+    take, put = (jax.jit(function, static_argnums=0) for function in (take_rows, put_rows))
+    want, d_want = take(layout, pool, index), put(layout, d_rows, index, pool)
+    for span in (2, 4):
+        spanned = layout.spanned(span)
+        shared = index.reshape(layout.groups // span, -1)
+        got = take(spanned, pool, shared)
+        np.testing.assert_array_equal(got.reshape(want.shape), want)
+        d_shared = d_rows.reshape(*shared.shape, WIDTH)
+        np.testing.assert_array_equal(put(spanned, d_shared, shared, pool), d_want)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_packed_tokens_come_to_the_ranks_that_hold_them(sizes):
+    spanned = layouts(sizes).spanned(2)
+    x = np.random.default_rng(4).integers(-9, 9, (spanned.groups, 24, WIDTH)).astype(np.float32)
+
+    @jax.jit
+    def there_and_back(x):
+        tokens, pull = jax.vjp(lambda x: by_rank(spanned, x), x)
+        return tokens, pull(tokens)[0]
+
+    tokens, pulled = there_and_back(x)
+    np.testing.assert_array_equal(tokens, x.reshape(spanned.ranks, 12, WIDTH))
+    np.testing.assert_array_equal(pulled, x)
+
+
+@pytest.mark.parametrize("span", [1, 2, 4])
+def test_sums_of_a_row_go_to_its_first_rank(span):
+    layout = layouts({"data": 2, "fsdp": 2, "tensor": 2}).spanned(span)
+    totals = np.random.default_rng(5).standard_normal((4, 3)).astype(np.float32)
+    rows = np.ones((4 // span, 3), np.float32)
+    got = jax.jit(add_to_first_rank, static_argnums=0)(layout, totals, rows)
+    totals[::span] += rows
+    np.testing.assert_array_equal(got, totals)

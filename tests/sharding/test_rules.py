@@ -122,3 +122,67 @@ def test_nodes_of_ranks():
     planned = make_layout(abstract_mesh({"data": 16, "fsdp": 2}, 32))
     assert rank_nodes(planned, 8).tolist() == [rank // 8 for rank in range(32)]
     assert rank_nodes(planned).tolist() == [0] * 32
+
+
+CUT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, spans=(1, 2, 4))
+
+
+def test_layouts_of_a_cut_mesh_have_sub_axes():
+    layout = make_layout(CUT)
+    assert layout.batch_axes == ("data", "data.1", "fsdp", "fsdp.1")
+    assert layout.mesh_axes("heads") == ("tensor", "tensor.1")
+    assert layout.whole_axes("batch") == ("data", "fsdp")
+    assert (layout.ranks, layout.groups, layout.span, layout.parts) == (4, 4, 1, 1)
+    assert layout.spanned(1) is layout
+
+
+@pytest.mark.parametrize("mesh", [{}, {"context": 2, "tensor": 1}])
+def test_a_span_takes_the_innermost_ranks(mesh):
+    cut = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2} | mesh, spans=(1, 2, 4))
+    layout = make_layout(cut)
+    parts = layout.parts
+    for span in (1, 2, 4):
+        spanned = layout.spanned(span)
+        assert (spanned.ranks, spanned.groups, spanned.span) == (4, 4 // span, span)
+        assert spanned.parts == span * parts
+        assert spanned.part_axes == layout.mesh_axes("sequence")
+    # Rank k * g + j holds part j of row k
+    rows = np.arange(2 * 8).reshape(2, 8)
+    shared = jax.device_put(rows, layout.spanned(2).sharding(("batch", "sequence")))
+    by_rank = jax.device_put(rows.reshape(4, 4), layout.sharding(("batch", "sequence")))
+    held = [
+        {shard.device: shard.data.tolist() for shard in array.addressable_shards}
+        for array in (shared, by_rank)
+    ]
+    assert held[0] == held[1]
+
+
+def test_an_encoder_with_more_ranks_has_spans_of_its_own():
+    layout = make_layout(CUT, {"batch": ["data", "fsdp", "tensor"]}).spanned(4)
+    assert layout.mesh_axes("sequence")[-1] == "tensor.1"
+    assert (layout.ranks, layout.groups) == (8, 2)
+
+
+def test_spans_that_the_mesh_cannot_form_are_refused():
+    with pytest.raises(
+        MeshError,
+        match=r"span 3 .* of 4 ranks on mesh axes \{'data': 2, 'fsdp': 2\}, cut into .* phases\.<phase>\.spans",
+    ):
+        make_layout(MESH).spanned(3)
+    with pytest.raises(MeshError, match="span 8 cannot be formed of 4 ranks"):
+        make_layout(CUT).spanned(8)
+    with pytest.raises(MeshError, match="span 2 cannot be formed of 4 ranks"):
+        make_layout(make_mesh({"data": 4}, jax.devices()[:4])).spanned(2)
+
+
+def test_errors_speak_of_whole_axes():
+    with pytest.raises(
+        MeshError, match=r"unknown mesh axis 'data\.1'; the mesh has data, fsdp, te"
+    ):
+        make_layout(CUT, {"batch": ["data.1"]})
+    with pytest.raises(MeshError, match=r"\['data'\] .*'batch' and 'heads'"):
+        make_layout(CUT, {"heads": ["data"]})
+    with pytest.raises(MeshError, match=r"over mesh axes \('tensor',\) of 2 devices"):
+        make_layout(CUT).check("head", (7,), ("vocab",))
+    with pytest.raises(MeshError, match=r"split over \['tensor'\]"):
+        make_layout(CUT, {"embed": ["tensor"]}).check("up", (8, 8), ("embed", "mlp"))

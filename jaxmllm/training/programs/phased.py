@@ -417,7 +417,7 @@ class PhasedPrograms(Programs):
         kind = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
         local = kind.of(dict(row))
         return jax.tree.map(
-            lambda array, sharding: put_ranks(array, sharding, layout.ranks),
+            lambda array, sharding: put_ranks(array, sharding, layout.groups),
             local,
             local.shardings(layout),
         )
