@@ -278,15 +278,29 @@ class RouteTables:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Where each item's tokens arrive, and the rounds that bring them there (under the phase that
-    owns the exchange).
+    """Where the tokens of an encoder phase's items arrive, and the rounds that bring them there
+    (under the phase that owns the exchange).
 
-    Item n's tokens occupy language pool slots arrival[n] .. arrival[n] + tokens of its language
-    rank, in the pool number of its example's language microbatch.
+    An item that several language ranks of a group read is cut into pieces, one for each of them;
+    any other, also one without tokens, is one piece. Piece k is `tokens` tokens of item item[k],
+    after the first skipped[k]. It occupies slots arrival[k] .. of the language pool of the rank
+    that owns its slots, in the pool number of its example's language microbatch. Pieces are in the
+    order of items and, in each, of tokens.
     """
 
-    arrival: Ints  # [N]
+    item: Ints  # [K]
+    skipped: Ints  # [K]
+    tokens: Ints  # [K]
+    arrival: Ints  # [K]
     rounds: tuple[RouteRound, ...]
+
+    @classmethod
+    def of_whole_items(
+        cls, tokens: Ints, arrival: Ints, rounds: tuple[RouteRound, ...] = ()
+    ) -> RoutePlan:
+        """With one piece for each of N items, of the given tokens and arrivals [N]."""
+        item = np.arange(len(tokens), dtype=np.int32)
+        return cls(item, np.zeros_like(item), tokens, arrival, rounds)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jaxmllm.balance.records import (
     PlanSpec,
     RouteRound,
     RouteSpec,
+    RowClass,
     StepPlan,
     shared_exchange,
 )
@@ -59,19 +60,25 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     for column in ("microbatch", "rank", "offset", "segment"):
         problem = f"{column} does not have one entry per item"
         _require(getattr(plan, column).shape == (size,), phase, problem)
-    classes = (spec.long_capacity, *spec.capacities) if spec.long_capacity else spec.capacities
-    _require(np.isin(plan.capacity, classes).all(), phase, "a row is of no class")
-    _require((np.diff(plan.capacity) <= 0).all(), phase, "microbatches are not ordered by class")
+    classes = [RowClass(spec.long_capacity)] if spec.long_capacity else []
+    classes += spec.classes
+    shapes = list(map(RowClass, plan.capacity.tolist(), plan.span.tolist()))
+    _require(set(shapes) <= set(classes), phase, "a row is of no class")
+    order = [classes.index(shape) for shape in shapes]
+    _require(order == sorted(order), phase, "microbatches are not ordered by class")
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")
         return
     in_range = _within(plan.microbatch, plan.microbatches)
     _require(in_range, phase, "a microbatch number is out of range")
     _require(_within(plan.rank, spec.ranks), phase, "a rank number is out of range")
-    row_capacity = plan.capacity[plan.microbatch]
+    span = plan.span[plan.microbatch]
+    row_slots = plan.capacity[plan.microbatch].astype(np.int64) * span
     end = plan.offset + items.length
+    aligned = plan.rank % span == 0
+    _require(aligned.all(), phase, "a rank number is not that of the first rank of a group")
     _require((plan.offset >= 0).all(), phase, "an item begins before its row")
-    _require((end <= row_capacity).all(), phase, "an item reaches beyond its row")
+    _require((end <= row_slots).all(), phase, "an item reaches beyond its row")
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     along_rows = np.lexsort((plan.offset, row))
     row = row[along_rows]
@@ -89,26 +96,38 @@ def _token_slots(
     """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach:
     [n, 3] each."""
     encoder = plan.phases[phase]
-    language = plan.phases[LANGUAGE]
     media = items.phases[phase]
+    slots_per_token = spec.phases[phase].slots_per_token
     item = np.repeat(np.arange(len(media.tokens)), media.tokens)
     step = running_sums(item, np.ones_like(item))  # tokens before it in its item
-    offset = encoder.offset // spec.phases[phase].slots_per_token
-    start = encoder.pool_offset[encoder.microbatch] + offset
-    pool = encoder.pool[encoder.microbatch]
-    departure = np.stack([pool[item], encoder.rank[item], start[item] + step], axis=1)
-    sequence = sequence_of_example(items)[media.example]
-    pool = language.pool[language.microbatch[sequence]]
-    rank = language.rank[sequence]
-    arrival = np.stack([pool[item], rank[item], plan.routes[phase].arrival[item] + step], axis=1)
-    return departure, arrival
+    microbatch = encoder.microbatch[item]
+    place = encoder.offset[item] // slots_per_token + step
+    member, inside = np.divmod(place, encoder.capacity[microbatch] // slots_per_token)
+    slot = encoder.pool_offset[microbatch] + inside
+    departure = np.stack([encoder.pool[microbatch], encoder.rank[item] + member, slot], axis=1)
+
+    route = plan.routes[phase]
+    piece = np.repeat(np.arange(len(route.tokens)), route.tokens)
+    in_piece = running_sums(piece, np.ones_like(piece))
+    tokens_of_pieces = route.item[piece], route.skipped[piece] + in_piece
+    complete = np.array_equal(tokens_of_pieces, (item, step))
+    _require(complete, phase, "the pieces of an item are not its tokens in order")
+    language = plan.phases[LANGUAGE]
+    sequence = sequence_of_example(items)[media.example][item]
+    microbatch = language.microbatch[sequence]
+    place = language.offset[sequence] + media.slot[item] + step
+    rank = language.rank[sequence] + place // language.capacity[microbatch]
+    of_one_rank = (np.diff(rank)[np.diff(piece) == 0] == 0).all()
+    _require(of_one_rank, phase, "a piece is read by several ranks")
+    slot = route.arrival[piece] + in_piece
+    return departure, np.stack([language.pool[microbatch], rank, slot], axis=1)
 
 
 def _validate_pools(
     phase: str, plan: PhasePlan, spec: PlanSpec, departure: Longs, arrival: Longs
 ) -> None:
     route = spec.routes[shared_exchange(spec.routes)[phase]]
-    row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
+    row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token  # of a rank
     _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
     _require(
         _within(arrival[:, 2], route.language_pool),

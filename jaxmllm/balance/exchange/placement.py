@@ -17,10 +17,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs, sums_by
-from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, blocks_of, match_rows, rank_limit
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.exchange.pieces import owning_rank
+from jaxmllm.balance.exchange.row_ranks import (
+    PLACEMENT_SEARCH,
+    blocks_of,
+    largest_share,
+    match_rows,
+    rank_limit,
+    shares_of_rows,
+)
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
-from jaxmllm.balance.exchange.traffic import media_of_examples
+from jaxmllm.balance.exchange.traffic import media_of_examples, sequence_of_example
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
@@ -57,11 +65,10 @@ def place_items_near(
     )
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
-    example_rank = _example_ranks(items, language)
     for phase, grid in grids.items():
         spec = phases[phase]
         if placed[phase].microbatches and spec.ranks > 1:
-            goal = example_rank[items.phases[phase].example]
+            goal = _reading_ranks(items, phase, language)
             destinations = Destinations(
                 node=nodes[phase].astype(np.int64),
                 block=blocks_of(grid.encoder),
@@ -91,15 +98,13 @@ def place_rows(
       The plans with new `rank` in encoder phases.
     """
     placed = dict(plans)
-    example_rank = _example_ranks(items, plans[LANGUAGE])
     for phase, grid in grids.items():
         if plans[phase].microbatches and phases[phase].ranks > 1:
-            goal = example_rank[items.phases[phase].example]
             rank = match_rows(
                 plans[phase],
                 items.phases[phase],
                 phases[phase],
-                goal=goal,
+                goal=_reading_ranks(items, phase, plans[LANGUAGE]),
                 grid=grid,
                 encoder_node=nodes[phase],
                 language_node=nodes[LANGUAGE],
@@ -108,11 +113,12 @@ def place_rows(
     return placed
 
 
-def _example_ranks(items: BatchItems, language: PhasePlan) -> Longs:
-    """Language rank of each example: [B]."""
-    example_rank = np.full(len(items.examples), -1, np.int64)
-    example_rank[items.phases[LANGUAGE].example] = language.rank
-    return example_rank
+def _reading_ranks(items: BatchItems, phase: str, language: PhasePlan) -> Longs:
+    """Language rank that reads the middle of each item of an encoder phase: [N]."""
+    media = items.phases[phase]
+    reader = sequence_of_example(items)[media.example]
+    slot = language.offset[reader].astype(np.int64) + media.slot + media.tokens // 2
+    return owning_rank(language, reader, slot)
 
 
 def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
@@ -136,17 +142,19 @@ def swap_items(
 
 @dataclass(frozen=True)
 class _Movable:
-    """The items in rows of one rank each; long rows, which all ranks share, are left alone."""
+    """The items in rows of one rank each; rows that several ranks share are left alone."""
 
     items: Longs  # [N]
-    state: RowState  # of rows microbatch * R + rank
+    state: RowState  # of rows number * R + rank, of the microbatches with such rows
+    microbatches: Longs  # [M] these
     ranks: int
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items where they lie now."""
         row_of = self.state.row_of
-        microbatch, rank = np.divmod(row_of, self.ranks)
+        number, rank = np.divmod(row_of, self.ranks)
         offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1])
+        microbatch = self.microbatches[number]
         now = {"microbatch": microbatch, "rank": rank, "offset": offset, "segment": segment}
         changed = {name: getattr(plan, name).copy() for name in now}
         for name, column in now.items():
@@ -163,26 +171,34 @@ def _movable(
       tokens: [N] a further amount of each item, which nothing limits.
     """
     ranks = spec.ranks
-    rows = plan.microbatches * ranks
-    items = np.flatnonzero(plan.capacity[plan.microbatch] <= spec.capacities[0])
-    row_of = plan.microbatch[items].astype(np.int64) * ranks + plan.rank[items]
+    all_costs = item_costs(spec, length)
+    share = shares_of_rows(plan, all_costs, ranks)
+    rank_cost = share.sum(axis=0)
+    limit = rank_limit(rank_cost, largest_share(plan, all_costs))
+
+    alone = (plan.span == 1) & (plan.capacity <= max(spec.capacities))
+    microbatches = np.flatnonzero(alone)
+    number = np.cumsum(alone) - 1
+    items = np.flatnonzero(alone[plan.microbatch])
+    row_of = number[plan.microbatch[items]].astype(np.int64) * ranks + plan.rank[items]
     length = length[items].astype(np.int64)
-    cost = item_costs(spec, length)
+    cost = all_costs[items]
 
     # Each row may cost as much as the costliest of its microbatch, and has its part of what its
     # rank may take on.
-    row_cost = sums_by(row_of, cost, rows).reshape(-1, ranks)
+    row_cost = share[alone]
     mean = row_cost.sum(axis=1, keepdims=True) // ranks
     costliest = row_cost.max(axis=1, initial=0, keepdims=True)
     microbatch_limit = np.maximum(costliest, mean + mean // PLACEMENT_SEARCH.margin)
-    rank_cost = row_cost.sum(axis=0)
-    rank_room = (rank_limit(rank_cost, cost) - rank_cost) // max(plan.microbatches, 1)
+    rank_room = (limit - rank_cost) // max(len(microbatches), 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, rank_room)
 
-    slots = np.repeat(plan.capacity.astype(np.int64), ranks)
+    rows = len(microbatches) * ranks
+    slots = np.repeat(plan.capacity[alone].astype(np.int64), ranks)
     amounts = [length, np.ones_like(length), cost]
     limits: list[Longs | int] = [slots, spec.max_segments, cost_limit.reshape(-1)]
     if tokens is not None:
         amounts.append(tokens[items])
         limits.append(0)
-    return _Movable(items, RowState.from_limits(row_of, amounts, limits, rows), ranks)
+    state = RowState.from_limits(row_of, amounts, limits, rows)
+    return _Movable(items, state, microbatches, ranks)

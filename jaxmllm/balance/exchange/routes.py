@@ -10,7 +10,7 @@ exchange of the first of them.
 The plan describes rounds by spans of tokens, the same on every host; each host makes the index
 tables of its own exchange ranks from them (tables.py).
 
-Letters: N items, R ranks, M microbatches, K spans, and A, E, L, X of `ExchangeGrid`.
+Letters: R ranks, M microbatches, K spans, and A, E, L, X of `ExchangeGrid`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ from dataclasses import replace
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums
+from jaxmllm.balance.exchange.pieces import Pieces, Runs
 from jaxmllm.balance.exchange.tables import backend_of
-from jaxmllm.balance.exchange.traffic import (
-    Goals,
-    Traffic,
-    exchange_ranks,
-    media_tokens,
-    sequence_of_example,
-)
+from jaxmllm.balance.exchange.traffic import Traffic, exchange_ranks, sequence_of_example
 from jaxmllm.balance.records import (
     BatchItems,
     PhasePlan,
@@ -67,33 +62,44 @@ def plan_routes(
     language = plans[LANGUAGE]
     ranks = spec.phases[LANGUAGE].ranks
     sequence = sequence_of_example(items)
-    goals = {phase: Goals.of(items.phases[phase], language, sequence) for phase in encoders}
+    pieces = {phase: Pieces.of(items.phases[phase], language, sequence) for phase in encoders}
+    arriving = np.zeros((language.microbatches, ranks), np.int64)
+    for of_phase in pieces.values():
+        np.add.at(arriving, (of_phase.microbatch, of_phase.rank), of_phase.tokens)
     size = min(route.language_pool for route in spec.routes.values())
-    pool, start = _fill_pools(media_tokens(items, language, encoders, ranks), size, "language pool")
+    pool, start = _fill_pools(arriving, size, "language pool")
     placed[LANGUAGE] = replace(language, pool=pool)
-    tokens = {phase: items.phases[phase].tokens for phase in encoders}
-    arrivals = _arrivals(goals, tokens, start.reshape(-1), ranks)
+    arrivals = _arrivals(pieces, start.reshape(-1), ranks)
 
     traffic: dict[str, list[Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
         encoder = placed[phase]
-        row_start = encoder.pool_offset[encoder.microbatch]
-        start = row_start + encoder.offset // spec.phases[phase].slots_per_token
-        sender, receiver = exchange_ranks(spec.routes[phase].grid, encoder.rank, goals[phase].rank)
+        of_phase = pieces[phase]
+        runs = Runs.of(of_phase, encoder, spec.phases[phase].slots_per_token)
+        microbatch = encoder.microbatch[of_phase.item[runs.piece]]
+        grid = spec.routes[phase].grid
+        sender, receiver = exchange_ranks(grid, runs.rank, of_phase.rank[runs.piece])
         traffic[owner_of[phase]].append(
             Traffic(
-                tokens=tokens[phase].astype(np.int64),
-                pool=encoder.pool[encoder.microbatch].astype(np.int64),
-                start=start.astype(np.int64),
+                tokens=runs.tokens,
+                pool=encoder.pool[microbatch].astype(np.int64),
+                start=encoder.pool_offset[microbatch] + runs.start,
                 sender=sender,
-                goal=pool[goals[phase].microbatch].astype(np.int64),
-                arrival=arrivals[phase],
+                goal=pool[of_phase.microbatch[runs.piece]].astype(np.int64),
+                arrival=arrivals[phase][runs.piece] + runs.skipped,
                 receiver=receiver,
             )
         )
-    rounds = {phase: _rounds(traffic[phase], spec.routes[phase]) for phase in encoders}
-    arrival = {phase: arrivals[phase].astype(np.int32) for phase in encoders}
-    return placed, {phase: RoutePlan(arrival[phase], rounds[phase]) for phase in encoders}
+    return placed, {
+        phase: RoutePlan(
+            item=of_phase.item.astype(np.int32),
+            skipped=of_phase.skipped.astype(np.int32),
+            tokens=of_phase.tokens.astype(np.int32),
+            arrival=arrivals[phase].astype(np.int32),
+            rounds=_rounds(traffic[phase], spec.routes[phase]),
+        )
+        for phase, of_phase in pieces.items()
+    }
 
 
 # ---------------------------------------------------------------------------- pools
@@ -146,23 +152,20 @@ def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
     return pool, start
 
 
-def _arrivals(
-    goals: dict[str, Goals], tokens: dict[str, Ints], start: Ints, ranks: int
-) -> dict[str, Longs]:
-    """First language pool slot of every item, in the order of the language row.
+def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str, Longs]:
+    """First language pool slot of every piece: on each rank in the order of the language row.
 
     Args:
-      tokens: by phase, of each item.
-      start: [M * R] first pool slot of each language row.
+      start: [M * R] first pool slot of each microbatch on each rank.
     """
-    row = np.concatenate([goal.row(ranks) for goal in goals.values()])
-    slot = np.concatenate([goal.slot for goal in goals.values()])
-    amount = np.concatenate([tokens[phase] for phase in goals]).astype(np.int64)
+    row = np.concatenate([of_phase.row(ranks) for of_phase in pieces.values()])
+    slot = np.concatenate([of_phase.slot for of_phase in pieces.values()])
+    amount = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
     order = np.lexsort((slot, row))
     arrival = np.empty(len(row), np.int64)
     arrival[order] = start[row[order]] + running_sums(row[order], amount[order])
-    ends = np.cumsum([len(goal.slot) for goal in goals.values()])[:-1]
-    return dict(zip(goals, np.split(arrival, ends), strict=True))
+    ends = np.cumsum([len(of_phase.slot) for of_phase in pieces.values()])[:-1]
+    return dict(zip(pieces, np.split(arrival, ends), strict=True))
 
 
 # ---------------------------------------------------------------------------- rounds

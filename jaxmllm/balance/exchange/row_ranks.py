@@ -5,22 +5,24 @@
 
 An item weighs the square of its tokens, for short ones find others to swap with afterwards. Few
 ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each
-(node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row).
+(node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row). A row that several ranks
+hold together gets a group in place of a rank: groups of one span are to such rows what ranks are to
+the others.
 
-Letters: N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`. A block is a row of its
-grid: the encoder ranks and the language ranks on the same devices.
+Letters: N items, R ranks, M microbatches, G groups of one span, and A, E, L of `ExchangeGrid`. A
+block is a row of its grid: the encoder ranks and the language ranks on the same devices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from jaxmllm.arrays import Ints, Longs, sums_by
+from jaxmllm.arrays import Ints, Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs, rank_floor
+from jaxmllm.balance.rows.assign import item_costs
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,40 @@ class PlacementSearch:
 PLACEMENT_SEARCH = PlacementSearch()
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where rows of an encoder phase can run, and where their items are wanted."""
+
+    node: Ints  # [G] of each group
+    block: Longs  # [G] by number
+    wanted_node: Longs  # [N]
+    wanted_block: Longs  # [N]
+
+    @classmethod
+    def of_groups(
+        cls, span: int, goal: Longs, grid: ExchangeGrid, encoder_node: Ints, language_node: Ints
+    ) -> Places:
+        """Groups of `span` encoder ranks, and items that language ranks `goal` [N] need.
+
+        A group that holds several blocks counts as one: the block of its first rank stands for all.
+        """
+        block = blocks_of(grid.encoder)
+        first_rank = np.arange(len(block)) // span * span  # of the group of each encoder rank
+        standing_for = block[first_rank[grid.encoder[:, 0]]]  # each block
+        return cls(
+            node=encoder_node[::span],
+            block=standing_for[block[::span]],
+            wanted_node=language_node[goal].astype(np.int64),
+            wanted_block=standing_for[blocks_of(grid.language)[goal]],
+        )
+
+    def chosen(self, items: Longs) -> Places:
+        """The same for some of the items alone."""
+        return replace(
+            self, wanted_node=self.wanted_node[items], wanted_block=self.wanted_block[items]
+        )
+
+
 def match_rows(
     plan: PhasePlan,
     items: PhaseItems,
@@ -55,45 +91,88 @@ def match_rows(
       goal: [N] language rank that needs the item.
       encoder_node, language_node: [R] node of each rank.
     """
-    rank = plan.rank.astype(np.int64)
+    ranks = np.arange(spec.ranks)
     weight = items.tokens.astype(np.int64) ** 2
     cost = item_costs(spec, items.length)
-    row = plan.microbatch * np.int64(spec.ranks) + rank
-    row_cost = sums_by(row, cost, plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
-    rank_of = np.empty_like(row_cost)
-    for microbatch in range(plan.microbatches):
-        members = np.flatnonzero(plan.microbatch == microbatch)
-        rank_of[microbatch] = best_ranks(
-            rank[members], goal[members], weight[members], grid, encoder_node, language_node
+    places = {
+        span: Places.of_groups(span, goal, grid, encoder_node, language_node)
+        for span in np.unique(plan.span).tolist()
+    }
+
+    def moved(span: int, members: Longs) -> Longs:
+        """New ranks of all ranks, of which groups move together: [R]."""
+        groups = best_ranks(
+            plan.rank[members].astype(np.int64) // span,
+            weight[members],
+            places[span].chosen(members),
         )
-    if not _cap_rank_totals(rank_of, row_cost, rank_limit(row_cost.sum(axis=0), cost)):
-        rank_of[:] = best_ranks(rank, goal, weight, grid, encoder_node, language_node)
-    return rank_of[plan.microbatch, rank].astype(np.int32)
+        return groups[ranks // span] * span + ranks % span
+
+    rank_of = np.empty((plan.microbatches, spec.ranks), np.int64)
+    for microbatch, span in enumerate(plan.span.tolist()):
+        rank_of[microbatch] = moved(span, np.flatnonzero(plan.microbatch == microbatch))
+    row_cost = shares_of_rows(plan, cost, spec.ranks)
+    # Rows of several ranks are left where they are now.
+    alone = plan.span == 1
+    shared = np.zeros(spec.ranks, np.int64)
+    np.add.at(shared, rank_of[~alone], row_cost[~alone])
+    ranks_of_rows = rank_of[alone]
+    limit = rank_limit(row_cost.sum(axis=0), largest_share(plan, cost))
+    if _cap_rank_totals(ranks_of_rows, row_cost[alone], shared, limit):
+        rank_of[alone] = ranks_of_rows
+    else:
+        # The widest groups, with all that lies in them.
+        rank_of[:] = moved(int(plan.span.max()), np.arange(len(cost)))
+    return rank_of[plan.microbatch, plan.rank].astype(np.int32)
 
 
-def rank_limit(rank_cost: Longs, item_cost: Longs) -> int:
+def shares_of_rows(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
+    """What each rank's part of each microbatch costs: [M, R]; that of a shared row, rounded up.
+
+    Args:
+      cost: [N] of each item.
+    """
+    row = plan.microbatch.astype(np.int64) * ranks + plan.rank
+    of_rows = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
+    for span in np.unique(plan.span[plan.span > 1]).tolist():
+        shared = plan.span == span
+        share = ceil_divide(of_rows[shared][:, ::span], span)
+        of_rows[shared] = np.repeat(share, span, axis=1)
+    return of_rows
+
+
+def largest_share(plan: PhasePlan, cost: Longs) -> int:
+    """The most that an item costs one of the ranks that hold it."""
+    span = plan.span[plan.microbatch]
+    return int((-(-cost // span)).max(initial=0))
+
+
+def rank_limit(rank_cost: Longs, largest_item: int) -> int:
     """What the costliest rank may cost: as much as now, or a little above what no placement goes
     below.
 
     Args:
       rank_cost: [R] now.
-      item_cost: [N] of each item.
+      largest_item: what some rank must cost at least, for one item.
     """
-    floor = rank_floor(item_cost, len(rank_cost))
+    floor = max(ceil_divide(int(rank_cost.sum()), len(rank_cost)), largest_item)
     return max(int(rank_cost.max(initial=0)), floor + floor // PLACEMENT_SEARCH.margin)
 
 
-def _cap_rank_totals(rank_of: Longs, cost: Longs, limit: int) -> bool:
+def _cap_rank_totals(rank_of: Longs, cost: Longs, shared: Longs, limit: int) -> bool:
     """Swap rows of the ranks whose totals are above `limit`, in place; False if that is not enough.
 
     Args:
       rank_of: [M, R] rank of each row.
       cost: [M, R] of each row.
+      shared: [R] what each rank costs besides.
     """
     row_at = np.argsort(rank_of, axis=1)  # by rank
     cost_at = np.take_along_axis(cost, row_at, axis=1)
-    total = cost_at.sum(axis=0)
+    total = cost_at.sum(axis=0) + shared
     while (highest := int(total.max())) > limit:
+        if not len(cost_at):
+            return False
         heavy = int(total.argmax())
         # What the heavy rank passes to each other one by a swap of their rows in each microbatch.
         passed = cost_at[:, heavy, None] - cost_at
@@ -110,35 +189,26 @@ def _cap_rank_totals(rank_of: Longs, cost: Longs, limit: int) -> bool:
     return True
 
 
-def best_ranks(
-    row: Longs,
-    goal: Longs,
-    weight: Longs,
-    grid: ExchangeGrid,
-    encoder_node: Ints,
-    language_node: Ints,
-) -> Longs:
-    """A rank for each of R rows, every rank once: [R].
+def best_ranks(row: Longs, weight: Longs, places: Places) -> Longs:
+    """A rank (or group) for each of G rows, every one once: [G].
 
     Args:
-      row: [N] row of each item, 0 .. R - 1.
-      goal: [N] language rank that needs the item.
-      weight: [N] of having it there.
-      encoder_node, language_node: node of each rank.
+      row: [N] row of each item, 0 .. G - 1.
+      weight: [N] of having it where it is wanted.
+      places: of the ranks (or groups) and the items.
     """
-    ranks = grid.encoder.size
-    encoder_block = blocks_of(grid.encoder)
-    wanted_block = blocks_of(grid.language)[goal]
-    wanted_node = language_node[goal].astype(np.int64)
-    nodes = int(max(encoder_node.max(), language_node.max())) + 1
-    blocks, block_ranks = grid.encoder.shape
+    ranks = len(places.node)
+    wanted_node = places.wanted_node
+    wanted_block = places.wanted_block
+    nodes = 1 + max(int(places.node.max()), int(wanted_node.max(initial=0)))
+    blocks = 1 + max(int(places.block.max()), int(wanted_block.max(initial=0)))
     if ranks <= PLACEMENT_SEARCH.exact_ranks:
         by_node = sums_by(row * nodes + wanted_node, weight, ranks * nodes)
         by_block = sums_by(row * blocks + wanted_block, weight, ranks * blocks)
-        benefit = by_node.reshape(ranks, nodes)[:, encoder_node]
-        benefit = benefit + by_block.reshape(ranks, blocks)[:, encoder_block]
+        benefit = by_node.reshape(ranks, nodes)[:, places.node]
+        benefit = benefit + by_block.reshape(ranks, blocks)[:, places.block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
-    room = np.bincount(encoder_node, minlength=nodes)
+    room = np.bincount(places.node, minlength=nodes)
     node_of, room = _greedy_groups(row, wanted_node, weight, room=room, rows=ranks)
     without = node_of < 0
     node_of[without] = np.repeat(np.arange(nodes), room)[: np.count_nonzero(without)]
@@ -149,10 +219,10 @@ def best_ranks(
         row[inside],
         wanted_block[inside],
         weight[inside],
-        room=np.full(blocks, block_ranks),
+        room=np.bincount(places.block, minlength=blocks),
         rows=ranks,
     )
-    return _ranks_in_nodes(node_of, block_of, encoder_node, encoder_block)
+    return _ranks_in_nodes(node_of, block_of, places.node, places.block)
 
 
 def blocks_of(ranks: Ints) -> Longs:

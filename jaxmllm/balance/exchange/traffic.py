@@ -1,9 +1,9 @@
 """What has to go where in a step, whichever backend carries it.
 
-Media tokens by example, by language row, and between exchange ranks.
+Media tokens by example, by language rank and microbatch, and between exchange ranks.
 
-Letters: B examples, N items of a phase, R language ranks, M language microbatches, and A, E, L, X
-of `ExchangeGrid`.
+Letters: B examples, K runs of tokens, R language ranks, M language microbatches, and A, E, L, X of
+`ExchangeGrid`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhasePlan
+from jaxmllm.balance.exchange.pieces import Pieces, Runs
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan
 from jaxmllm.phases import LANGUAGE
 
 
@@ -36,38 +37,18 @@ def sequence_of_example(items: BatchItems) -> Longs:
 def media_tokens(
     items: BatchItems, language: PhasePlan, encoders: tuple[str, ...], ranks: int
 ) -> Longs:
-    """Tokens of all encoder phases that each language row takes in: [M, R]."""
+    """Tokens of all encoder phases that each language rank takes in for each microbatch: [M, R]."""
     sequence = sequence_of_example(items)
     arriving = np.zeros((language.microbatches, ranks), np.int64)
     for phase in encoders:
-        reader = sequence[items.phases[phase].example]
-        row = language.microbatch[reader], language.rank[reader]
-        np.add.at(arriving, row, items.phases[phase].tokens)
+        pieces = Pieces.of(items.phases[phase], language, sequence)
+        np.add.at(arriving, (pieces.microbatch, pieces.rank), pieces.tokens)
     return arriving
 
 
 @dataclass(frozen=True)
-class Goals:
-    """Where the language phase reads the tokens of an encoder phase's items: all [N]."""
-
-    microbatch: Ints
-    rank: Ints
-    slot: Longs  # of the language row, where the item's first token stands
-
-    @classmethod
-    def of(cls, items: PhaseItems, language: PhasePlan, sequence: Longs) -> Goals:
-        """Of items whose examples have the given language items [B]."""
-        reader = sequence[items.example]
-        slot = language.offset[reader].astype(np.int64) + items.slot
-        return cls(language.microbatch[reader], language.rank[reader], slot)
-
-    def row(self, ranks: int) -> Longs:
-        return self.microbatch.astype(np.int64) * ranks + self.rank
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """The tokens of N items, from encoder pools to language pools: all [N]."""
+    """Runs of tokens from encoder pools to language pools: all [K]."""
 
     tokens: Longs
     pool: Longs  # number of the encoder pool ..
@@ -78,13 +59,13 @@ class Traffic:
     receiver: Longs  # .. and the exchange rank that delivers to it
 
     def chosen(self, which: Longs) -> Traffic:
-        """The items with the given numbers."""
+        """The runs with the given numbers."""
         columns = {column.name: getattr(self, column.name)[which] for column in fields(self)}
         return Traffic(**columns)
 
     @classmethod
     def joined(cls, parts: list[Traffic]) -> Traffic:
-        """The items of several phases."""
+        """The runs of several phases."""
         return cls(
             **{
                 column.name: np.concatenate([getattr(part, column.name) for part in parts])
@@ -94,20 +75,29 @@ class Traffic:
 
 
 def moving_tokens(
-    encoders: Mapping[str, PhasePlan], language: PhasePlan, items: BatchItems, grid: ExchangeGrid
+    encoders: Mapping[str, PhasePlan],
+    language: PhasePlan,
+    items: BatchItems,
+    grid: ExchangeGrid,
+    slots_per_token: Mapping[str, int],
 ) -> tuple[Longs, Longs, Longs]:
-    """(sender, receiver, tokens) of the items of some phases that leave their exchange rank, in
-    ascending order."""
+    """(sender, receiver, tokens) of what leaves its exchange rank, of the items of some phases, in
+    ascending order.
+
+    Args:
+      slots_per_token: by encoder phase.
+    """
     sequence = sequence_of_example(items)
     senders = []
     receivers = []
     amounts = []
     for phase, plan in encoders.items():
-        goal = language.rank[sequence[items.phases[phase].example]]
-        sender, receiver = exchange_ranks(grid, plan.rank, goal)
+        pieces = Pieces.of(items.phases[phase], language, sequence)
+        runs = Runs.of(pieces, plan, slots_per_token[phase])
+        sender, receiver = exchange_ranks(grid, runs.rank, pieces.rank[runs.piece])
         senders.append(sender)
         receivers.append(receiver)
-        amounts.append(items.phases[phase].tokens.astype(np.int64))
+        amounts.append(runs.tokens)
     sender = np.concatenate(senders)
     receiver = np.concatenate(receivers)
     tokens = np.concatenate(amounts)
@@ -117,7 +107,7 @@ def moving_tokens(
 
 
 def exchange_ranks(
-    grid: ExchangeGrid, encoder_rank: Ints, language_rank: Ints
+    grid: ExchangeGrid, encoder_rank: Ints | Longs, language_rank: Ints | Longs
 ) -> tuple[Longs, Longs]:
     """(sender, receiver) for each pair of an encoder and a language rank: two peers of a group."""
     language_only = grid.language.shape[1]
@@ -127,7 +117,7 @@ def exchange_ranks(
     return sending_peer * grid.groups + group, receiving_peer * grid.groups + group
 
 
-def _row_and_column(table: Ints, wanted: Ints) -> tuple[Longs, Longs]:
+def _row_and_column(table: Ints, wanted: Ints | Longs) -> tuple[Longs, Longs]:
     """Where each wanted rank number stands in a table that holds every number once."""
     position = np.empty(table.size, np.int64)
     position[table.reshape(-1)] = np.arange(table.size)

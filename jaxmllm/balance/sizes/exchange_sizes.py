@@ -53,7 +53,7 @@ def choose_routes(
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    row_tokens = max(language.capacities[0], language.long_capacity)
+    row_tokens = max(*language.capacities, language.long_capacity)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
     # Who shares an exchange depends on the grids alone.
     unsized = {
@@ -80,7 +80,7 @@ def _encoder_pool(
 ) -> int:
     """Tokens of the pool that some phases share."""
     row_tokens = {
-        phase: specs[phase].capacities[0] // specs[phase].slots_per_token for phase in phases
+        phase: max(specs[phase].capacities) // specs[phase].slots_per_token for phase in phases
     }
     largest = max(phases, key=lambda phase: row_tokens[phase])
     leaving = [
@@ -90,7 +90,7 @@ def _encoder_pool(
 
 
 def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
-    """Tokens that all rows of a rank can hold."""
+    """Tokens that a rank's part of all rows can hold."""
     return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
 
 
@@ -104,8 +104,11 @@ def _pair_slots(
 ) -> int:
     """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then
     serves any of them."""
+    slots_per_token = {phase: specs[phase].slots_per_token for phase in phases}
     moves = [
-        moving_tokens({phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid)
+        moving_tokens(
+            {phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid, slots_per_token
+        )
         for batch, plan in zip(samples, plans, strict=True)
     ]
     longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)

@@ -88,7 +88,10 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
     statistics |= _statistics(runs)
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
-    routes = {name: RoutePlan(arrival, ()) for name, arrival in arrivals.items()}
+    routes = {
+        name: RoutePlan.of_whole_items(items.phases[name].tokens, arrival)
+        for name, arrival in arrivals.items()
+    }
     return StepPlan(phases, routes, statistics, _records(runs))
 
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 from jaxmllm.balance.exchange import row_ranks
-from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, best_ranks
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, Places, best_ranks
 
 
 def test_the_exact_match_is_the_best_of_all_permutations(make):
@@ -22,7 +22,7 @@ def test_the_exact_match_is_the_best_of_all_permutations(make):
         same = (np.argwhere(grid.language == goal[:, None, None])[:, 1] == rank).astype(int)
         return int((tokens * ((node[rank] == node[goal]).astype(int) + same)).sum())
 
-    found = best_ranks(row, goal, tokens, grid, node, node)
+    found = best_ranks(row, tokens, Places.of_groups(1, goal, grid, node, node))
     assert sorted(found) == list(range(5))
     assert gain(found) == max(gain(ranks) for ranks in itertools.permutations(range(5)))
 
@@ -35,6 +35,7 @@ def test_the_greedy_match_uses_every_rank_once_and_nodes_first(make, monkeypatch
     random = np.random.default_rng(2)
     grid, node = make.grid((12, 1, 1)), np.repeat(np.arange(3, dtype=np.int32), 4)
     goal = random.permutation(12)
-    ranks = best_ranks(np.arange(12), goal, random.integers(1, 100, 12), grid, node, node)
+    places = Places.of_groups(1, goal, grid, node, node)
+    ranks = best_ranks(np.arange(12), random.integers(1, 100, 12), places)
     assert sorted(ranks) == list(range(12))
     assert (node[ranks] == node[goal]).all()
