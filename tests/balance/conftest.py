@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from jaxmllm.arrays import round_up
+from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
     PhaseItems,
+    PhasePlan,
     PhaseSpec,
     PlanSpec,
     RouteSpec,
+    RowClass,
     row_classes,
 )
 from jaxmllm.phases import decoder_phase, encoder_phase
@@ -102,12 +106,75 @@ def spec_for(
     return PlanSpec(phases, routes, mode, nodes)
 
 
+def with_spans(spec: PlanSpec, spans: tuple[int, ...]) -> PlanSpec:
+    """The spec with rows of these spans, of those that divide a phase's ranks (if none does: of one rank each).
+
+    Each has two classes. A row of the larger one just holds the largest item, so that a rank's part of a shared row
+    does not."""
+    phases = {}
+    for name, phase in spec.phases.items():
+        alignment = 2 * ENCODERS.get(name, 4)
+        classes = {
+            RowClass(
+                round_up(max(1, ceil_divide(phase.longest_row // part, span)), alignment), span
+            )
+            for span in [span for span in spans if phase.ranks % span == 0] or [1]
+            for part in (1, 3)
+        }
+        ordered = sorted(classes, key=lambda row_class: (-row_class.slots, row_class))
+        phases[name] = replace(phase, classes=tuple(ordered))
+    return replace(spec, phases=phases)
+
+
+def scattered(seed: int, items: PhaseItems, spec: PhaseSpec) -> PhasePlan:
+    """Any legal plan: items in random order, into random rows of a random class with random gaps. Many groups of a
+    microbatch stay empty."""
+    random = np.random.default_rng(seed)
+    rows: list[dict[int, tuple[int, int]]] = []  # of each microbatch: by first rank (slots, items)
+    classes: list[RowClass] = []
+    place = np.zeros((len(items.length), 4), np.int64)  # microbatch, rank, offset, segment
+    for item in random.permutation(len(items.length)).tolist():
+        length = int(items.length[item])
+        gap = int(random.integers(0, 3)) * spec.slots_per_token
+
+        def fits(m: int, first: int, needed: int = gap + length) -> bool:
+            used, count = rows[m].get(first, (0, 0))
+            return used + needed <= classes[m].slots and count < spec.max_segments
+
+        chosen = [
+            (m, first)
+            for m, row_class in enumerate(classes)
+            for first in range(0, spec.ranks, row_class.span)
+            if fits(m, first)
+        ]
+        if not chosen or random.random() < 0.15:
+            holding = [row_class for row_class in spec.classes if row_class.slots >= length]
+            classes.append(holding[random.integers(len(holding))])
+            rows.append({})
+            chosen = [(len(rows) - 1, int(random.integers(spec.ranks // classes[-1].span)))]
+            chosen = [(m, number * classes[m].span) for m, number in chosen]
+            gap = min(gap, classes[-1].slots - length)
+        m, first = chosen[random.integers(len(chosen))]
+        used, count = rows[m].get(first, (0, 0))
+        place[item] = m, first, used + gap, count + 1
+        rows[m][first] = (used + gap + length, count + 1)
+    order = sorted(range(len(classes)), key=lambda m: spec.classes.index(classes[m]))
+    number = np.argsort(np.array(order, np.int64))
+    place[:, 0] = number[place[:, 0]] if len(order) else 0
+    shape = np.array([classes[m] for m in order], np.int32).reshape(-1, 2)
+    zeros = np.zeros(len(order), np.int32)
+    columns = place.astype(np.int32).T
+    return PhasePlan(shape[:, 0], shape[:, 1], zeros, zeros, *columns)
+
+
 class Make:
     """The builders above, as one fixture."""
 
     batch = staticmethod(random_batch)
     grid = staticmethod(grid_of)
     spec = staticmethod(spec_for)
+    with_spans = staticmethod(with_spans)
+    scattered = staticmethod(scattered)
 
 
 @pytest.fixture(scope="session")

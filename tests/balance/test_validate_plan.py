@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxmllm.balance.records import StepPlan
+from jaxmllm.balance.exchange.routes import plan_routes
+from jaxmllm.balance.records import RoutePlan, StepPlan
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
 
@@ -56,3 +57,42 @@ def test_validation_finds_what_is_wrong(make):
         )
     moved = dataclasses.replace(route, arrival=np.zeros_like(route.arrival))
     fails(dataclasses.replace(plan, routes=plan.routes | {"vision": moved}), "every token|one slot")
+
+
+def test_validation_finds_what_is_wrong_in_shared_rows(make):
+    batch = make.batch(2, 24, longest=128, text=5)
+    spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, pool=2048)
+    spec = make.with_spans(spec, (2, 4, 8))
+    plans = {
+        name: make.scattered(3, batch.phases[name], phase) for name, phase in spec.phases.items()
+    }
+    plan = StepPlan(*plan_routes(plans, batch, spec))
+    vision, route = plan.phases["vision"], plan.routes["vision"]
+    validate(plan, batch, spec)
+    assert len(route.item) > len(batch.phases["vision"].length)  # some lie across a cut
+    shared = vision.span[vision.microbatch] > 1
+
+    def fails(broken: StepPlan, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            validate(broken, batch, spec)
+
+    def rerouted(**changes) -> StepPlan:
+        routes = {"vision": dataclasses.replace(route, **changes)}
+        return dataclasses.replace(plan, routes=plan.routes | routes)
+
+    fails(corrupted(plan, "vision", rank=vision.rank + shared), "first rank of a group")
+    fails(corrupted(plan, "vision", span=np.ones_like(vision.span)), "of no class")
+    turned = {name: getattr(vision, name)[::-1] for name in ("capacity", "span")}
+    fails(corrupted(plan, "vision", **turned), "ordered by class")
+    moved = vision.offset + (vision.span * vision.capacity)[vision.microbatch] * shared
+    fails(corrupted(plan, "vision", offset=moved), "beyond its row")
+    fails(rerouted(skipped=np.zeros_like(route.skipped)), "not its tokens in order")
+    columns = ("item", "skipped", "tokens", "arrival")
+    fails(rerouted(**{name: getattr(route, name)[::-1] for name in columns}), "in order")
+    whole = RoutePlan.of_whole_items(batch.phases["vision"].tokens, vision.rank)
+    fails(
+        dataclasses.replace(plan, routes=plan.routes | {"vision": whole}), "read by several ranks"
+    )
+    language = plan.phases["language"]
+    span = language.span[language.microbatch]
+    fails(corrupted(plan, "language", rank=(language.rank + span) % 8), "every token|one slot")

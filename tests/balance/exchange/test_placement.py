@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.exchange import row_ranks
-from jaxmllm.balance.exchange.placement import place_rows
+from jaxmllm.balance.exchange.placement import place_items_near, place_rows
+from jaxmllm.balance.exchange.routes import plan_routes
 from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
 from jaxmllm.balance.exchange.traffic import media_tokens
+from jaxmllm.balance.records import StepPlan
 from jaxmllm.balance.step_plan import place_items, plan_step
+from jaxmllm.balance.validate_plan import validate
 
 
 def exact_up_to(ranks):
@@ -80,6 +84,80 @@ def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
         far += sum(far_tokens(plans, batch, phase, 4) for phase in grids)
         near += sum(far_tokens(placed, batch, phase, 4) for phase in grids)
     assert near < 0.75 * far
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    grid=st.sampled_from([(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2)]),
+    spans=st.sampled_from([(2,), (8,), (1, 4), (1, 2, 4, 8)]),
+    examples=st.integers(1, 30),
+    node=st.sampled_from([2, 8]),
+    exact=st.booleans(),
+)
+def test_shared_rows_only_change_groups(make, seed, grid, spans, examples, node, exact):
+    """And items of rows of one rank still swap places; no row overflows."""
+    batch = make.batch(seed, examples, longest=128)
+    spec = make.spec(batch, {"vision": grid, "audio": grid}, node=node)
+    spec = make.with_spans(spec, spans)
+    grids = {name: route.grid for name, route in spec.routes.items()}
+    plans = {
+        name: make.scattered(seed, batch.phases[name], phase) for name, phase in spec.phases.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(128 if exact else 1))
+        matched = place_rows(plans, batch, spec.phases, grids, spec.nodes)
+        placed = place_items_near(plans, batch, spec.phases, grids, spec.nodes)
+    for phase in grids:
+        assert contents(matched[phase]) == contents(plans[phase])
+        span = matched[phase].span[matched[phase].microbatch]
+        assert (matched[phase].rank % span == 0).all()
+        shared = np.flatnonzero(span > 1)
+        for name in ("microbatch", "offset", "segment"):
+            before, after = getattr(plans[phase], name), getattr(placed[phase], name)
+            np.testing.assert_array_equal(after[shared], before[shared])
+    phases, routes = plan_routes(placed, batch, spec)
+    validate(StepPlan(phases, routes), batch, spec)
+
+
+@pytest.mark.parametrize("span", [2, 4])
+def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
+    """Most of the tokens stay in their node that can with any permutations of groups, which may load ranks unevenly."""
+    stays, left, best = 0, 0, 0
+    for seed in range(6):
+        batch = make.batch(seed, 40, longest=128)
+        grids = {"vision": (8, 1, 1), "audio": (8, 1, 1)}
+        spec = make.with_spans(make.spec(batch, grids, node=4), (span,))
+        plans = {
+            name: make.scattered(seed, batch.phases[name], phase)
+            for name, phase in spec.phases.items()
+        }
+        placed = place_rows(
+            plans,
+            batch,
+            spec.phases,
+            {name: route.grid for name, route in spec.routes.items()},
+            spec.nodes,
+        )
+        for phase in grids:
+            items = batch.phases[phase]
+            goal = plans["language"].rank[items.example] // 4
+            stays += int(items.tokens[placed[phase].rank // 4 == goal].sum())
+            left += int(items.tokens[plans[phase].rank // 4 == goal].sum())
+            for microbatch in range(plans[phase].microbatches):
+                members = plans[phase].microbatch == microbatch
+                group = plans[phase].rank[members] // span
+                best += max(
+                    int(items.tokens[members][node[group] == goal[members]].sum())
+                    for node in permuted_nodes(8 // span)
+                )
+    assert stays > 0.75 * best and stays > 1.2 * left
+
+
+def permuted_nodes(groups):
+    """Node, of two, that each group's row might run on."""
+    half = np.arange(groups) * 2 // groups
+    return [np.array(order) for order in set(itertools.permutations(half.tolist()))]
 
 
 def test_language_ranks_take_in_media_more_evenly(make):

@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmllm.balance.exchange.placement import place_items_near
+from jaxmllm.balance.exchange.routes import plan_routes
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_of, route_tables
-from jaxmllm.balance.records import shared_exchange
+from jaxmllm.balance.records import StepPlan, shared_exchange
 from jaxmllm.balance.step_plan import place_items, plan_step
+from jaxmllm.balance.validate_plan import validate
 
 GRIDS = st.sampled_from(
     [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 4, 1), (1, 1, 3), (3, 2, 1)]
 )
+WIDER_GRIDS = st.sampled_from([(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 8, 2)])
 OF_PLAIN_LOOPS = ["padded", "ragged"]  # test_backends.py has what holds for all
 PER_TOKEN = {"vision": 4, "audio": 8}
 
@@ -57,6 +61,16 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
         target[kept_by[y], slot] = label
 
 
+def arrivals(route):
+    """Language pool slot of every (item, token)."""
+    pieces = zip(route.item, route.skipped, route.tokens, route.arrival, strict=True)
+    return {
+        (int(item), int(skipped) + token): int(arrival) + token
+        for item, skipped, tokens, arrival in pieces
+        for token in range(tokens)
+    }
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     grid=GRIDS,
@@ -88,11 +102,51 @@ def test_every_token_arrives_and_every_gradient_returns(
         backend=backend,
         node=node,
     )
-    plan = plan_step(batch, spec)
-    language = plan.phases["language"]
     owner_of = shared_exchange(spec.routes)
     shared = same or grids["vision"] == grids["audio"]
     assert owner_of == {"vision": "vision", "audio": "vision" if shared else "audio"}
+    run_all_rounds(plan_step(batch, spec), batch, spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    grid=WIDER_GRIDS,
+    same=st.booleans(),
+    spans=st.sampled_from([(1,), (2,), (4,), (8,), (1, 2), (2, 8), (1, 2, 4, 8)]),
+    seed=st.integers(0, 10_000),
+    examples=st.integers(1, 10),
+    pool=st.sampled_from([0, 16, 4096]),
+    pair=st.sampled_from([1, 3, 32]),
+    hops=st.sampled_from([2, 7]),
+    backend=st.sampled_from(OF_PLAIN_LOOPS),
+    placed=st.booleans(),
+)
+def test_tokens_of_shared_rows_leave_and_reach_the_ranks_that_own_them(
+    make, grid, same, spans, seed, examples, pool, pair, hops, backend, placed
+):
+    """Rows of every span, alone and mixed, in any legal plan: items lie on both sides of a cut, and some groups hold
+    nothing."""
+    batch = make.batch(seed, examples, longest=128, text=5)
+    grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
+    sizes = {"pool": pool, "pair": pair, "hops": hops, "backend": backend, "node": 2}
+    spec = make.with_spans(make.spec(batch, grids, **sizes), spans)
+    plans = {
+        name: make.scattered(seed, batch.phases[name], phase) for name, phase in spec.phases.items()
+    }
+    if placed:
+        encoder_grids = {name: route.grid for name, route in spec.routes.items()}
+        plans = place_items_near(plans, batch, spec.phases, encoder_grids, spec.nodes)
+    phases, routes = plan_routes(plans, batch, spec)
+    plan = StepPlan(phases, routes)
+    validate(plan, batch, spec)
+    run_all_rounds(plan, batch, spec)
+
+
+def run_all_rounds(plan, batch, spec):
+    """Every token in plain loops, as the records say."""
+    language = plan.phases["language"]
+    owner_of = shared_exchange(spec.routes)
+    hops = spec.routes["vision"].hops
     taken: set[tuple[int, int, int]] = set()
     label = 0
     for owner in dict.fromkeys(owner_of.values()):
@@ -110,17 +164,24 @@ def test_every_token_arrives_and_every_gradient_returns(
         )
         for phase in phases:
             encoder, items = plan.phases[phase], batch.phases[phase]
+            slot_of = arrivals(plan.routes[phase])
             for item in range(len(items.length)):
                 m, home = encoder.microbatch[item], items.example[item]
+                n = language.microbatch[home]
+                tokens_of_rank = encoder.capacity[m] // PER_TOKEN[phase]
                 for token in range(items.tokens[item]):
                     label += 1
-                    written = (
-                        encoder.pool_offset[m] + encoder.offset[item] // PER_TOKEN[phase] + token
+                    place = encoder.offset[item] // PER_TOKEN[phase] + token
+                    rank = encoder.rank[item] + place // tokens_of_rank
+                    written = encoder.pool_offset[m] + place % tokens_of_rank
+                    assert made[encoder.pool[m], rank, written] == 0
+                    made[encoder.pool[m], rank, written] = label
+                    read = language.offset[home] + items.slot[item] + token
+                    goal = (
+                        int(language.pool[n]),
+                        int(language.rank[home] + read // language.capacity[n]),
                     )
-                    assert made[encoder.pool[m], encoder.rank[item], written] == 0
-                    made[encoder.pool[m], encoder.rank[item], written] = label
-                    goal = int(language.pool[language.microbatch[home]]), int(language.rank[home])
-                    slot = int(plan.routes[phase].arrival[item]) + token
+                    slot = slot_of[item, token]
                     assert (*goal, slot) not in taken
                     taken.add((*goal, slot))
                     wanted[(*goal, slot)] = label

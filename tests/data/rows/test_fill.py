@@ -209,7 +209,9 @@ def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
         near, far = (there, there + 4) if encoder == "vision" else (there, there)
         round_ = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
-        routes[encoder] = RoutePlan(np.array(arrival, np.int32), (round_,))
+        routes[encoder] = RoutePlan.of_whole_items(
+            items.phases[encoder].tokens, np.array(arrival, np.int32), (round_,)
+        )
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
 
