@@ -19,7 +19,7 @@ INT64_MAX = int(np.iinfo(np.int64).max)
 Amount = TypeVar("Amount", int, Longs)
 
 
-def ceil_divide(amount: Amount, divisor: int) -> Amount:
+def ceil_divide(amount: Amount, divisor: int | Amount) -> Amount:
     """`amount / divisor` rounded up, exactly: of an integer or of every element of an array."""
     return -(-amount // divisor)
 

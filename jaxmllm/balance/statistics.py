@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
-from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.long import is_long
 
@@ -13,49 +15,107 @@ from jaxmllm.balance.rows.long import is_long
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
     """Rows, fill and balance of one phase.
 
+    A row that several ranks hold costs each of them an equal part, rounded up.
+
     Returns:
-      Always: `<phase>/rows`, `<phase>/microbatches`, `<phase>/slots` (of all rows) and
-        `<phase>/tokens` (slots that
-      hold data), `<phase>/flops` (of real lengths). With rows: `<phase>/real_token_fraction`
-      (tokens / slots), `<phase>/max_over_mean` (cost of the costliest rank / mean),
-      `<phase>/gap_to_floor` (the same / its lower bound: the mean or the costliest item),
-      `<phase>/synchronised` (sum over microbatches of the slowest rank's row / sum of means),
-      `<phase>/idle_share` (of the ranks' time, by the same sums: 1 - 1 / synchronised).
+      Always: `<phase>/rows`, `<phase>/shared_rows` (those that several ranks hold),
+        `<phase>/microbatches`, `<phase>/slots` (of all rows), `<phase>/gathered_slots` (slots of
+        other ranks whose keys and values the ranks receive, in a layer), `<phase>/tokens` (slots
+        that hold data), `<phase>/flops` (of real lengths). With rows:
+        `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the
+        costliest rank / mean), `<phase>/gap_to_floor` (the same / its lower bound: the mean, or
+        a rank's part of the costliest item), `<phase>/synchronised` (sum over microbatches of
+        the slowest rank's part / sum of means), `<phase>/idle_share` (of the ranks' time, by the
+        same sums: 1 - 1 / synchronised), `<phase>/over_ideal` (`slowest_flops` / an equal share
+        of `<phase>/flops`).
     """
-    rows = plan.microbatches * spec.ranks
-    shared = plan.capacity > spec.capacities[0]  # long rows: all ranks compute one together
-    slots = int(plan.capacity[~shared].sum(dtype=np.int64)) * spec.ranks
-    slots += int(plan.capacity[shared].sum())
+    span = plan.span.astype(np.int64)
+    capacity = plan.capacity.astype(np.int64)
+    rows = int((spec.ranks // span).sum())
+    slots = int(_slots_of_microbatches(plan, spec).sum())
     tokens = int(items.real.sum())
+    flops = spec.flops.total(items.real)
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
+        f"{spec.name}/shared_rows": int((spec.ranks // span[span > 1]).sum()),
         f"{spec.name}/microbatches": plan.microbatches,
         f"{spec.name}/slots": slots,
+        f"{spec.name}/gathered_slots": int(((span - 1) * capacity).sum()) * spec.ranks,
         f"{spec.name}/tokens": tokens,
-        f"{spec.name}/flops": spec.flops.total(items.real),
+        f"{spec.name}/flops": flops,
     }
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
     item_cost = item_costs(spec, items.length)
-    row_cost = _row_costs(plan, item_cost, spec, shared)
-    total = int(row_cost.sum())
+    part_cost = _part_costs(plan, item_cost, spec)
+    total = int(item_cost.sum())
     if total:
         mean = total / spec.ranks
-        costliest_rank = int(row_cost.sum(axis=0).max())
+        costliest_rank = int(part_cost.sum(axis=0).max())
         # A long item does not bound the costliest rank: all ranks share its row.
-        costliest_item = int(item_cost[~is_long(spec, items.length)].max(initial=0))
-        synchronised_cost = int(row_cost.max(axis=1).sum())
+        ordinary = ~is_long(spec, items.length)
+        parts = ceil_divide(item_cost, span[plan.microbatch])
+        costliest_part = int(parts[ordinary].max(initial=0))
+        synchronised_cost = int(part_cost.max(axis=1).sum())
         statistics[f"{spec.name}/max_over_mean"] = costliest_rank / mean
-        statistics[f"{spec.name}/gap_to_floor"] = costliest_rank / max(mean, costliest_item)
+        statistics[f"{spec.name}/gap_to_floor"] = costliest_rank / max(mean, costliest_part)
         statistics[f"{spec.name}/synchronised"] = synchronised_cost / mean
         statistics[f"{spec.name}/idle_share"] = 1 - mean / synchronised_cost
+    if flops:
+        ideal = flops / spec.ranks
+        statistics[f"{spec.name}/over_ideal"] = slowest_flops(plan, items, spec) / ideal
     return statistics
 
 
-def _row_costs(plan: PhasePlan, item_cost: Longs, spec: PhaseSpec, shared: np.ndarray) -> Longs:
-    """Cost of every rank's row [M, R]; that of a shared row is divided evenly, rounded up."""
+def step_statistics(
+    plans: Mapping[str, PhasePlan], items: BatchItems, specs: Mapping[str, PhaseSpec]
+) -> dict[str, float]:
+    """`step/over_ideal`: the sum of `slowest_flops` of all phases / that of equal shares of the
+    FLOPs of their data. Empty without any."""
+    slowest = 0.0
+    ideal = 0.0
+    for phase, spec in specs.items():
+        slowest += slowest_flops(plans[phase], items.phases[phase], spec)
+        ideal += spec.flops.total(items.phases[phase].real) / spec.ranks
+    return {"step/over_ideal": slowest / ideal} if ideal else {}
+
+
+def slowest_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
+    """FLOPs of the slowest rank of every microbatch, summed: what is linear on all slots of its
+    row, padding included, and the attention of the row's items; of a shared row, a rank's part."""
+    of_slots = spec.flops.linear * _slots_of_microbatches(plan, spec).astype(float) / spec.ranks
+    attention = np.zeros(plan.microbatches * spec.ranks)
+    row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
+    np.add.at(attention, row, spec.flops.attention(items.length.astype(float)))
+    of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / _parts(plan, spec)
+    return float((of_slots + of_rows).sum())
+
+
+def _part_costs(plan: PhasePlan, item_cost: Longs, spec: PhaseSpec) -> Longs:
+    """Cost of every rank's row, or part of one: [M, R]."""
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     cost = sums_by(row, item_cost, plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
-    cost[shared] = ceil_divide(cost[shared].sum(axis=1, keepdims=True), spec.ranks)
+    for span in np.unique(plan.span[plan.span > 1]).tolist():
+        shared = plan.span == span
+        # A shared row is that of the first rank of its group.
+        parts = ceil_divide(cost[shared][:, ::span], span)
+        cost[shared] = np.repeat(parts, span, axis=1)
+    long = _is_long_row(plan, spec)
+    cost[long] = ceil_divide(cost[long].sum(axis=1, keepdims=True), spec.ranks)
     return cost
+
+
+def _parts(plan: PhasePlan, spec: PhaseSpec) -> Longs:
+    """Ranks that compute a row together: [M]."""
+    return np.where(_is_long_row(plan, spec), spec.ranks, plan.span.astype(np.int64))
+
+
+def _slots_of_microbatches(plan: PhasePlan, spec: PhaseSpec) -> Longs:
+    """Slots of all ranks: [M]."""
+    capacity = plan.capacity.astype(np.int64)
+    return np.where(_is_long_row(plan, spec), capacity, capacity * spec.ranks)
+
+
+def _is_long_row(plan: PhasePlan, spec: PhaseSpec) -> np.ndarray:
+    return (plan.span == 1) & (plan.capacity > spec.longest_row)

@@ -30,14 +30,15 @@ from jaxmllm.balance.records import (
 )
 from jaxmllm.balance.rows.assign import assign, assign_in_place
 from jaxmllm.balance.rows.ranks import packed
-from jaxmllm.balance.statistics import phase_statistics
+from jaxmllm.balance.statistics import phase_statistics, step_statistics
 from jaxmllm.phases import LANGUAGE
 
 
 def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     """Place every item of a global batch and route encoder outputs to the language phase.
 
-    The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase, and for every
+    The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase,
+    `step/over_ideal` (see `step_statistics`), and for every
     encoder phase that owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1
     with a backend whose chunks have any size and 0 with equal chunks; `rounds`; `hops`
     (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change rank;
@@ -57,6 +58,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     statistics: dict[str, float] = {}
     for phase, phase_spec in spec.phases.items():
         statistics |= phase_statistics(phases[phase], items.phases[phase], phase_spec)
+    statistics |= step_statistics(phases, items, spec.phases)
     for owner in dict.fromkeys(shared_exchange(spec.routes).values()):
         rounds = routes[owner].rounds
         encoder_node = spec.nodes.get(owner)

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import RowClass
+from jaxmllm.balance.rows.assign import assign
+from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.balance.step_plan import plan_step
 
 
@@ -45,6 +48,59 @@ def test_statistics_against_plain_loops(make):
         assert plan.statistics[f"{name}/synchronised"] == pytest.approx(
             load.max(1).sum() / load.mean(1).sum()
         )
+
+
+def test_statistics_of_shared_rows_against_plain_loops(make):
+    """A shared row costs each of its ranks an equal part; padding counts in `over_ideal`."""
+    ranks = 8
+    batch = make.batch(5, 24)
+    spec = make.spec(batch, {"vision": (ranks, 1, 1), "audio": (ranks, 1, 1)}).phases["vision"]
+    longest = int(batch.phases["vision"].length.max())
+    shared = RowClass(-(-longest // 4 // 8) * 8, 4)
+    spec = dataclasses.replace(spec, classes=(shared, RowClass(48, 2), RowClass(64)))
+    items = batch.phases["vision"]
+    plan = assign(spec, items)
+    assert set(plan.span.tolist()) > {4}
+    statistics = phase_statistics(plan, items, spec)
+    cost = spec.cost
+    slowest = synchronised = shared_rows = gathered = 0
+    of_ranks = np.zeros(ranks)
+    parts = []
+    for microbatch in range(plan.microbatches):
+        span, capacity = int(plan.span[microbatch]), int(plan.capacity[microbatch])
+        loads = np.zeros(ranks)
+        attention = np.zeros(ranks)
+        for item in np.flatnonzero(plan.microbatch == microbatch):
+            length = int(items.length[item])
+            held_by = slice(plan.rank[item], plan.rank[item] + span)
+            loads[held_by] += (cost.linear * length + cost.quadratic * length**2) / span
+            attention[held_by] += cost.quadratic * length**2 / span
+            parts.append((cost.linear * length + cost.quadratic * length**2) / span)
+        of_ranks += loads
+        synchronised += loads.max()
+        slowest += cost.linear * capacity + attention.max()
+        shared_rows += ranks // span if span > 1 else 0
+        gathered += ranks * (span - 1) * capacity
+    real = items.real.astype(float)
+    ideal = (cost.linear * real + cost.quadratic * real**2).sum() / ranks
+    assert statistics["vision/over_ideal"] == pytest.approx(slowest / ideal)
+    assert statistics["vision/shared_rows"] == shared_rows
+    assert statistics["vision/gathered_slots"] == gathered
+    assert statistics["vision/synchronised"] == pytest.approx(synchronised / of_ranks.mean(), 1e-4)
+    assert statistics["vision/max_over_mean"] == pytest.approx(
+        of_ranks.max() / of_ranks.mean(), 1e-4
+    )
+    floor = max(of_ranks.mean(), *parts)
+    assert statistics["vision/gap_to_floor"] == pytest.approx(of_ranks.max() / floor, 1e-4)
+
+
+def test_the_step_is_the_sum_of_its_phases(make):
+    batch = make.batch(4, 20)
+    spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
+    plan = plan_step(batch, spec)
+    ideal = {name: plan.statistics[f"{name}/flops"] / 4 for name in spec.phases}
+    slowest = sum(plan.statistics[f"{name}/over_ideal"] * share for name, share in ideal.items())
+    assert plan.statistics["step/over_ideal"] == pytest.approx(slowest / sum(ideal.values()))
 
 
 def test_flops_of_a_large_model_are_not_scaled(make):

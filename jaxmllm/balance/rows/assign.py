@@ -1,8 +1,10 @@
 """Placing the items of one phase: which row, which microbatch, which rank.
 
-    row_counts      rows of each class per rank, fewest slots first      row_counts.py
-    _fill           items into R * counts rows, which are balanced       pack.py, level.py
+    row_counts      microbatches of each class, fewest slots first       row_counts.py
+    _fill           items into their rows, which are balanced            pack.py, level.py
     _arrange        rows of similar cost into one microbatch, then rows onto ranks
+
+A microbatch of a class of span g has R / g rows, each of them on g neighbouring ranks.
 
 Letters: N items, R ranks, M microbatches, K row classes.
 """
@@ -39,7 +41,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     _check_lengths(spec, items)
     cost = item_costs(spec, items.length)
     if not len(cost):
-        return _phase_plan(spec, np.zeros(len(spec.capacities), np.int64), cost, cost, cost)
+        return _phase_plan(spec, np.zeros(len(spec.classes), np.int64), cost, cost, cost)
     within = ROW_SEARCH.stop_within
     good_enough = ceil_divide(int(cost.sum()) * (within + 1), within * spec.ranks)
     best: tuple[int, Longs, _Placing] | None = None  # score, rows, placing
@@ -54,7 +56,7 @@ def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         if best is None:
             max_slots = row_set.slots * (ROW_SEARCH.extra_slots + 1) // ROW_SEARCH.extra_slots
         tries += 1
-        score = row_set.slots * placing.waits * _imbalance(placing, cost, spec.ranks)
+        score = row_set.slots * placing.waits * _imbalance(placing)
         if best is None or score < best[0]:
             best = score, row_set.counts, placing
         if placing.waits <= good_enough:
@@ -82,7 +84,8 @@ def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> 
     # before all others.
     fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
     items_of_ranks = [np.flatnonzero(rank == number) for number in fullest_first]
-    for counts in row_counts(spec.capacities, row_needs(spec, items.length, rank, spec.ranks)):
+    assert all(row_class.span == 1 for row_class in spec.classes), "shared rows need balancing"
+    for counts in row_counts(spec.classes, 1, row_needs(spec, items.length, rank, spec.ranks)):
         capacity = np.repeat(np.array(spec.capacities, np.int64), counts)
         microbatch = np.empty(len(rank), np.int64)
         for members in items_of_ranks:
@@ -118,8 +121,8 @@ def rank_floor(cost: Longs, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class _RowSet:
-    counts: Longs  # [K] rows of each class per rank
-    slots: int  # of all of them
+    counts: Longs  # [K] microbatches of each class
+    slots: int  # of all of them, of a rank
     try_best_fit: bool  # where filling by cost fails
 
 
@@ -127,8 +130,10 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
     """Sets of rows that are worth trying, fewest slots first."""
     sizes = np.array(spec.capacities, np.int64)
     anywhere = np.zeros(len(length), np.int64)  # one group of all ranks: items move freely
-    wanted = wanted_slots(length, cost, spec.ranks)
-    sets = row_counts(spec.capacities, row_needs(spec, length, anywhere, 1))
+    wanted = wanted_slots(
+        length, cost, spec.ranks, max(row_class.span for row_class in spec.classes)
+    )
+    sets = row_counts(spec.classes, spec.ranks, row_needs(spec, length, anywhere, 1))
     counts = next(sets)
     for next_counts in sets:
         slots = int(counts @ sizes)
@@ -140,11 +145,11 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
         counts = next_counts
 
 
-def _imbalance(placing: _Placing, cost: Longs, ranks: int) -> int:
+def _imbalance(placing: _Placing) -> int:
     """Factor of the score of a set of rows: its costliest rank, or the lower bound where it is
     within 1/100 of that."""
     within = ROW_SEARCH.stop_within
-    floor = rank_floor(cost, ranks) * (within + 1)
+    floor = placing.rank_floor * (within + 1)
     return max(placing.costliest_rank * within, floor) ** ROW_SEARCH.imbalance_power
 
 
@@ -153,13 +158,16 @@ def _imbalance(placing: _Placing, cost: Longs, ranks: int) -> int:
 
 def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Placing | None:
     """Place all items in a set of rows; None where they do not fit."""
-    rows_of_classes = row_set.counts * spec.ranks
-    capacity = np.repeat(np.array(spec.capacities, np.int64), rows_of_classes)
-    state = _pack(spec, length, cost, capacity, row_set.try_best_fit)
+    span = np.array([row_class.span for row_class in spec.classes])
+    row_slots = np.array([row_class.slots for row_class in spec.classes], np.int64)
+    rows_of_classes = row_set.counts * (spec.ranks // span)
+    state = _pack(spec, length, cost, np.repeat(row_slots, rows_of_classes), row_set.try_best_fit)
     if state is None:
         return None
-    classes = np.split(np.arange(len(capacity)), np.cumsum(rows_of_classes)[:-1])
-    balance_rows(state, [rows for rows in classes if len(rows)], spec.ranks)
+    end = np.cumsum(rows_of_classes)
+    classes = [rows for rows in np.split(np.arange(end[-1]), end[:-1]) if len(rows)]
+    spans = span[rows_of_classes > 0].tolist()
+    balance_rows(state, classes, spec.ranks, spans)
     return _arrange(state.row_of, cost, row_set.counts, spec)
 
 
@@ -186,31 +194,44 @@ def _pack(
 class _Placing:
     microbatch: Longs  # [N]
     rank: Longs  # [N]
-    waits: int  # sum over microbatches of the slowest rank's row
+    waits: int  # sum over microbatches of the slowest rank's row, or part of one
     costliest_rank: int  # its total
+    rank_floor: int  # and what it can not be below, with every item in the class of its row
 
 
 def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Placing:
     """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of
-    each to the rank with the least total so far."""
-    row_cost = sums_by(row_of, cost, int(counts.sum()) * spec.ranks)
-    class_of_row = np.repeat(np.arange(len(counts)), counts * spec.ranks)
-    # [M, R] rows, descending in each microbatch
-    rows = np.lexsort((-row_cost, class_of_row)).reshape(-1, spec.ranks)
-    ranks = np.empty_like(rows)
-    total = np.zeros(spec.ranks, np.int64)
-    for microbatch, members in enumerate(rows):
-        ranks[microbatch] = np.argsort(total, kind="stable")
-        total[ranks[microbatch]] += row_cost[members]
-    microbatch_of_row = np.empty(rows.size, np.int64)
-    microbatch_of_row[rows] = np.arange(len(rows))[:, None]
-    rank_of_row = np.empty(rows.size, np.int64)
-    rank_of_row[rows] = ranks
+    each to the group of ranks with the least total so far."""
+    span_of_class = np.array([row_class.span for row_class in spec.classes])
+    span = np.repeat(span_of_class, counts)  # [M]
+    rows_of_classes = counts * (spec.ranks // span_of_class)
+    class_of_row = np.repeat(np.arange(len(counts)), rows_of_classes)
+    row_cost = sums_by(row_of, cost, len(class_of_row))
+    order = np.lexsort((-row_cost, class_of_row))  # rows by microbatch, descending in each
+    microbatch_of_row = np.empty(len(order), np.int64)
+    rank_of_row = np.empty(len(order), np.int64)
+    widest = int(span.max())
+    total = np.zeros(spec.ranks, np.int64)  # in parts of 1 / widest, which are whole for any span
+    waits = 0
+    start = 0
+    for microbatch, held_by in enumerate(span.tolist()):
+        groups = spec.ranks // held_by
+        members = order[start : start + groups]
+        start += groups
+        total_of_groups = total.reshape(groups, held_by)  # a view
+        group = np.argsort(total_of_groups.sum(axis=1), kind="stable")
+        total_of_groups[group] += row_cost[members, None] * (widest // held_by)
+        microbatch_of_row[members] = microbatch
+        rank_of_row[members] = group * held_by
+        waits += ceil_divide(int(row_cost[members[0]]), held_by)
+    microbatch_of_item = microbatch_of_row[row_of]
+    largest_part = int(ceil_divide(cost, span[microbatch_of_item]).max())
     return _Placing(
-        microbatch=microbatch_of_row[row_of],
+        microbatch=microbatch_of_item,
         rank=rank_of_row[row_of],
-        waits=int(row_cost[rows[:, 0]].sum()),
-        costliest_rank=int(total.max()),
+        waits=waits,
+        costliest_rank=ceil_divide(int(total.max()), widest),
+        rank_floor=max(ceil_divide(int(cost.sum()), spec.ranks), largest_part),
     )
 
 
@@ -218,10 +239,11 @@ def _phase_plan(
     spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs
 ) -> PhasePlan:
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
+    spans = np.array([row_class.span for row_class in spec.classes], np.int32)
     offset, segment = lay_out(microbatch * spec.ranks + rank, length)
     return PhasePlan(
         capacity=capacity,
-        span=np.ones_like(capacity),
+        span=np.repeat(spans, counts),
         pool=np.zeros_like(capacity),
         pool_offset=np.zeros_like(capacity),
         microbatch=microbatch.astype(np.int32),
@@ -232,11 +254,24 @@ def _phase_plan(
 
 
 def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
-    if (items.length > spec.capacities[0]).any():
+    if (items.length > spec.longest_row).any():
         worst = int(items.length.argmax())
+        length = int(items.length[worst])
+        span = _span_that_holds(length, spec)
+        remedy = (
+            f"rows of span {span} would hold it (phases.{spec.name}.spans), or " if span else ""
+        )
         raise ValueError(
-            f"an item of phase {spec.name!r} has {items.length[worst]} slots "
+            f"an item of phase {spec.name!r} has {length} slots "
             f"(example {items.example[worst]} of the batch), but its largest row holds "
-            f"{spec.capacities[0]}: raise phases.{spec.name}.capacities or "
+            f"{spec.longest_row}: {remedy}raise phases.{spec.name}.capacities or "
             f"phases.{spec.name}.max_capacity, or limit the size of items"
         )
+
+
+def _span_that_holds(length: int, spec: PhaseSpec) -> int | None:
+    """The fewest ranks that would hold an item together, each as much as the largest class takes of
+    a rank; None where all ranks would not."""
+    least = ceil_divide(length, max(spec.capacities))
+    spans = range(least, spec.ranks + 1)
+    return next((span for span in spans if spec.ranks % span == 0), None)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmllm.arrays import INT64_MAX, Longs, sums_by
+from jaxmllm.arrays import INT64_MAX, Longs, ceil_divide, sums_by
 from jaxmllm.balance.compiled import compiled
 
 # The amounts of a `RowState` that every caller has.
@@ -122,38 +122,72 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
     return not (room < 0).any()
 
 
-def balance_rows(state: RowState, classes: list[Longs], ranks: int) -> None:
+def balance_rows(
+    state: RowState, classes: Sequence[Longs], ranks: int, spans: Sequence[int] = ()
+) -> None:
     """Make rows that run together cost nearly the same, without overflow.
 
     Args:
       state: without overflow; its costs are not limited (0). Changed in place.
-      classes: rows of one capacity; of those of a class, `ranks` of similar cost run together.
+      classes: rows of one class each; `ranks / span` of them, of similar cost, run together.
+      spans: of the classes, how many ranks hold a row together; empty: one.
     """
     order = state.in_order(COST)
-    half = ranks // 2
+    spans = spans or [1] * len(classes)
     load = -state.remaining[COST]
     last_slowest = INT64_MAX
     patience = SWAP_SEARCH.patience
     for sweep in range(SWAP_SEARCH.sweeps):
-        by_load = [rows[np.argsort(-load[rows], kind="stable")] for rows in classes]
-        microbatches = np.concatenate(by_load).reshape(-1, ranks)  # [M, R] rows, heaviest first
-        slowest = int(load[microbatches[:, 0]].sum())
-        mean = load[microbatches].sum(axis=1, keepdims=True) // ranks
+        slowest = 0
+        slow_enough = 0
+        heavy_rows: list[Longs] = []
+        light_rows: list[Longs] = []
+        for rows, span in zip(classes, spans, strict=True):
+            by_load = rows[np.argsort(-load[rows], kind="stable")]
+            microbatches = by_load.reshape(-1, ranks // span)  # [M, R / span], heaviest first
+            pairs = _uneven_pairs(load, microbatches, sweep)
+            heavy_rows.append(pairs.heavy)
+            light_rows.append(pairs.light)
+            # Of a rank, whose part of a row takes as long as the others' parts.
+            slowest += int(ceil_divide(load[microbatches[:, 0]], span).sum())
+            slow_enough += int(ceil_divide(pairs.slow_enough, span).sum())
         gains = (last_slowest - slowest) * SWAP_SEARCH.least_gain > slowest
         patience = SWAP_SEARCH.patience if gains else patience - 1
-        if slowest <= int((mean + mean // SWAP_SEARCH.stop_within).sum()) or not patience:
+        if slowest <= slow_enough or not patience:
             return
         last_slowest = slowest
-        heavy = microbatches[:, :half]
-        lightest_first = microbatches[:, ranks - half :][:, ::-1]
-        light = np.roll(lightest_first, SWAP_SEARCH.partner_step * sweep, axis=1)
-        uneven = load[heavy] - load[light] > mean // SWAP_SEARCH.stop_within
-        if sweep >= SWAP_SEARCH.sweeps_of_all_pairs:
-            uneven &= load[heavy] > mean + mean // (2 * SWAP_SEARCH.stop_within)
-        if not uneven.any():
+        heavy = np.concatenate(heavy_rows)
+        light = np.concatenate(light_rows)
+        if not len(heavy):
             return
-        _swap_items(state, order, heavy[uneven], light[uneven], sweep, COST, limited=COST)
+        _swap_items(state, order, heavy, light, sweep, COST, limited=COST)
         load = -state.remaining[COST]
+
+
+class _Pairs(NamedTuple):
+    heavy: Longs  # [pairs]
+    light: Longs  # [pairs]
+    slow_enough: Longs  # [M] load of a microbatch's heaviest row that needs no swap
+
+
+def _uneven_pairs(load: Longs, microbatches: Longs, sweep: int) -> _Pairs:
+    """Rows of a microbatch that should swap items.
+
+    Args:
+      load: [rows]
+      microbatches: [M, n] rows, heaviest first.
+    """
+    rows = microbatches.shape[1]
+    half = rows // 2
+    mean = load[microbatches].sum(axis=1, keepdims=True) // rows
+    heavy = microbatches[:, :half]
+    lightest_first = microbatches[:, rows - half :][:, ::-1]
+    light = np.roll(lightest_first, SWAP_SEARCH.partner_step * sweep, axis=1)
+    uneven = load[heavy] - load[light] > mean // SWAP_SEARCH.stop_within
+    if sweep >= SWAP_SEARCH.sweeps_of_all_pairs:
+        uneven &= load[heavy] > mean + mean // (2 * SWAP_SEARCH.stop_within)
+    slow_enough = (mean + mean // SWAP_SEARCH.stop_within)[:, 0]
+    return _Pairs(heavy[uneven], light[uneven], slow_enough)
 
 
 def balance_ranks(state: RowState, ranks: int) -> None:

@@ -20,7 +20,7 @@ PlanOrdinary = Callable[[PhaseItems, Longs | None], PhasePlan]
 
 def is_long(spec: PhaseSpec, length: Longs) -> Bools:
     """Which items need a long row: [N]. Without long rows none does, whatever its length."""
-    return (length > spec.capacities[0]) & (spec.long_capacity > 0)
+    return (length > spec.longest_row) & (spec.long_capacity > 0)
 
 
 def select(items: PhaseItems, chosen: Bools) -> PhaseItems:
@@ -57,7 +57,7 @@ def with_long_rows(
     capacity = np.concatenate([np.full(long_rows, spec.long_capacity, np.int32), ordinary.capacity])
     return PhasePlan(
         capacity=capacity,
-        span=np.ones_like(capacity),
+        span=np.concatenate([np.ones(long_rows, np.int32), ordinary.span]),
         pool=np.zeros_like(capacity),
         pool_offset=np.zeros_like(capacity),
         microbatch=merged(np.arange(long_rows), ordinary.microbatch + long_rows),

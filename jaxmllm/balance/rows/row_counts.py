@@ -1,7 +1,10 @@
 """How many rows of each class: lower bounds on what a batch needs, and the sets of rows that meet
 them.
 
-Rows cost their capacity, whatever is in them, so sets of rows come by their slots, fewest first.
+A microbatch costs each rank the capacity of its class, whatever is in the rows and however many
+ranks share one, so sets of rows come by their slots per rank, fewest first.
+
+    class (capacity C, span g)    C slots of every rank; R / g rows of g * C slots
 
 Letters: N items, R ranks, K row classes.
 """
@@ -9,6 +12,7 @@ Letters: N items, R ranks, K row classes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
-from jaxmllm.balance.records import PhaseSpec
+from jaxmllm.balance.records import PhaseSpec, RowClass
 
 
 @dataclass(frozen=True)
@@ -50,81 +54,121 @@ ROW_SEARCH = RowSearch()
 
 @dataclass(frozen=True)
 class RowNeeds:
-    """What no packing can do without, per rank: for each class, slots and rows of that class or a
-    larger one."""
+    """What no packing can do without: for each class, slots and rows of that class or of one before
+    it, whose rows have more slots."""
 
-    slots: Longs  # [K]
-    rows: Longs  # [K]
+    slots: Longs  # [K] of a rank
+    rows: Longs  # [K] of a group of ranks that exchange items; see `row_needs`
 
 
 def row_needs(spec: PhaseSpec, length: Longs, owner: Longs, owners: int) -> RowNeeds:
-    """Lower bounds on the rows of a rank.
+    """Lower bounds on the rows of a phase.
 
     Args:
       length: [N] slots.
-      owner: [N] number of the group of ranks an item may go to.
-      owners: groups, of `spec.ranks / owners` ranks each: 1 when items move freely, R when none
+      owner: [N] number of the set of ranks an item may go to.
+      owners: such sets, of `spec.ranks / owners` ranks each: 1 when items move freely, R when none
         moves.
     """
     ranks = spec.ranks // owners
     slots: list[int] = []
     rows: list[int] = []
-    for next_capacity in (*spec.capacities[1:], 0):
-        bound = length > next_capacity  # fits no smaller class
-        alone = bound & (length > spec.capacities[0] // 2)  # no two of them share a row
+    for next_class in (*spec.classes[1:], RowClass(0)):
+        bound = length > next_class.slots  # fits no smaller class
+        alone = bound & (length > spec.longest_row // 2)  # no two of them share a row
         most_slots = int(sums_by(owner[bound], length[bound], owners).max(initial=0))
         most_items = int(np.bincount(owner[bound], minlength=owners).max(initial=0))
         most_alone = int(np.bincount(owner[alone], minlength=owners).max(initial=0))
         slots.append(ceil_divide(most_slots, ranks))
-        rows_by_segments = ceil_divide(most_items, ranks * spec.max_segments)
-        rows.append(max(rows_by_segments, ceil_divide(most_alone, ranks)))
+        rows.append(max(ceil_divide(most_items, spec.max_segments), most_alone))
     return RowNeeds(np.array(slots, np.int64), np.array(rows, np.int64))
 
 
-def row_counts(capacities: tuple[int, ...], needs: RowNeeds) -> Iterator[Longs]:
-    """Rows of each class per rank, [K]: combinations that meet the needs, fewest slots first, then
-    fewest rows.
+def row_counts(classes: tuple[RowClass, ...], ranks: int, needs: RowNeeds) -> Iterator[Longs]:
+    """Microbatches of each class, [K]: combinations that meet the needs, fewest slots per rank
+    first, then fewest microbatches.
 
-    A class never has so many rows that one of the next larger class would hold as much, or else
-    two: then a few similar row sizes allow finer total capacities. Without items the only
-    combination is no row.
+    The class that takes most slots of a rank may have any number. Another never has so many that
+    one microbatch of the class that takes next more would take as many slots, or else two: then a
+    few similar sizes allow finer total capacities. What items need that only rows of more slots
+    than those of the first hold comes on top. Without items the only combination is no microbatch.
+
+    Args:
+      ranks: of the group that the needs speak of; every span divides them.
     """
     if not needs.rows.any():
-        yield np.zeros(len(capacities), np.int64)
+        yield np.zeros(len(classes), np.int64)
         return
-    sizes = np.array(capacities, np.int64)
-    steps = row_steps(capacities)
-    largest_class = np.arange(len(capacities)) == 0
-    for largest_rows in itertools.count(int(needs.slots[-1]) // capacities[0]):
-        counts = steps + largest_rows * largest_class
-        enough_slots = np.cumsum(counts * sizes, axis=1) >= needs.slots
-        enough_rows = np.cumsum(counts, axis=1) >= needs.rows
-        yield from counts[(enough_slots & enough_rows).all(axis=1) & (counts[:, 0] >= 0)]
+    capacity = np.array([row_class.capacity for row_class in classes], np.int64)
+    rows = np.array([ranks // row_class.span for row_class in classes], np.int64)
+    base = base_class(classes)
+    steps = row_steps(classes, _further_counts(capacity[:base], rows[:base], needs))
+    is_base = np.arange(len(classes)) == base
+    for base_count in itertools.count(int(needs.slots[-1]) // int(capacity[base])):
+        counts = steps + base_count * is_base
+        enough_slots = np.cumsum(counts * capacity, axis=1) >= needs.slots
+        enough_rows = np.cumsum(counts * rows, axis=1) >= needs.rows
+        yield from counts[(enough_slots & enough_rows).all(axis=1) & (counts[:, base] >= 0)]
+
+
+def base_class(classes: tuple[RowClass, ...]) -> int:
+    """The class that takes most slots of a rank; of equal ones the one of fewest ranks a row."""
+    return _by_capacity(classes)[0]
+
+
+def _by_capacity(classes: tuple[RowClass, ...]) -> list[int]:
+    """Numbers of the classes by what they take of a rank, most first."""
+    return sorted(range(len(classes)), key=lambda k: (-classes[k].capacity, classes[k].span))
+
+
+def _further_counts(capacity: Longs, rows: Longs, needs: RowNeeds) -> tuple[int, ...]:
+    """Of the classes whose rows have more slots than those of the base: microbatches that would
+    hold all items which need such rows, were there no other class."""
+    further: list[int] = []
+    for number in range(len(capacity)):
+        # All rows but one of a tight packing are more than half full.
+        by_slots = 2 * ceil_divide(int(needs.slots[number : len(capacity)].max()), capacity[number])
+        by_rows = ceil_divide(int(needs.rows[number : len(capacity)].max()), rows[number])
+        further.append(int(by_slots + by_rows) + 1 if by_rows else 0)
+    return tuple(further)
 
 
 @lru_cache(maxsize=1024)
-def row_steps(capacities: tuple[int, ...]) -> Longs:
-    """Rows of each class that come to less than one row of the first, in the order of `row_counts`:
-    [n, K].
+def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> Longs:
+    """Microbatches of each class that come to less than one of the base, in the order of
+    `row_counts`: [n, K].
 
-    Where the smaller classes come to more, the count of the first is negative.
+    Where the others come to more, the count of the base is negative.
+
+    Args:
+      further: microbatches that the first classes, those before the base, may have beyond what
+        makes totals fine.
     """
-    bounds = [max(2, (larger - 1) // smaller) for larger, smaller in itertools.pairwise(capacities)]
-    combinations = itertools.product(*(range(bound + 1) for bound in bounds))
-    smaller_rows = np.array(list(combinations), np.int64)
-    # What the smaller classes hold is counted in rows of the first and slots over these.
-    smaller_sizes = np.array(capacities[1:], np.int64)
-    held_rows, held_slots = np.divmod(smaller_rows @ smaller_sizes, capacities[0])
-    counts = np.concatenate([-held_rows[:, None], smaller_rows], axis=1)
+    order = _by_capacity(classes)
+    base = order[0]
+    bounds = {
+        smaller: max(2, (classes[larger].capacity - 1) // classes[smaller].capacity)
+        for larger, smaller in itertools.pairwise(order)
+    }
+    for number, count in enumerate(further):
+        bounds[number] += count
+    others = [number for number in range(len(classes)) if number != base]
+    combinations = itertools.product(*(range(bounds[number] + 1) for number in others))
+    counts = np.zeros((math.prod(bounds[number] + 1 for number in others), len(classes)), np.int64)
+    counts[:, others] = list(combinations)
+    # What the others take is counted in microbatches of the base and slots over these.
+    capacity = np.array([row_class.capacity for row_class in classes], np.int64)
+    held_rows, held_slots = np.divmod(counts @ capacity, classes[base].capacity)
+    counts[:, base] = -held_rows
     return counts[np.lexsort((counts.sum(axis=1), held_slots))]
 
 
-def wanted_slots(length: Longs, cost: Longs, ranks: int) -> int:
+def wanted_slots(length: Longs, cost: Longs, ranks: int, span: int = 1) -> int:
     """Slots in which many items can be placed evenly: their own, and some room where cost does not
-    follow length."""
+    follow length. `span` ranks may share a row."""
     slots = int(length.sum())
     total_cost = max(int(cost.sum()), 1)
     uneven_cost = total_cost - slots * int((cost // length).min())
-    looseness = max(ROW_SEARCH.loose_ranks, slots // (ranks * int(length.max())))
+    looseness = max(ROW_SEARCH.loose_ranks, slots * span // (ranks * int(length.max())))
     divisor = total_cost * ROW_SEARCH.room_to_balance * looseness
     return slots + slots * uneven_cost * ROW_SEARCH.loose_ranks // divisor

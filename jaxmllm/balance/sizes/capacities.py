@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxmllm.arrays import Floats, Longs, round_up
 from jaxmllm.balance.compiled import compiled
+from jaxmllm.balance.records import row_classes
 from jaxmllm.balance.rows.row_counts import ROW_SEARCH, row_steps
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, Capacities, SizingInputs, phase_spec
 from jaxmllm.balance.sizes.loads import Load
@@ -137,7 +138,9 @@ class _Judge:
         rows = np.maximum(np.stack(rows_by_class, axis=1), slots > 0)
         most_firsts = max(self.wanted.max() // sizes[0] + 1, rows.max())
         firsts = np.arange(self.wanted.min() // sizes[0], most_firsts + 1)
-        counts = row_steps(capacities) + firsts[:, None, None] * (np.arange(len(sizes)) == 0)
+        counts = row_steps(row_classes(capacities)) + firsts[:, None, None] * (
+            np.arange(len(sizes)) == 0
+        )
         counts = counts.reshape(-1, len(sizes))
         counts = counts[counts[:, 0] >= 0]
         start = np.searchsorted(counts @ sizes, self.wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, row_classes
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.phases import decoder_phase, encoder_phase
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
 CLASSES = st.sampled_from([(32,), (64,), (64, 16), (48, 32, 8), (96, 24, 8), (40, 36, 32)])
+SHARED = st.sampled_from(
+    [
+        (RowClass(4, 8),),
+        (RowClass(8, 4), RowClass(4, 4), RowClass(16)),
+        (RowClass(4, 8), RowClass(8, 2), RowClass(4)),
+        (RowClass(8, 4), RowClass(12, 2), RowClass(20)),
+        (RowClass(16, 2), RowClass(16), RowClass(4)),
+    ]
+)
 
 
 def items_of(lengths) -> PhaseItems:
@@ -37,21 +47,27 @@ def spec_of(
     )
 
 
+def with_classes(spec: PhaseSpec, classes: tuple[RowClass, ...]) -> PhaseSpec:
+    return dataclasses.replace(spec, classes=classes)
+
+
 def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
     """Every row, slot by slot."""
+    slots = plan.capacity * plan.span
     used: dict[tuple[int, int], list[int]] = {}
     segments: dict[tuple[int, int], list[int]] = {}
     for item, length in enumerate(lengths):
         row = int(plan.microbatch[item]), int(plan.rank[item])
         assert 0 <= row[0] < plan.microbatches and 0 <= row[1] < spec.ranks
-        assert plan.offset[item] + length <= plan.capacity[row[0]]
+        assert row[1] % plan.span[row[0]] == 0, "a row is that of the first rank of its group"
+        assert plan.offset[item] + length <= slots[row[0]]
         used.setdefault(row, []).extend(range(plan.offset[item], plan.offset[item] + length))
         segments.setdefault(row, []).append(int(plan.segment[item]))
     assert all(len(set(slots)) == len(slots) for slots in used.values())
     assert all(sorted(numbers) == list(range(1, len(numbers) + 1)) for numbers in segments.values())
     assert all(len(numbers) <= spec.max_segments for numbers in segments.values())
-    assert list(plan.capacity) == sorted(plan.capacity, reverse=True)
-    assert set(plan.capacity.tolist()) <= set(spec.capacities)
+    assert list(slots) == sorted(slots, reverse=True)
+    assert set(zip(plan.capacity.tolist(), plan.span.tolist(), strict=True)) <= set(spec.classes)
 
 
 def waits(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> int:
@@ -80,6 +96,40 @@ def test_every_item_lies_in_one_row(lengths, capacities, ranks, max_segments):
     slots = ranks * int(plan.capacity.sum())
     assert slots >= sum(lengths)
     assert bool(lengths) == bool(plan.microbatches)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, SHARED, st.sampled_from([8, 16]), st.sampled_from([1, 3, 1000]))
+def test_every_item_lies_in_one_row_that_ranks_may_share(lengths, classes, ranks, max_segments):
+    spec = with_classes(spec_of(ranks, (32,), max_segments), classes)
+    plan = assign(spec, items_of(lengths))
+    check_rows(plan, lengths, spec)
+    assert ranks * int(plan.capacity.sum()) >= sum(lengths)
+    assert bool(lengths) == bool(plan.microbatches)
+
+
+def test_one_item_takes_an_equal_part_of_every_rank_that_shares_its_row():
+    """Alone it would make three of four ranks wait; four smaller rows wait for nobody."""
+    lengths = [64, 16, 16, 16, 16, 4, 4, 4, 4]
+    alone = assign(spec_of(4, (64, 16)), items_of(lengths))
+    shared = with_classes(spec_of(4, (64,)), (RowClass(16, 4), RowClass(16), RowClass(4)))
+    plan = assign(shared, items_of(lengths))
+    check_rows(plan, lengths, shared)
+    assert int(alone.capacity.sum()) == 64
+    assert plan.capacity.tolist() == [16, 16, 4] and plan.span.tolist() == [4, 1, 1]
+    assert plan.rank[0] == 0 and sorted(plan.rank[1:5].tolist()) == [0, 1, 2, 3]
+
+
+def test_groups_take_the_heaviest_row_where_their_ranks_have_least():
+    """Two rows of two ranks each, one heavy; the light ranks get the heavy rows of span 1."""
+    spec = with_classes(spec_of(4, (32,), 1, quadratic=0), (RowClass(16, 2), RowClass(8)))
+    plan = assign(spec, items_of([32, 20, 8, 8, 2, 2]))
+    assert plan.span.tolist() == [2, 1]
+    load = np.zeros(4)
+    for item, length in enumerate([32, 20, 8, 8, 2, 2]):
+        span = plan.span[plan.microbatch[item]]
+        load[plan.rank[item] : plan.rank[item] + span] += length / span
+    assert load.tolist() == [18, 18, 18, 18]
 
 
 @settings(max_examples=100, deadline=None)
@@ -176,6 +226,11 @@ def test_too_long_an_item_is_refused_by_name():
         ValueError, match=r"'vision'.* 33 slots \(example 1 .*holds 32.*phases\.vision\.capacities"
     ):
         assign(spec_of(2, (32, 8)), items_of([5, 33]))
+    shared = with_classes(spec_of(8, (32,)), (RowClass(10, 2), RowClass(12)))
+    with pytest.raises(ValueError, match=r"33 slots.*holds 20: rows of span 4 would hold it"):
+        assign(shared, items_of([5, 33]))
+    with pytest.raises(ValueError, match=r"97 slots.*holds 20: raise phases\.vision\.capacities"):
+        assign(shared, items_of([5, 97]))
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,13 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhaseSpec, row_classes
+from jaxmllm.balance.records import PhaseItems, PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import RowNeeds, row_counts, row_needs
 from jaxmllm.phases import encoder_phase
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
 CLASSES = st.sampled_from([(32,), (64,), (64, 16), (48, 32, 8), (96, 24, 8), (40, 36, 32)])
+SHARED = st.sampled_from(
+    [
+        (RowClass(16, 4),),
+        (RowClass(16, 4), RowClass(8, 4), RowClass(16)),
+        (RowClass(8, 4), RowClass(16), RowClass(4, 2)),
+        (RowClass(8, 4), RowClass(12, 2), RowClass(20)),
+        (RowClass(24, 2), RowClass(24), RowClass(4)),
+    ]
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -27,7 +36,7 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
     rows = np.cumsum(data.draw(numbers))
     found = [
         tuple(c.tolist())
-        for c in itertools.islice(row_counts(capacities, RowNeeds(slots, rows)), 40)
+        for c in itertools.islice(row_counts(row_classes(capacities), 1, RowNeeds(slots, rows)), 40)
     ]
     if not rows.any():
         assert found == [(0,) * classes]
@@ -51,17 +60,49 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
 
 
 @settings(max_examples=100, deadline=None)
-@given(LENGTHS, CLASSES, st.sampled_from([1, 2, 3]), st.sampled_from([2, 1000]))
-def test_needs_never_exceed_a_plan(lengths, capacities, ranks, max_segments):
+@given(
+    LENGTHS, CLASSES.map(row_classes) | SHARED, st.sampled_from([4, 8]), st.sampled_from([2, 1000])
+)
+def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
     """The lower bounds hold for the rows of an actual plan."""
-    spec = PhaseSpec(
-        encoder_phase("vision"), ranks, row_classes(capacities), max_segments, 1, ItemCost(5, 1)
-    )
+    spec = PhaseSpec(encoder_phase("vision"), ranks, classes, max_segments, 1, ItemCost(5, 1))
     length = np.array(lengths, np.int64)
     zeros = np.zeros(len(length), np.int32)
     items = PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)
     plan = assign(spec, items)
-    counts = np.array([(plan.capacity == capacity).sum() for capacity in capacities])
+    counts = counts_of(plan, classes)
+    rows = counts * [ranks // row_class.span for row_class in classes]
     needs = row_needs(spec, items.length, np.zeros(len(lengths), np.int64), 1)
-    assert (np.cumsum(counts * capacities) >= needs.slots).all()
-    assert (np.cumsum(counts) >= needs.rows).all()
+    assert (np.cumsum(counts * spec.capacities) >= needs.slots).all()
+    assert (np.cumsum(rows) >= needs.rows).all()
+    # And the plan's set of rows is among those that are tried.
+    sets = row_counts(classes, ranks, needs)
+    slots = int(plan.capacity.sum())
+    tried = itertools.takewhile(lambda tried: tried @ spec.capacities <= slots, sets)
+    assert any((counts == other).all() for other in tried)
+
+
+def counts_of(plan, classes) -> np.ndarray:
+    """Microbatches of each class."""
+    return np.array(
+        [
+            ((plan.capacity == row_class.capacity) & (plan.span == row_class.span)).sum()
+            for row_class in classes
+        ]
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHARED, st.sampled_from([4, 8, 16]), st.data())
+def test_sets_of_shared_rows_are_ordered_and_meet_the_needs(classes, ranks, data):
+    numbers = st.lists(st.integers(0, 9), min_size=len(classes), max_size=len(classes))
+    needs = RowNeeds(np.cumsum(data.draw(numbers)) * 5, np.cumsum(data.draw(numbers)) + 1)
+    capacity = [row_class.capacity for row_class in classes]
+    rows = [ranks // row_class.span for row_class in classes]
+    found = [counts.tolist() for counts in itertools.islice(row_counts(classes, ranks, needs), 60)]
+    assert len(found) == 60
+    totals = [(int(np.dot(counts, capacity)), sum(counts)) for counts in found]
+    assert totals == sorted(totals) and len({tuple(counts) for counts in found}) == 60
+    for counts in found:
+        assert (np.cumsum(np.multiply(counts, capacity)) >= needs.slots).all()
+        assert (np.cumsum(np.multiply(counts, rows)) >= needs.rows).all()
