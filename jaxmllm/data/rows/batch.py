@@ -62,15 +62,42 @@ class Batch:
             yield item, span
 
 
-def slots_of(
-    phase: str, item: int, plan: PhasePlan, ranks: tuple[int, ...], length: int
-) -> tuple[int, slice]:
-    """Where an item goes: the local number of its rank, and its slots in that row. Raises
-    `MisalignmentError`."""
-    start = int(plan.offset[item])
-    capacity = int(plan.capacity[plan.microbatch[item]])
-    if start + length > capacity:  # a slice would be cut silently
-        raise MisalignmentError(
-            f"{phase} item {item} ends at slot {start + length} of a row of {capacity}: the plan does not fit its items"
-        )
-    return ranks.index(int(plan.rank[item])), slice(start, start + length)
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a phase that a host fills: whole rows of all groups with one of its ranks."""
+
+    phase: str
+    plan: PhasePlan
+    ranks: tuple[int, ...]  # of this host
+
+    def groups(self, span: int) -> tuple[int, ...]:
+        """Groups of `span` neighbouring ranks, in the order of rows."""
+        if span == 1:
+            return self.ranks
+        return tuple(sorted({rank // span for rank in self.ranks}))
+
+    @property
+    def items(self) -> Longs:
+        """Numbers of the items that lie in these rows."""
+        span_of_item = self.plan.span[self.plan.microbatch]
+        here = np.zeros(len(span_of_item), np.bool_)
+        for span in np.unique(span_of_item).tolist():
+            here |= (span_of_item == span) & np.isin(self.plan.rank // span, self.groups(span))
+        return np.flatnonzero(here)
+
+    def row(self, item: int) -> int:
+        """Which of the microbatch's rows on this host an item lies in."""
+        span = int(self.plan.span[self.plan.microbatch[item]])
+        return self.groups(span).index(int(self.plan.rank[item]) // span)
+
+    def slots(self, item: int, length: int) -> slice:
+        """An item's slots in its row. Raises `MisalignmentError`."""
+        start = int(self.plan.offset[item])
+        microbatch = self.plan.microbatch[item]
+        end = int(self.plan.capacity[microbatch]) * int(self.plan.span[microbatch])
+        if start + length > end:  # a slice would be cut silently
+            raise MisalignmentError(
+                f"{self.phase} item {item} ends at slot {start + length} of a row of {end}: "
+                "the plan does not fit its items"
+            )
+        return slice(start, start + length)

@@ -1,11 +1,14 @@
 """Rows of the encoder phases: media are loaded into the slots that the plan gives them.
 
-A row holds, with r local ranks, C slots, F features and P positions of a slot:
-    features [r, C, F], segments int32 [r, C] (0: padding, also the padding inside an item),
-    positions int32 [r, C, P], valid bool [r, C / slots_per_token] (language token really computed),
-    failed int32 [r] (items that did not load), places int32 [r, C / slots_per_token] (where its
-    tokens are), tiles, and for towers that attend in windows windows int32 [r, C] and window_tiles
-    (see masks.py).
+A row holds, with q local ranks, C slots, F features, P positions of a slot and T = C /
+slots_per_token:
+    features [q, C, F], segments int32 [q, C] (0: padding, also the padding inside an item),
+    positions int32 [q, C, P], valid bool [q, T] (language token really computed), failed int32 [q]
+    (items that did not load), places int32 [q, T] (where in the row each of these tokens is),
+    tiles, and for towers that attend in windows windows int32 [q, C] and window_tiles (see
+    masks.py).
+Rows of span g are those of q groups with a local rank, whole: g * C slots and g * T tokens. Slots
+may be dealt to parts; `valid` and `places` are in the order of the plan.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jaxmllm.balance.records import PhaseItems, PhasePlan
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.reference import MediaError, MediaReference
 from jaxmllm.data.printable import shown
-from jaxmllm.data.rows.batch import Batch, MisalignmentError, slots_of
+from jaxmllm.data.rows.batch import Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row
 from jaxmllm.data.text.render import MediaSpan
 from jaxmllm.row_format import RowFormat
@@ -34,7 +37,8 @@ def encoder_rows(
     attention: AttentionSpec,
     threads: int,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of every microbatch, and a message for each item that did not load.
+    """Rows of every microbatch, and a message for each item of a group whose first rank is local that
+    did not load.
 
     Raises `MisalignmentError`, and `CancelledError` once the batch is not wanted any more.
     """
@@ -42,14 +46,19 @@ def encoder_rows(
     row_format = modality.format
     _check_tokens(phase, plan, row_format)
     example = batch.items.phases[phase].example
-    local = np.flatnonzero(np.isin(plan.rank, ranks))
+    local = LocalRows(phase, plan, ranks)
+    items = local.items
     spans = {
         item: span
-        for index in np.unique(example[local]).tolist()
+        for index in np.unique(example[items]).tolist()
         for item, span in batch.media(phase, index)
     }
-    rows = [_empty_row(len(ranks), int(capacity), row_format) for capacity in plan.capacity]
-    filling = _Filling(phase, modality, batch.items.phases[phase], plan, ranks, rows)
+    shapes = list(zip(plan.capacity.tolist(), plan.span.tolist(), strict=True))
+    rows = [
+        _empty_row(len(local.groups(span)), capacity * span, row_format)
+        for capacity, span in shapes
+    ]
+    filling = _Filling(modality, batch.items.phases[phase], local, rows)
 
     def load(item: int) -> str | None:
         if batch.cancelled():
@@ -57,28 +66,27 @@ def encoder_rows(
         return filling.load(item, spans[item])
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        messages = list(pool.map(load, local.tolist()))
+        messages = list(pool.map(load, items.tolist()))
     failures = [
         (item, message)
-        for item, message in zip(local.tolist(), messages, strict=True)
+        for item, message in zip(items.tolist(), messages, strict=True)
         if message is not None
     ]
     for item, _ in failures:
-        rows[plan.microbatch[item]]["failed"][ranks.index(int(plan.rank[item]))] += 1
-    for row in rows:
-        finish_encoder_row(row, attention, phase, row_format)
-    return rows, [message for _, message in failures]
+        rows[plan.microbatch[item]]["failed"][local.row(item)] += 1
+    for row, (_, span) in zip(rows, shapes, strict=True):
+        finish_encoder_row(row, attention, phase, row_format, span)
+    # Two hosts may fill a row: the one with the first rank tells of it.
+    return rows, [message for item, message in failures if plan.rank[item] in ranks]
 
 
 @dataclass(frozen=True)
 class _Filling:
     """Rows of one phase while items are loaded into them, by several threads at once."""
 
-    phase: str
     modality: Modality
     items: PhaseItems
-    plan: PhasePlan
-    ranks: tuple[int, ...]
+    local: LocalRows
     rows: Sequence[Row]
 
     def load(self, item: int, span: MediaSpan) -> str | None:
@@ -89,14 +97,14 @@ class _Filling:
         counted later.
         """
         modality = self.modality
-        row = self.rows[self.plan.microbatch[item]]
-        rank, slots = slots_of(
-            self.phase, item, self.plan, self.ranks, int(self.items.length[item])
+        plan = self.local.plan
+        row = self.rows[plan.microbatch[item]]
+        number = self.local.row(item)
+        slots = self.local.slots(item, int(self.items.length[item]))
+        row["segments"][number, slots] = np.where(
+            modality.real_slots(span.shape), plan.segment[item], 0
         )
-        row["segments"][rank, slots] = np.where(
-            modality.real_slots(span.shape), self.plan.segment[item], 0
-        )
-        row["positions"][rank, slots] = modality.positions(span.shape)[:, modality.format.axes]
+        row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
         try:
             features = modality.load(span.reference, span.shape)
         except MediaError as error:
@@ -112,9 +120,9 @@ class _Filling:
             return shown(
                 f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again"
             )
-        np.copyto(row["features"][rank, slots], features, casting="same_kind")
+        np.copyto(row["features"][number, slots], features, casting="same_kind")
         first = slots.start // modality.format.slots_per_token
-        row["valid"][rank, first : first + int(self.items.tokens[item])] = True
+        row["valid"][number, first : first + int(self.items.tokens[item])] = True
         return None
 
 
@@ -139,12 +147,12 @@ def _named(error: Exception, media: MediaReference) -> Exception:
     return RuntimeError(f"{where} cannot be loaded: {type(error).__name__}: {error}")
 
 
-def _empty_row(ranks: int, capacity: int, row_format: RowFormat) -> Row:
-    tokens = capacity // row_format.slots_per_token
+def _empty_row(count: int, slots: int, row_format: RowFormat) -> Row:
+    tokens = slots // row_format.slots_per_token
     return {
-        "features": np.zeros((ranks, capacity, row_format.features), row_format.dtype),
-        "segments": np.zeros((ranks, capacity), np.int32),
-        "positions": np.zeros((ranks, capacity, len(row_format.axes)), np.int32),
-        "valid": np.zeros((ranks, tokens), np.bool_),
-        "failed": np.zeros(ranks, np.int32),
+        "features": np.zeros((count, slots, row_format.features), row_format.dtype),
+        "segments": np.zeros((count, slots), np.int32),
+        "positions": np.zeros((count, slots, len(row_format.axes)), np.int32),
+        "valid": np.zeros((count, tokens), np.bool_),
+        "failed": np.zeros(count, np.int32),
     }

@@ -3,9 +3,9 @@
     StepPlan + BatchItems: which item lies where          (the same on every host)
         |
         v  only what is placed on local ranks
-    load media, render text  -->  rows[phase][microbatch] of arrays [r, C, ...],  route tables [x, ...]
+    load media, render text  -->  rows[phase][microbatch] of arrays [q, C, ...],  route tables [x, ...]
 
-Letters: r local ranks, x local exchange ranks, C row capacity. encoder_rows.py and language_rows.py
+Letters: q local rows, x local exchange ranks, C row slots. encoder_rows.py and language_rows.py
 say what rows hold.
 """
 
@@ -75,9 +75,10 @@ class LocalRanks:
 class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
-    `capacities`, `pools` and `pool_offsets` have one entry per microbatch, as in `PhasePlan`, and
-    `rows` one dict per microbatch, long ones whole on every host; `media_ranks` is where the media
-    of a long language row arrive, and -1 for the others. The tables of `rounds` are those of the
+    `capacities`, `spans`, `pools` and `pool_offsets` have one entry per microbatch, as in
+    `PhasePlan`, and `rows` one dict per microbatch, of the local ranks or the groups with one,
+    long ones whole on every host; `media_ranks` is where the media of a long language row arrive,
+    and -1 for the others. The tables of `rounds` are those of the
     local exchange ranks. `failures` has one message for each item that did not decode on this host.
     """
 
@@ -85,6 +86,7 @@ class HostStep:
     examples: Longs  # [B]
     targets: int  # target tokens of the whole batch, over all hosts
     capacities: dict[str, tuple[int, ...]]
+    spans: dict[str, tuple[int, ...]]
     pools: dict[str, tuple[int, ...]]
     pool_offsets: dict[str, tuple[int, ...]]
     rows: dict[str, list[Row]]
@@ -136,6 +138,7 @@ def fill(
         examples=np.asarray(examples, np.int64),
         targets=items.targets,
         capacities={phase: _plain(plan.phases[phase].capacity) for phase in spec.phases},
+        spans={phase: _plain(plan.phases[phase].span) for phase in spec.phases},
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
         pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
         rows=rows,

@@ -1,11 +1,14 @@
 """Rows of the language phase: tokens of examples, and where the media tokens that they read will arrive.
 
-A row holds, with r local ranks, C slots and S segments:
-    tokens, targets int32 [r, C] (target -1: none), segments int32 [r, C], positions int32 [r, C,
-    3], media int32 [r, C] (slot of the language pool where this token's embedding arrives; -1:
-    text), sources int32 [r, S] (source of segment s at s - 1; -1: none), groups int32 [r, C] (media
-    seen in both directions), order int32 [r, C] (slot before the row was dealt to parts), tiles
+A row holds, with q local ranks, C slots and S segments:
+    tokens, targets int32 [q, C] (target -1: none), segments int32 [q, C], positions int32 [q, C,
+    3], media int32 [q, C] (slot of the language pool where this token's embedding arrives; -1:
+    text), sources int32 [q, S] (source of segment s at s - 1; -1: none), groups int32 [q, C] (media
+    seen in both directions), order int32 [q, C] (slot before the row was dealt to parts), tiles
     (see masks.py).
+Rows of span g are those of q groups with a local rank, whole: g * C slots. A pool slot is then one
+of the rank that owns the slot in the order of the plan, slots p * C .. of a row those of its p-th
+rank; `arrived` int32 [q, g * C] is `media` in that order.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.records import PhaseSpec, StepPlan
-from jaxmllm.data.rows.batch import CHANGED, Batch, MisalignmentError, slots_of
+from jaxmllm.data.rows.batch import CHANGED, Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_language_row
 from jaxmllm.phases import LANGUAGE
 
@@ -32,12 +36,20 @@ def language_rows(
     `MisalignmentError`."""
     phase = plan.phases[LANGUAGE]
     items = batch.items.phases[LANGUAGE]
-    is_shared = phase.capacity > spec.capacities[0]  # one long row for all ranks
+    local = LocalRows(LANGUAGE, phase, ranks)
+    is_long = phase.capacity > max(spec.capacities)  # one long row for all ranks
+    shapes = list(zip(phase.capacity.tolist(), phase.span.tolist(), is_long.tolist(), strict=True))
     rows = [
-        _empty_row(1 if shared else len(ranks), int(capacity), spec.max_segments)
-        for capacity, shared in zip(phase.capacity, is_shared, strict=True)
+        _empty_row(1 if long else len(local.groups(span)), capacity * span, spec.max_segments)
+        for capacity, span, long in shapes
     ]
-    for item in np.flatnonzero(np.isin(phase.rank, ranks) | is_shared[phase.microbatch]).tolist():
+    # Pieces of item n are those from pieces[n] on.
+    pieces = {
+        encoder: np.searchsorted(route.item, np.arange(len(batch.items.phases[encoder].tokens) + 1))
+        for encoder, route in plan.routes.items()
+    }
+    filled = np.union1d(local.items, np.flatnonzero(is_long[phase.microbatch]))
+    for item in filled.tolist():
         index = int(items.example[item])
         row = rows[phase.microbatch[item]]
         number = int(batch.examples[index])
@@ -47,33 +59,43 @@ def language_rows(
                 f"example {number} has {len(example.tokens)} tokens, but the plan was made for {items.length[item]}: "
                 f"{CHANGED}"
             )
-        row_ranks = (int(phase.rank[item]),) if is_shared[phase.microbatch[item]] else ranks
-        rank, slots = slots_of(LANGUAGE, item, phase, row_ranks, len(example.tokens))
-        row["tokens"][rank, slots] = example.tokens
-        row["targets"][rank, slots] = example.targets
-        row["positions"][rank, slots] = example.positions
-        row["segments"][rank, slots] = phase.segment[item]
-        row["sources"][rank, phase.segment[item] - 1] = source_of(number)
+        group = 0 if is_long[phase.microbatch[item]] else local.row(item)
+        slots = local.slots(item, len(example.tokens))
+        row["tokens"][group, slots] = example.tokens
+        row["targets"][group, slots] = example.targets
+        row["positions"][group, slots] = example.positions
+        row["segments"][group, slots] = phase.segment[item]
+        row["sources"][group, phase.segment[item] - 1] = source_of(number)
         for encoder, route in plan.routes.items():
             for media, span in batch.media(encoder, index):
                 first = slots.start + span.slot
                 last = first + span.tokens
-                row["media"][rank, first:last] = route.arrival[media] + np.arange(span.tokens)
+                begin, end = pieces[encoder][media : media + 2]
+                places = _consecutive(route.arrival[begin:end], route.tokens[begin:end])
+                row["media"][group, first:last] = places
                 if encoder in attention.bidirectional:
                     # A number that no other item of the row has
-                    row["groups"][rank, first:last] = first + 1
-    for row, shared in zip(rows, is_shared, strict=True):
-        finish_language_row(row, attention, shared_by=spec.ranks if shared else 1)
+                    row["groups"][group, first:last] = first + 1
+    for row, (_, span, long) in zip(rows, shapes, strict=True):
+        if span > 1:
+            row["arrived"] = row["media"].copy()
+        finish_language_row(row, attention, spec.ranks if long else span)
     return rows
 
 
-def _empty_row(ranks: int, capacity: int, max_segments: int) -> Row:
+def _consecutive(first: Ints, amount: Ints) -> Longs:
+    """The numbers first[k] .. first[k] + amount[k] of each piece, end to end."""
+    piece = np.repeat(np.arange(len(first)), amount)
+    return first[piece] + running_sums(piece, np.ones_like(piece))
+
+
+def _empty_row(count: int, slots: int, max_segments: int) -> Row:
     return {
-        "tokens": np.zeros((ranks, capacity), np.int32),
-        "targets": np.full((ranks, capacity), -1, np.int32),
-        "segments": np.zeros((ranks, capacity), np.int32),
-        "positions": np.zeros((ranks, capacity, 3), np.int32),
-        "media": np.full((ranks, capacity), -1, np.int32),
-        "groups": np.zeros((ranks, capacity), np.int32),
-        "sources": np.full((ranks, max_segments), -1, np.int32),
+        "tokens": np.zeros((count, slots), np.int32),
+        "targets": np.full((count, slots), -1, np.int32),
+        "segments": np.zeros((count, slots), np.int32),
+        "positions": np.zeros((count, slots, 3), np.int32),
+        "media": np.full((count, slots), -1, np.int32),
+        "groups": np.zeros((count, slots), np.int32),
+        "sources": np.full((count, max_segments), -1, np.int32),
     }

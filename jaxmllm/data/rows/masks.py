@@ -1,5 +1,5 @@
-"""What attention needs of a filled row, and its slots dealt to parts where context parallelism
-splits rows.
+"""What attention needs of a filled row, and its slots dealt to parts where several devices hold it:
+the ranks of its group, and the devices of each of these with context parallelism.
 
     segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block goes to
     row --dealt--> the same row, its slots in the order of the parts, with tile lists for each part
@@ -33,7 +33,8 @@ class AttentionSpec:
     """How rows are cut for attention, by phase."""
 
     blocks: Mapping[str, int]  # attention tokens of a block
-    parts: Mapping[str, int] = field(default_factory=dict)  # X of each phase whose rows are split
+    # Parts that a rank's share of a row is split into, where these are several
+    parts: Mapping[str, int] = field(default_factory=dict)
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
     # Of phases with layers that attend in them
     windows: Mapping[str, LayerWindows] = field(default_factory=dict)
@@ -44,12 +45,17 @@ class AttentionSpec:
 
 
 def finish_encoder_row(
-    row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat
+    row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat, span: int = 1
 ) -> None:
     """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to
     a row of both directions, and deal its slots to the parts. A block of attention tokens holds
-    whole language tokens."""
+    whole language tokens.
+
+    Args:
+      span: ranks that hold the row together; each has the usual parts.
+    """
     block, parts = attention.of(phase)
+    parts *= span
     stride = row_format.stride
     segments = row["segments"][:, ::stride]
     ids = [item_ids(of_rank) for of_rank in segments]
@@ -73,15 +79,15 @@ def finish_encoder_row(
         )
 
 
-def finish_language_row(row: Row, attention: AttentionSpec, shared_by: int = 1) -> None:
+def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> None:
     """Add `tiles`, `order` and, where layers attend in windows, `window_tiles` to a causal row with groups, and deal
     its slots to the parts.
 
     Args:
-      shared_by: ranks that share the row, a long one; each has the usual parts.
+      span: ranks that hold the row together; each has the usual parts.
     """
     block, parts = attention.of(LANGUAGE)
-    parts *= shared_by
+    parts *= span
     both = zip(row["segments"], row["groups"], strict=True)
     ids = [causal_ids(segments, groups) for segments, groups in both]
     layers = {"tiles": (1, ids)}

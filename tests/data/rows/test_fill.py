@@ -151,76 +151,102 @@ def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
 
 
 def scatter(
-    lengths: np.ndarray, ranks: int, capacity: int, alignment: int, rng: np.random.Generator
+    lengths: np.ndarray,
+    ranks: int,
+    capacity: int,
+    alignment: int,
+    rng: np.random.Generator,
+    spans: tuple[int, ...] = (1,),
 ) -> PhasePlan:
-    """Items in random order, first-fit into rows with random gaps: any legal plan will do here."""
-    used: list[list[int]] = []  # [microbatch][rank]
+    """Items in random order, first-fit into rows with random gaps: any legal plan will do here. Whole rows have
+    `capacity` slots, and any of the spans."""
+    used: list[list[int]] = []  # [microbatch][group]
     count: list[list[int]] = []
     place = np.zeros((len(lengths), 4), np.int32)
+    span: list[int] = []
     for item in rng.permutation(len(lengths)):
         gap = int(rng.integers(0, 2)) * alignment
-        open_rows = [(m, r) for m in range(len(used)) for r in range(ranks)]
+        open_rows = [(m, r) for m, groups in enumerate(used) for r in range(len(groups))]
         fits = [(m, r) for m, r in open_rows if used[m][r] + gap + lengths[item] <= capacity]
         if not fits:
-            used.append([0] * ranks)
-            count.append([0] * ranks)
-            fits, gap = [(len(used) - 1, int(rng.integers(ranks)))], 0
+            span.append(spans[len(span) % len(spans)])
+            groups = ranks // span[-1]
+            used.append([0] * groups)
+            count.append([0] * groups)
+            fits, gap = [(len(used) - 1, int(rng.integers(groups)))], 0
         m, r = fits[0]
         count[m][r] += 1
-        place[item] = m, r, used[m][r] + gap, count[m][r]
+        place[item] = m, r * span[m], used[m][r] + gap, count[m][r]
         used[m][r] += gap + int(lengths[item])
     zeros = np.zeros(len(used), np.int32)
+    of_rows = np.array(span, np.int32)
     return PhasePlan(
-        np.full(len(used), capacity, np.int32),
-        zeros + 1,
+        (capacity // np.maximum(of_rows, 1)).astype(np.int32),
+        of_rows,
         zeros,
         np.arange(len(used), dtype=np.int32),
         *place.T,
     )
 
 
-def make_plan(items: BatchItems, rng: np.random.Generator) -> StepPlan:
+def make_plan(
+    items: BatchItems,
+    rng: np.random.Generator,
+    ranks=RANKS,
+    capacities=CAPACITIES,
+    spans: tuple[int, ...] = (1,),
+) -> StepPlan:
     alignments = {
         "language": 1,
         **{name: modality.format.slots_per_token for name, modality in MODALITIES.items()},
     }
     phases = {
         phase: scatter(
-            items.phases[phase].length, RANKS[phase], CAPACITIES[phase], alignments[phase], rng
+            items.phases[phase].length,
+            ranks[phase],
+            capacities[phase],
+            alignments[phase],
+            rng,
+            spans,
         )
-        for phase in RANKS
+        for phase in ranks
     }
     routes, filled = (
         {},
-        dict.fromkeys(np.ndindex(phases["language"].microbatches, RANKS["language"]), 0),
+        dict.fromkeys(np.ndindex(phases["language"].microbatches, ranks["language"]), 0),
     )
     for encoder in MODALITIES:
-        arrival = []
-        for example, tokens in zip(
-            items.phases[encoder].example, items.phases[encoder].tokens, strict=True
-        ):
-            pool = (
-                int(phases["language"].microbatch[example]),
-                int(phases["language"].rank[example]),
-            )
-            arrival.append(filled[pool])
-            filled[pool] += int(tokens)
+        media = items.phases[encoder]
+        pieces = []
+        for n, (example, tokens) in enumerate(zip(media.example, media.tokens, strict=True)):
+            for skipped, amount, pool in owners(phases["language"], example, media.slot[n], tokens):
+                pieces.append((n, skipped, amount, filled[pool]))
+                filled[pool] += amount
         one = np.ones(4, np.int32)
         there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
         near, far = (there, there + 4) if encoder == "vision" else (there, there)
         round_ = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
-        routes[encoder] = RoutePlan.of_whole_items(
-            items.phases[encoder].tokens, np.array(arrival, np.int32), (round_,)
-        )
+        columns = np.array(pieces, np.int32).reshape(-1, 4).T
+        routes[encoder] = RoutePlan(*columns, (round_,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
 
-def make_spec() -> PlanSpec:
+def owners(language: PhasePlan, item: int, first: int, tokens: int):
+    """(tokens before, tokens, (microbatch, rank that owns them)) of media `first` .. of an example, by rank."""
+    m = int(language.microbatch[item])
+    slots = language.offset[item] + first + np.arange(tokens)
+    rank = language.rank[item] + slots // language.capacity[m]
+    for number in np.unique(rank):
+        members = np.flatnonzero(rank == number)
+        yield int(members[0]), len(members), (m, int(number))
+
+
+def make_spec(ranks=RANKS, capacities=CAPACITIES) -> PlanSpec:
     phases = {
         phase.name: PhaseSpec(
             phase,
-            RANKS[phase.name],
-            row_classes((CAPACITIES[phase.name],)),
+            ranks[phase.name],
+            row_classes((capacities[phase.name],)),
             SEGMENTS,
             1,
             ItemCost(1, 0),
@@ -542,6 +568,143 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
             threads=1, cancelled=lambda: len(loaded) >= last,
         )  # fmt: skip
     assert len(loaded) == last
+
+
+FOUR = {"vision": 4, "audio": 4, "language": 4}
+EVEN = {"vision": 64, "audio": 64, "language": 64}  # slots of whole rows
+ALL_FOUR = LocalRanks({phase: (0, 1, 2, 3) for phase in FOUR}, {phase: () for phase in MODALITIES})
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The same items in rows that several ranks hold, and in rows of as many slots of one rank each."""
+
+    case: Case
+    parts: int  # of a rank's share of a row
+
+    def fill(self, local: LocalRanks = ALL_FOUR, whole: bool = False) -> HostStep:
+        case = self.case
+        plan = case.plan
+        parts = {phase: 1 if whole else self.parts for phase in FOUR}
+        if whole:
+            phases = {name: whole_rows(phase) for name, phase in plan.phases.items()}
+            plan = dataclasses.replace(plan, phases=phases)
+        blocks = {"vision": 8, "audio": 2, "language": 8}
+        attention = dataclasses.replace(ATTENTION, blocks=blocks, parts=parts)
+        where = (case.corpus, MODALITIES, local, attention)
+        return fill(7, case.examples, case.items, plan, make_spec(FOUR, EVEN), *where)
+
+
+def whole_rows(plan: PhasePlan) -> PhasePlan:
+    ones = np.ones_like(plan.span)
+    group = plan.rank // plan.span[plan.microbatch]
+    return dataclasses.replace(plan, capacity=plan.capacity * plan.span, span=ones, rank=group)
+
+
+def shared_rows(
+    seed: int, spans: tuple[int, ...], parts: int = 1, examples: int = 72
+) -> SharedRows:
+    rng = np.random.default_rng(seed)
+    corpus = FakeCorpus({i: make_example(i, rng, True) for i in range(20)})
+    examples = rng.integers(0, 20, examples)
+    items = gather(corpus, examples)
+    return SharedRows(
+        Case(corpus, examples, items, make_plan(items, rng, FOUR, EVEN, spans)), parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("spans", "parts"), [((2,), 1), ((4,), 1), ((2,), 2), ((4, 2, 1), 1), ((4, 1), 2)]
+)
+def test_shared_rows_are_whole_ones_whose_slots_are_dealt(spans, parts):
+    made = shared_rows(1, spans, parts)
+    dealt, whole = made.fill(), made.fill(whole=True)
+    assert sorted(dealt.failures) == sorted(whole.failures) != []
+    for phase in FOUR:
+        plan = made.case.plan.phases[phase]
+        assert dealt.spans[phase] == tuple(plan.span) and set(plan.span) == set(spans)
+        for row, before, span in zip(
+            dealt.rows[phase], whole.rows[phase], plan.span.tolist(), strict=True
+        ):
+            groups = 4 // span
+            assert {len(array) for array in row.values() if not isinstance(array, dict)} == {groups}
+            assert row["tiles"]["query_spans"].shape[:2] == (groups, span * parts)
+            if phase == "language":
+                assert ("arrived" in row) == (span > 1)
+                np.testing.assert_array_equal(row["sources"], before["sources"][:groups])
+                for group, order in enumerate(row["order"]):
+                    assert sorted(order) == list(range(64))
+                    for name in ("tokens", "targets", "segments", "positions", "groups"):
+                        np.testing.assert_array_equal(row[name][group], before[name][group][order])
+            else:
+                for name in ("valid", "failed"):
+                    np.testing.assert_array_equal(row[name], before[name][:groups])
+                tokens = row["valid"].shape[1]
+                for group, places in enumerate(row["places"]):
+                    assert sorted(places) == list(range(tokens))
+                    for name in ("features", "segments", "positions"):
+                        by_token = row[name][group].reshape(tokens, -1)[places]
+                        expected = before[name][group].reshape(tokens, -1)
+                        np.testing.assert_array_equal(by_token, expected)
+
+
+@pytest.mark.parametrize("spans", [(2,), (4,), (4, 2, 1)])
+def test_media_tokens_of_shared_rows_are_those_of_the_rank_that_owns_their_slot(spans):
+    made = shared_rows(2, spans)
+    case = made.case
+    plan = case.plan.phases["language"]
+    rows = made.fill().rows["language"]
+    expected = [np.full((4 // span, 64), -1) for span in plan.span.tolist()]
+    pieces = 0
+    for encoder, route in case.plan.routes.items():
+        media = case.items.phases[encoder]
+        pieces += len(route.item) - len(media.length)
+        for n, skipped, tokens, arrival in zip(
+            route.item, route.skipped, route.tokens, route.arrival, strict=True
+        ):
+            item = media.example[n]
+            m = plan.microbatch[item]
+            first = plan.offset[item] + media.slot[n] + skipped
+            group = plan.rank[item] // plan.span[m]
+            expected[m][group, first : first + tokens] = arrival + np.arange(tokens)
+    assert pieces > 0  # media on both sides of a cut
+    for row, span, arrived in zip(rows, plan.span.tolist(), expected, strict=True):
+        if span > 1:
+            np.testing.assert_array_equal(row["arrived"], arrived)
+        dealt = np.take_along_axis(arrived, row["order"], axis=1)
+        np.testing.assert_array_equal(row["media"], dealt)
+
+
+def test_hosts_of_one_group_fill_the_same_whole_row():
+    """And of these only the one with the first rank tells of items that did not load."""
+    made = shared_rows(3, (4, 2, 1))
+    everywhere = made.fill()
+    hosts = [(0,), (1, 2), (3,)]
+    failures: list[str] = []
+    for ranks in hosts:
+        local = LocalRanks({phase: ranks for phase in FOUR}, {phase: () for phase in MODALITIES})
+        step = made.fill(local)
+        failures += step.failures
+        for phase in FOUR:
+            for row, full, span in zip(
+                step.rows[phase], everywhere.rows[phase], step.spans[phase], strict=True
+            ):
+                groups = sorted({rank // span for rank in ranks})
+                assert row.keys() == full.keys()
+                for name in full.keys() - {"tiles"}:
+                    np.testing.assert_array_equal(row[name], full[name][groups], err_msg=name)
+                for name, table in full["tiles"].items():
+                    np.testing.assert_array_equal(row["tiles"][name], table[groups])
+    assert sorted(failures) == sorted(everywhere.failures) != []
+
+
+def test_an_item_that_reaches_beyond_a_shared_row_is_refused():
+    made = shared_rows(2, (2,))
+    vision = made.case.plan.phases["vision"]
+    late = dataclasses.replace(vision, offset=vision.offset + 60)
+    plan = dataclasses.replace(made.case.plan, phases=made.case.plan.phases | {"vision": late})
+    with pytest.raises(MisalignmentError, match=r"ends at slot .* of a row of 64"):
+        dataclasses.replace(made, case=dataclasses.replace(made.case, plan=plan)).fill()
 
 
 def test_steps_without_a_modality_have_no_rows_of_it():

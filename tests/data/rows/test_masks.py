@@ -106,7 +106,7 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
 def test_parts_share_the_work_of_a_long_causal_document():
     row = language_row([np.ones(SLOTS, np.int32)])
     row["groups"][:] = 0
-    finish_language_row(row, AttentionSpec({"language": BLOCK}), shared_by=3)
+    finish_language_row(row, AttentionSpec({"language": BLOCK}), span=3)
     work = row["tiles"]["query_spans"][0, :, :, 1:].sum(axis=(1, 2))
     assert work.sum() == 12 * 13 // 2 and work.max() - work.min() <= 1
 
