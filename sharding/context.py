@@ -22,6 +22,7 @@ from sharding.rules import Layout
 # the attention of the group before.
 HEAD_GROUPS = 4
 SLOTS = ("batch", "sequence")  # logical axes of [R / g, g * C, ...]
+RANKS = ("rank",)  # logical axes of [R, ...]
 
 
 def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
@@ -30,15 +31,18 @@ def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
 
 
 def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
-    """Slots of rows in another order, gathered from the parts: [R, T, D], no longer in parts.
+    """Slots of rows in packed order, on the ranks that hold them there: [R, T, D], no longer in parts.
 
     Args:
-      x: [R, T, D] in parts.
-      slots: int32 [R, T], which slot of x each is.
+      layout: that of the rows, of span g.
+      x: [R / g, g * T, D] in parts.
+      slots: int32 [R / g, g * T], which slot of x each is; in parts where ranks share the row.
     """
     axes = layout.mesh_axes("sequence")
     if not axes:
         return x  # a row in one part is in order
+    if layout.span > 1:
+        return by_rank(layout, permute(layout, x, slots))
 
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
@@ -46,6 +50,16 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     return layout.local(
         on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
     )(x, slots)
+
+
+def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
+    """What each rank holds of rows in packed order, whole on all its devices: [R, T, ...].
+
+    Args:
+      layout: that of the rows, of span g.
+      x: [R / g, g * T, ...] in parts.
+    """
+    return layout.local(lambda x: gather_parts(x, layout.part_axes), (SLOTS,), RANKS)(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

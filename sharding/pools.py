@@ -1,7 +1,6 @@
 """Rows and pools: what rows take from the pools of their ranks.
 
     pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows is the transpose
-    rows [R / g, g * T, D] --by_rank--> [R, T, D]
 
 A row of span g lies on g ranks, in packed order: each has C slots that follow one another, and
 reads them from its own pool. Nothing is scattered: the way back gathers by an inverse table, which
@@ -15,10 +14,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from sharding.context import SLOTS, gather_parts
+from sharding.context import RANKS, SLOTS
 from sharding.rules import Layout
 
-RANKS = ("rank",)  # logical axes of [R, ...]
 Residuals = tuple[jax.Array, jax.Array]  # pool, index
 
 
@@ -75,16 +73,6 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
     return layout.local(on_device, (SLOTS, SLOTS, RANKS), RANKS)(rows, index, pool)
 
 
-def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
-    """What each rank holds of rows in packed order, whole on all its devices: [R, T, ...].
-
-    Args:
-      layout: that of the rows, of span g.
-      x: [R / g, g * T, ...] in parts.
-    """
-    return layout.local(lambda x: gather_parts(x, layout.part_axes), (SLOTS,), RANKS)(x)
-
-
 def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Add what rows amount to, [R / g, ...], to the first rank of each: x [R, ...] -> [R, ...].
 
@@ -99,28 +87,6 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
         return x + jnp.where(jax.lax.axis_index(group) == 0, rows, 0)
 
     return layout.local(on_device, (RANKS, ("batch",)), RANKS)(x, rows)
-
-
-def share_rank(layout: Layout, x: jax.Array, rank: jax.Array) -> jax.Array:
-    """What one rank holds, for all of them: x [R, ...] -> [1, ...]."""
-    axes = layout.batch_axes
-
-    def on_device(x: jax.Array, rank: jax.Array) -> jax.Array:
-        return jax.lax.psum(jnp.where(jax.lax.axis_index(axes) == rank, x, 0), axes)
-
-    return layout.local(on_device, (("batch",), ()), ())(x, rank) if axes else x
-
-
-def add_to_rank(layout: Layout, x: jax.Array, shared: jax.Array, rank: jax.Array) -> jax.Array:
-    """Add what all ranks know, [1, ...], to what one of them holds: x [R, ...] -> [R, ...]."""
-    axes = layout.batch_axes
-
-    def on_device(x: jax.Array, shared: jax.Array, rank: jax.Array) -> jax.Array:
-        return x + jnp.where(jax.lax.axis_index(axes) == rank, shared, 0)
-
-    if not axes:
-        return x + shared
-    return layout.local(on_device, (("batch",), (), ()), ("batch",))(x, shared, rank)
 
 
 def gather(values: jax.Array, index: jax.Array) -> jax.Array:

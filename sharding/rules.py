@@ -122,11 +122,6 @@ class Layout:
         return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
     @property
-    def long(self) -> Layout:
-        """The same devices with one row for all of them: [1, C], its slots in R * X parts."""
-        return self._with(batch=(), sequence=self.batch_axes + self.mesh_axes("sequence"))
-
-    @property
     def by_part(self) -> Layout:
         """The same devices with each part of a row counted as a row of its own: [R * X, C / X].
 

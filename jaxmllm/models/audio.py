@@ -68,14 +68,14 @@ class AudioTower(nnx.Module):
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/4 D"]:
         """What the first layer reads."""
         ranks, slots, mels = rows.features.shape
-        # Split rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
+        # Parts of rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
         stride = self.config.stem_stride
-        span = self.config.chunk_frames if layout.parts > 1 else slots
-        x = rows.features.astype(dtype).reshape(ranks, -1, span, mels)
+        stretch = self.config.chunk_frames if layout.parts > 1 else slots
+        x = rows.features.astype(dtype).reshape(ranks, -1, stretch, mels)
         first = rows.positions[:, ::stride, 0] % (self.config.chunk_frames // stride) == 0
-        first = first.reshape(ranks, -1, span // stride)
+        first = first.reshape(ranks, -1, stretch // stride)
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(
-            ranks, -1, span // 2
+            ranks, -1, stretch // 2
         )
         x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
         return layout.constrain(x.reshape(ranks, slots // stride, -1), ("batch", "sequence", None))

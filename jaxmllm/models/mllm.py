@@ -83,6 +83,24 @@ class MLLM:
             self, components=self.components | {name: replace(self.components[name], layout=layout)}
         )
 
+    def key_value_bytes(self, phase: str) -> int:
+        """Bytes of the keys and values of one attention token, in all layers of a tower or the
+        decoder, as all devices of a rank together compute them."""
+        component = self.components[phase]
+        tower = getattr(self.config, phase)
+        heads = tower.heads
+        if component.layout.mesh_axes("heads") == component.layout.mesh_axes("kv_heads"):
+            heads = getattr(tower, "kv_heads", heads)
+        size: int = 2 * tower.layers * heads * tower.head_size * component.dtype.itemsize
+        return size
+
+    def spanned(self, phase: str, span: int) -> MLLM:
+        """The same model for rows of a phase that `span` ranks hold together."""
+        model = self
+        for name in self.phases[phase].components:
+            model = model.with_layout(name, self.components[name].layout.spanned(span))
+        return model
+
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
         """Fresh parameters on the mesh, by default as `abstract` says, else in shardings `places`.
 
@@ -106,15 +124,19 @@ class MLLM:
             for name, component in self.components.items()
         }
 
-    def features(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R C D"]:
+    def features(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R/g g*C D"]:
         """Run the tower of an encoder phase."""
         component = self.components[phase]
         return component.module(params)(rows, component.layout, component.dtype, component.settings)
 
     def project(
-        self, params: Params, phase: str, features: Float[Array, "R C D"], places: Int[Array, "R T"]
+        self,
+        params: Params,
+        phase: str,
+        features: Float[Array, "R/g g*C D"],
+        places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
-        """Turn a tower's features into language tokens, those of the whole row in the order of the pool."""
+        """Turn a tower's features into language tokens, those of each rank in packed order."""
         component = self.components[f"projector.{phase}"]
 
         def tokens_of(params: Params, features: Array) -> Array:

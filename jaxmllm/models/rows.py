@@ -1,6 +1,8 @@
-"""The fixed-shape rows as the device sees them: pytrees of arrays [R, ...], one row on every rank.
+"""The fixed-shape rows as the device sees them: pytrees of arrays [R / g, ...], one row on every g ranks.
 
-The host fills dictionaries with these very names (jaxmllm/data/rows/fill.py says what each holds).
+g is their span, and C the slots of one rank. Most arrays are in dealt order, the parts of a row one
+after the other; others are in packed order, that of the plan's offsets. With one part (g = 1 and no
+context parallelism) the two are the same. The host fills dictionaries with these very names (jaxmllm/data/rows/fill.py says what each holds).
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from sharding.rules import Layout
 
 
 class RowTiles(NamedTuple):
-    """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has X parts of n blocks each."""
+    """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has P parts of n
+    blocks each."""
 
-    query_spans: Int[Array, "R X n 3"]  # of the part's own blocks of queries, into `query_blocks`
-    query_blocks: Int[Array, "R X L"]
-    key_spans: Int[Array, "R X n*X 3"]  # of the row's blocks of keys, into `key_blocks`
-    key_blocks: Int[Array, "R X L"]
+    query_spans: Int[Array, "R/g P n 3"]  # of the part's own blocks of queries, into `query_blocks`
+    query_blocks: Int[Array, "R/g P L"]
+    key_spans: Int[Array, "R/g P n*P 3"]  # of the row's blocks of keys, into `key_blocks`
+    key_blocks: Int[Array, "R/g P L"]
 
 
 def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
@@ -33,18 +36,18 @@ def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
 
 
 class EncoderRows(NamedTuple):
-    """One microbatch of an encoder phase; g slots become one language token."""
+    """One microbatch of an encoder phase; t slots become one language token."""
 
-    features: Shaped[Array, "R C F"]
-    segments: Int[Array, "R C"]  # item number in the row, 0 for padding
-    positions: Int[Array, "R C P"]
-    # Tokens that come from data which could be decoded, in the order of the pool
-    valid: Bool[Array, "R C/g"]
-    failed: Int[Array, " R"]  # items that could not
-    places: Int[Array, "R C/g"]  # where in the row the tokens of the pool are, in its order
+    features: Shaped[Array, "R/g g*C F"]
+    segments: Int[Array, "R/g g*C"]  # item number in the row, 0 for padding
+    positions: Int[Array, "R/g g*C A"]
+    # Tokens that come from data which could be decoded, in packed order
+    valid: Bool[Array, "R/g g*C/t"]
+    failed: Int[Array, " R/g"]  # items that could not
+    places: Int[Array, "R/g g*C/t"]  # where in the row the tokens are, in packed order
     tiles: RowTiles
     # Window number in the row, for towers that attend in windows
-    windows: Int[Array, "R C"] | None = None
+    windows: Int[Array, "R/g g*C"] | None = None
     window_tiles: RowTiles | None = None  # of these windows
 
     @classmethod
@@ -56,22 +59,28 @@ class EncoderRows(NamedTuple):
         """How the arrays lie on the mesh."""
         rows: Any = layout.rows
         by_slots: EncoderRows = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), self)
+        if layout.span > 1:  # each rank's tokens on that rank
+            return by_slots._replace(failed=rows)
         return by_slots._replace(valid=rows, failed=rows, places=rows)
 
 
 class LanguageRows(NamedTuple):
     """One microbatch of the language phase."""
 
-    tokens: Int[Array, "R C"]
-    targets: Int[Array, "R C"]  # the next token where it carries loss, else -1
-    segments: Int[Array, "R C"]
-    positions: Int[Array, "R C 3"]
-    media: Int[Array, "R C"]  # pool slot of an encoder's token, else -1
-    sources: Int[Array, "R S"]  # source number of each segment, else -1
-    groups: Int[Array, "R C"]  # > 0: media of one item, which see one another in both directions
-    order: Int[Array, "R C"]  # place of each slot in the packed row, before parts were dealt
+    tokens: Int[Array, "R/g g*C"]
+    targets: Int[Array, "R/g g*C"]  # the next token where it carries loss, else -1
+    segments: Int[Array, "R/g g*C"]
+    positions: Int[Array, "R/g g*C 3"]
+    # Slot of an encoder's token in the pool of the rank that holds it in packed order, else -1
+    media: Int[Array, "R/g g*C"]
+    sources: Int[Array, "R/g S"]  # source number of each segment, else -1
+    groups: Int[
+        Array, "R/g g*C"
+    ]  # > 0: media of one item, which see one another in both directions
+    order: Int[Array, "R/g g*C"]  # place of each slot in the packed row, before parts were dealt
     tiles: RowTiles
     window_tiles: RowTiles | None = None  # where layers attend in windows
+    arrived: Int[Array, "R/g g*C"] | None = None  # `media` in packed order, where ranks share rows
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
@@ -100,21 +109,24 @@ def abstract_encoder_rows(
     """Shapes, types and shardings of the rows of one capacity C.
 
     Args:
+      layout: that of the rows, of span g.
+      capacity: slots of a rank.
       windows: whether some layers attend in windows.
     """
-    tokens = capacity // row_format.slots_per_token
+    slots = layout.span * capacity
+    tokens = slots // row_format.slots_per_token
     shapes = EncoderRows(
-        features=_shape((capacity, row_format.features), row_format.dtype),
-        segments=_shape((capacity,)),
-        positions=_shape((capacity, len(row_format.axes))),
+        features=_shape((slots, row_format.features), row_format.dtype),
+        segments=_shape((slots,)),
+        positions=_shape((slots, len(row_format.axes))),
         valid=_shape((tokens,), np.bool_),
         failed=_shape(()),
         places=_shape((tokens,)),
-        tiles=_tiles(layout, capacity // row_format.stride // block),
+        tiles=_tiles(layout, slots // row_format.stride // block),
     )
     if windows:
         shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)
-    return _on_ranks(layout, shapes)
+    return _of_microbatch(layout, shapes)
 
 
 def abstract_language_rows(
@@ -123,29 +135,33 @@ def abstract_language_rows(
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
     Args:
+      layout: that of the rows, of span g.
+      capacity: slots of a rank.
       windows: whether some layers attend in windows.
     """
-    slots = _shape((capacity,))
+    tokens = layout.span * capacity
+    slots = _shape((tokens,))
     shapes = LanguageRows(
         tokens=slots,
         targets=slots,
         segments=slots,
-        positions=_shape((capacity, 3)),
+        positions=_shape((tokens, 3)),
         media=slots,
         sources=_shape((max_segments,)),
         groups=slots,
         order=slots,
-        tiles=_tiles(layout, capacity // block),
+        tiles=_tiles(layout, tokens // block),
+        arrived=slots if layout.span > 1 else None,
     )
     if windows:
         shapes = shapes._replace(window_tiles=shapes.tiles)
-    return _on_ranks(layout, shapes)
+    return _of_microbatch(layout, shapes)
 
 
 def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> TokenPool:
     """Shapes, types and shardings of a pool of W slots on every rank of a layout."""
     shapes = TokenPool(tokens=_shape((slots, width), dtype), valid=_shape((slots,)))
-    return TokenPool(*(_on_rank(layout, leaf, layout.rows) for leaf in shapes))
+    return TokenPool(*(_stacked(layout.ranks, leaf, layout.rows) for leaf in shapes))
 
 
 def _tiles(layout: Layout, blocks: int) -> RowTiles:
@@ -155,15 +171,15 @@ def _tiles(layout: Layout, blocks: int) -> RowTiles:
 
 
 def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
-    """Of one rank."""
+    """Of one row, or of what one rank has."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _on_ranks(layout: Layout, rows: Any) -> Any:
+def _of_microbatch(layout: Layout, rows: Any) -> Any:
     return jax.tree.map(
-        lambda leaf, sharding: _on_rank(layout, leaf, sharding), rows, rows.shardings(layout)
+        lambda leaf, sharding: _stacked(layout.groups, leaf, sharding), rows, rows.shardings(layout)
     )
 
 
-def _on_rank(layout: Layout, leaf: Any, sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct((layout.groups, *leaf.shape), leaf.dtype, sharding=sharding)
+def _stacked(count: int, leaf: Any, sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)

@@ -36,6 +36,7 @@ from scipy.optimize import nnls
 
 from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, PhaseCalibration
 from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import RowClass
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
@@ -44,6 +45,7 @@ from jaxmllm.tools.made_up_rows import made_up_rows
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
 from jaxmllm.training.run import Run
+from sharding.mesh import axis_sizes
 
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half and by a quarter
 MAX_ITEMS = 64  # per row: the squares of more items are negligible
@@ -115,7 +117,7 @@ def measure(run: Run, repeats: int) -> Calibration:
         jaxlib=jaxlib.__version__,
         platform=device.platform,
         device=device.device_kind,
-        mesh=dict(programs.mesh.shape),
+        mesh=axis_sizes(programs.mesh),
         date=datetime.date.today().isoformat(),
         phases=phases,
     )
@@ -178,7 +180,7 @@ class MicrobatchTimer:
         jax.block_until_ready((self._params, rows, self._buffers))
         began = time.perf_counter()
         self._buffers = jax.block_until_ready(
-            run(self._phase, self._params, rows, capacity, self._buffers)
+            run(self._phase, self._params, rows, RowClass(capacity), self._buffers)
         )
         return time.perf_counter() - began
 

@@ -1,4 +1,4 @@
-"""The device half of a step: pure functions over pytrees, each compiled once for every row capacity.
+"""The device half of a step: pure functions over pytrees, each compiled once for every row class.
 
     encode            rows -> tokens written into the encoder pool
     (exchange         encoder pool -> language pool: sharding/exchange.py)
@@ -34,7 +34,8 @@ from jaxmllm.training.optimizer import (
     learning_rate,
     optimizer_updates,
 )
-from sharding.pools import add_to_rank, put_rows, share_rank, take_rows
+from sharding.context import by_rank, permute, permute_back
+from sharding.pools import add_to_first_rank, put_rows, take_rows
 
 
 class TrainState(NamedTuple):
@@ -51,8 +52,8 @@ class TrainState(NamedTuple):
 class KeptFeatures(NamedTuple):
     """What the backward pass of a projector over a frozen tower starts from."""
 
-    features: Float[Array, "R C D"]
-    places: Int[Array, "R T"]  # of `EncoderRows`
+    features: Float[Array, "R/g g*C D"]
+    places: Int[Array, "R/g g*T"]  # of `EncoderRows`
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class StepFunctions:
     optimizer: OptimizerConfig
     decay_steps: int
     sources: int
+
+    def spanned(self, phase: str, span: int) -> StepFunctions:
+        """The same functions for rows of a phase that `span` ranks hold together. Pools and sums
+        stay by rank: [R, W, D] and [R, N]."""
+        return replace(self, model=self.model.spanned(phase, span))
 
     def trainable_of(self, phase: str) -> tuple[str, ...]:
         """Trainable components of a phase; without any, its backward programs do not exist."""
@@ -96,10 +102,12 @@ class StepFunctions:
         """
         features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
         tokens = self.model.project(params, phase, *features).astype(pool.tokens.dtype)
+        layout = self.model.layout(phase)
+        valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
         pool = TokenPool(
             jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, pool_offset, axis=1),
             jax.lax.dynamic_update_slice_in_dim(
-                pool.valid, rows.valid.astype(pool.valid.dtype), pool_offset, axis=1
+                pool.valid, valid.astype(pool.valid.dtype), pool_offset, axis=1
             ),
         )
         return (
@@ -172,7 +180,6 @@ class StepFunctions:
         sums: Sums,
     ) -> tuple[Float[Array, "R W D"], Params, Sums]:
         """Add one microbatch's gradients (of the language model and of the pool) and sums."""
-        layout = self.model.layout(LANGUAGE)
         media, valid = self._arrived(rows, pool)
         trained, frozen = self._split(params, LANGUAGE)
 
@@ -184,71 +191,41 @@ class StepFunctions:
             (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
                 trained, media
             )
-            d_pool = put_rows(layout, d_media, rows.media, d_pool)
+            d_pool = self._returned(rows, d_media, d_pool)
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        return d_pool, jax.tree.map(jnp.add, grads, d_params), jax.tree.map(jnp.add, sums, row_sums)
+        return d_pool, jax.tree.map(jnp.add, grads, d_params), self._added(sums, row_sums)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
-        return jax.tree.map(
-            jnp.add, sums, self.language_loss(params, rows, *self._arrived(rows, pool))[1]
-        )
-
-    def language_loss_and_grad_long(
-        self,
-        params: Params,
-        rows: LanguageRows,
-        pool: TokenPool,
-        scale: Float[Array, ""],
-        d_pool: Float[Array, "R W D"],
-        grads: Params,
-        sums: Sums,
-        media_rank: Int[Array, ""],
-    ) -> tuple[Float[Array, "R W D"], Params, Sums]:
-        """`language_loss_and_grad` of one row [1, C] in parts on all ranks, whose media arrived on `media_rank`."""
-        shared = self._shared(pool, media_rank)
-        d_shared, grads, row_sums = self._long_row_step.language_loss_and_grad(
-            params, rows, shared, scale, jnp.zeros_like(shared.tokens), grads, _zero_sums(sums)
-        )
-        return (
-            add_to_rank(self.model.layout(LANGUAGE), d_pool, d_shared, media_rank),
-            grads,
-            _add_to_first_rank(sums, row_sums),
-        )
-
-    def evaluate_long(
-        self,
-        params: Params,
-        rows: LanguageRows,
-        pool: TokenPool,
-        sums: Sums,
-        media_rank: Int[Array, ""],
-    ) -> Sums:
-        """`evaluate` of one row in parts on all ranks."""
-        return _add_to_first_rank(
-            sums,
-            self._long_row_step.evaluate(
-                params, rows, self._shared(pool, media_rank), _zero_sums(sums)
-            ),
-        )
-
-    def _shared(self, pool: TokenPool, media_rank: Int[Array, ""]) -> TokenPool:
-        """What one rank's pool holds, for all ranks: leaves [1, W, ...]."""
-        return TokenPool(
-            *(share_rank(self.model.layout(LANGUAGE), leaf, media_rank) for leaf in pool)
-        )
-
-    @property
-    def _long_row_step(self) -> StepFunctions:
-        """The step of long rows."""
-        return replace(
-            self, model=self.model.with_layout(LANGUAGE, self.model.layout(LANGUAGE).long)
-        )
+        _, row_sums = self.language_loss(params, rows, *self._arrived(rows, pool))
+        return self._added(sums, row_sums)
 
     def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
+        """The rows' media tokens, and which of them could be computed: [R / g, g * C, ...]."""
         layout = self.model.layout(LANGUAGE)
-        return take_rows(layout, pool.tokens, rows.media), take_rows(layout, pool.valid, rows.media)
+        if rows.arrived is None:
+            return take_rows(layout, pool.tokens, rows.media), take_rows(
+                layout, pool.valid, rows.media
+            )
+        packed = tuple(take_rows(layout, leaf, rows.arrived) for leaf in pool)
+        media, valid = permute(layout, packed, rows.order)
+        return media, valid
+
+    def _returned(self, rows: LanguageRows, d_media: Array, d_pool: Array) -> Array:
+        """The gradient of the pool with that of these rows' media tokens."""
+        layout = self.model.layout(LANGUAGE)
+        if rows.arrived is None:
+            return put_rows(layout, d_media, rows.media, d_pool)
+        return put_rows(layout, permute_back(layout, d_media, rows.order), rows.arrived, d_pool)
+
+    def _added(self, sums: Sums, row_sums: Sums) -> Sums:
+        """Sums by rank with those of rows, which count on their first rank."""
+        layout = self.model.layout(LANGUAGE)
+        added: Sums = jax.tree.map(
+            lambda total, of_rows: add_to_first_rank(layout, total, of_rows), sums, row_sums
+        )
+        return added
 
     # ------------------------------------------------------------------ update
 
@@ -314,13 +291,3 @@ class StepFunctions:
         return self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
         )
-
-
-def _zero_sums(sums: Sums) -> Sums:
-    """Zero sums [1, N] of all ranks together."""
-    return jax.tree.map(lambda x: jnp.zeros_like(x[:1]), sums)
-
-
-def _add_to_first_rank(sums: Sums, row_sums: Sums) -> Sums:
-    """Add sums [1, N] of all ranks to those [R, N] of the first."""
-    return jax.tree.map(lambda total, row: total.at[:1].add(row), sums, row_sums)

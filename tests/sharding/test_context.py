@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.context import permute, permute_back
+from sharding.context import permute, permute_back, take_slots
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
@@ -30,3 +30,22 @@ def test_slots_in_another_order(span, sizes):
     np.testing.assert_array_equal(pull(x, d_y), want)
     # No scatter of what flows: only of the integers of the inverse
     assert "scatter(f32" not in pull.lower(x, d_y).compile().as_text()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2}, {"data": 4, "context": 2}])
+def test_packed_tokens_come_to_the_ranks_that_hold_them(sizes):
+    mesh = make_mesh({"data": 1, "fsdp": 1, "context": 1} | sizes, spans=(1, 2))
+    layout = make_layout(mesh).spanned(2)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-9, 9, (layout.groups, 24, 3)).astype(np.float32)
+    slots = np.stack([rng.permutation(24).astype(np.int32) for _ in x])
+
+    @jax.jit
+    def there_and_back(x):
+        tokens, pull = jax.vjp(lambda x: take_slots(layout, x, slots), x)
+        return tokens, pull(tokens)[0]
+
+    tokens, pulled = there_and_back(x)
+    packed = np.take_along_axis(x, slots[..., None], axis=1)
+    np.testing.assert_array_equal(tokens, packed.reshape(layout.ranks, 12, 3))
+    np.testing.assert_array_equal(pulled, x)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sharding.mesh import make_mesh
-from sharding.pools import add_to_first_rank, by_rank, put_rows, take_rows
+from sharding.pools import add_to_first_rank, put_rows, take_rows
 from sharding.rules import make_layout
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -76,21 +76,6 @@ def test_a_shared_row_reads_the_pools_of_its_ranks(sizes):
         np.testing.assert_array_equal(got.reshape(want.shape), want)
         d_shared = d_rows.reshape(*shared.shape, WIDTH)
         np.testing.assert_array_equal(put(spanned, d_shared, shared, pool), d_want)
-
-
-@pytest.mark.parametrize("sizes", MESHES)
-def test_packed_tokens_come_to_the_ranks_that_hold_them(sizes):
-    spanned = layouts(sizes).spanned(2)
-    x = np.random.default_rng(4).integers(-9, 9, (spanned.groups, 24, WIDTH)).astype(np.float32)
-
-    @jax.jit
-    def there_and_back(x):
-        tokens, pull = jax.vjp(lambda x: by_rank(spanned, x), x)
-        return tokens, pull(tokens)[0]
-
-    tokens, pulled = there_and_back(x)
-    np.testing.assert_array_equal(tokens, x.reshape(spanned.ranks, 12, WIDTH))
-    np.testing.assert_array_equal(pulled, x)
 
 
 @pytest.mark.parametrize("span", [1, 2, 4])

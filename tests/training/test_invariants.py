@@ -148,23 +148,6 @@ def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole
     assert_same(cramped.gradients(step), whole, 1e-5)
 
 
-@pytest.fixture(scope="module")
-def with_long_rows(setups, by_example):
-    """Ordinary rows hold the shorter half of the examples; the others get rows of their own on all four devices."""
-    language = {"block": 16, "capacities": [96], "long_capacity": 1024}
-    return setups(by_example(mesh={"data": 2, "tensor": 2}, phases__language=language), 4)
-
-
-@pytest.mark.parametrize("mode", ["none", "phases"])
-def test_long_rows_leave_the_mathematics_alone(with_long_rows, whole, mode):
-    step = with_long_rows.step(EXAMPLES, mode=mode)
-    capacities = step.capacities["language"]
-    assert capacities.count(1024) >= 2 and capacities.count(96) >= 2
-    assert [rank >= 0 for rank in step.media_ranks] == [capacity == 1024 for capacity in capacities]
-    assert any((row["media"] >= 0).any() for row in step.rows["language"][: capacities.count(1024)])
-    assert_same(with_long_rows.gradients(step), whole, 1e-5)
-
-
 @pytest.mark.slow
 def test_float64_agrees_to_ten_digits(by_example):
     double = {

@@ -46,7 +46,9 @@ class ProgramName(NamedTuple):
 
     function: str  # what it computes: a method of `StepFunctions` or `Exchange`, or "zero"
     subject: str = ""  # phase that it computes for, or what it makes zeros of
-    capacity: int = 0  # slots of its rows, where there are programs for several
+    # Of its rows, where there are programs for several classes
+    capacity: int = 0  # slots on each rank
+    span: int = 1  # ranks that hold a row together
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,10 @@ class Programs(abc.ABC):
         """Metrics of the exchanges of a step, from its plan statistics; none without an exchange."""
         return {}
 
-    def _call(self, function: str, subject: str = "", capacity: int = 0) -> Callable[..., Any]:
-        return self.compiled[ProgramName(function, subject, capacity)]
+    def _call(
+        self, function: str, subject: str = "", capacity: int = 0, span: int = 1
+    ) -> Callable[..., Any]:
+        return self.compiled[ProgramName(function, subject, capacity, span)]
 
     def _zeros(self, subject: str) -> Any:
         return self._call("zero", subject)()

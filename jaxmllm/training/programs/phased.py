@@ -11,13 +11,15 @@ no program is ever compiled again:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.models.rows import (
     EncoderRows,
@@ -71,8 +73,8 @@ class PhasedPrograms(Programs):
         """Start the transfer of this host's rows and tables."""
         rows = {
             phase: [
-                self._put_row(phase, row, capacity)
-                for row, capacity in zip(phase_rows, batch.capacities[phase], strict=True)
+                self._put_row(phase, row, span)
+                for row, span in zip(phase_rows, batch.spans[phase], strict=True)
             ]
             for phase, phase_rows in batch.rows.items()
         }
@@ -95,9 +97,10 @@ class PhasedPrograms(Programs):
         phase_grads = self._grads_of(gradients, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = host.pools[LANGUAGE][m]
-            program = self._call("language_loss_and_grad", LANGUAGE, host.capacities[LANGUAGE][m])
-            arguments = (phase_params, rows, pools[pool], scale, d_pools[pool], phase_grads, sums)
-            d_pools[pool], phase_grads, sums = program(*arguments, *self._media_rank(host, m))
+            program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
+            d_pools[pool], phase_grads, sums = program(
+                phase_params, rows, pools[pool], scale, d_pools[pool], phase_grads, sums
+            )
         gradients |= phase_grads
         d_encoder_pools = self._return(batch, d_pools)
         for phase in self.encoders:
@@ -123,16 +126,16 @@ class PhasedPrograms(Programs):
         phase_params = self._params_of(params, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = pools[host.pools[LANGUAGE][m]]
-            program = self._call("evaluate", LANGUAGE, host.capacities[LANGUAGE][m])
-            sums = program(phase_params, rows, pool, sums, *self._media_rank(host, m))
+            program = self._of_microbatch("evaluate", LANGUAGE, host, m)
+            sums = program(phase_params, rows, pool, sums)
         return Evaluated(sums, failed)
 
-    @staticmethod
-    def _media_rank(host: HostStep, microbatch: int) -> tuple[np.int32, ...]:
-        """The additional argument of the programs of long rows."""
-        return (
-            (np.int32(host.media_ranks[microbatch]),) if host.media_ranks[microbatch] >= 0 else ()
-        )
+    def _of_microbatch(
+        self, function: str, phase: str, host: HostStep, microbatch: int
+    ) -> Callable[..., Any]:
+        """The program for the rows of one microbatch."""
+        capacity, span = host.capacities[phase][microbatch], host.spans[phase][microbatch]
+        return self._call(function, phase, capacity, span)
 
     def _encode(
         self, params: Any, batch: DeviceStep, failed: jax.Array
@@ -149,7 +152,7 @@ class PhasedPrograms(Programs):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                program = self._call("encode", phase, host.capacities[phase][m])
+                program = self._of_microbatch("encode", phase, host, m)
                 pools[pool], features, failed = program(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
@@ -201,14 +204,17 @@ class PhasedPrograms(Programs):
         for m, start in enumerate(saved):
             d_pool = d_pools[host.pools[phase][m]]
             pool_offset = np.int32(host.pool_offsets[phase][m])
-            program = self._call("encode_grad", phase, host.capacities[phase][m])
+            program = self._of_microbatch("encode_grad", phase, host, m)
             grads = program(phase_params, start, d_pool, pool_offset, grads)
         return grads
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
-        """What the exchanges of a step move one way, of its plan statistics:
-        `route/<owner>/bytes_moved` from rank to rank, padding and second legs included, and
-        `route/<owner>/node_bytes` of tokens that change node."""
+        """What a step moves between ranks one way, of its plan statistics:
+        `route/<owner>/bytes_moved` from rank to rank in the exchanges, padding and second legs
+        included, `route/<owner>/node_bytes` of tokens that change node, and
+        `<phase>/gathered_bytes` of keys and values that ranks receive of one another in shared
+        rows, forward only: their gradients go back the same way, and what is computed again
+        gathers again."""
         metrics: dict[str, float] = {}
         for owner in self._exchange_programs:
             leaves = jax.tree.leaves(self.pools[owner])
@@ -216,6 +222,10 @@ class PhasedPrograms(Programs):
             for name, amount in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
                 if (key := f"route/{owner}/{amount}") in statistics:
                     metrics[f"route/{owner}/{name}"] = statistics[key] * token_bytes
+        for phase in self.spec.phases:
+            if (key := f"{phase}/gathered_slots") in statistics:
+                slot_bytes = self.functions.model.key_value_bytes(phase) / self._strides[phase]
+                metrics[f"{phase}/gathered_bytes"] = statistics[key] * slot_bytes
         return metrics
 
     # ------------------------------------------------------------------ one microbatch, for timing
@@ -233,14 +243,14 @@ class PhasedPrograms(Programs):
         )
 
     def forward(
-        self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers
+        self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
         """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
         phase_params = self._params_of(params, phase)
         if self.spec.phases[phase].has_loss:
-            program = self._call("evaluate", phase, capacity)
+            program = self._call("evaluate", phase, *row_class)
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
-        program = self._call("encode", phase, capacity)
+        program = self._call("encode", phase, *row_class)
         pool, features, failed = program(
             phase_params, rows, buffers.pool, np.int32(0), buffers.failed
         )
@@ -249,7 +259,7 @@ class PhasedPrograms(Programs):
         )
 
     def backward(
-        self, phase: str, params: Any, rows: Any, capacity: int, buffers: PhaseBuffers
+        self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
         """Run the same microbatch backward, after `forward`. The language model's forward pass runs
         again in this, for its loss and gradients are one program."""
@@ -265,11 +275,11 @@ class PhasedPrograms(Programs):
                 buffers.gradients,
                 buffers.sums,
             )
-            d_pool, gradients, sums = self._call("language_loss_and_grad", phase, capacity)(
+            d_pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
                 *arguments
             )
             return buffers._replace(d_pool=d_pool, gradients=gradients, sums=sums)
-        program = self._call("encode_grad", phase, capacity)
+        program = self._call("encode_grad", phase, *row_class)
         gradients = program(
             phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
         )
@@ -279,6 +289,10 @@ class PhasedPrograms(Programs):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         self.pools = self._abstract_pools()
+        # Slots of a row for each token of attention
+        self._strides = {
+            phase: formats[phase].stride if phase in formats else 1 for phase in self.spec.phases
+        }
         self._exchange_programs = {
             owner: ExchangePrograms(
                 owner=owner,
@@ -303,66 +317,51 @@ class PhasedPrograms(Programs):
 
     def _language_jobs(self, block: int) -> Jobs:
         spec = self.spec.phases[LANGUAGE]
-        layout = self.layouts[LANGUAGE]
-        functions = self.functions
         params = self._params_of(self.params, LANGUAGE)
         grads = self._grads_of(self.trained, LANGUAGE)
         pool = self.pools[LANGUAGE]
         sums = self._abstract_sums()
-        windows = LANGUAGE in functions.model.config.windows
+        windows = LANGUAGE in self.functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
             ProgramName("zero", "d_language"): zeros_job(pool.tokens),
         }
 
-        def add(
-            capacity: int, rows: LanguageRows, loss_and_grad: Any, evaluate: Any, *media_rank: Any
-        ) -> None:
-            jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity)] = Job(
-                loss_and_grad,
-                (params, rows, pool, self._scalar(), pool.tokens, grads, sums, *media_rank),
+        for capacity, span in spec.classes:
+            functions = self.functions.spanned(LANGUAGE, span)
+            rows = abstract_language_rows(
+                functions.model.layout(LANGUAGE), capacity, spec.max_segments, block, windows
+            )
+            jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
+                functions.language_loss_and_grad,
+                (params, rows, pool, self._scalar(), pool.tokens, grads, sums),
                 (pool.tokens, grads, sums),
                 donated=(4, 5, 6),
             )
-            jobs[ProgramName("evaluate", LANGUAGE, capacity)] = Job(
-                evaluate, (params, rows, pool, sums, *media_rank), sums, donated=(3,)
+            jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
+                functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
             )
-
-        for capacity in spec.capacities:
-            rows = abstract_language_rows(layout, capacity, spec.max_segments, block, windows)
-            add(capacity, rows, functions.language_loss_and_grad, functions.evaluate)
-        if capacity := spec.long_capacity:
-            rows = abstract_language_rows(layout.long, capacity, spec.max_segments, block, windows)
-            long = (functions.language_loss_and_grad_long, functions.evaluate_long)
-            add(capacity, rows, *long, self._scalar(np.int32))
         return jobs
 
     def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
-        functions = self.functions
-        layout = self.layouts[phase]
         params = self._params_of(self.params, phase)
         grads = self._grads_of(self.trained, phase)
         pool = self.pools[self.exchange_owner[phase]]
         pool_offset = failed = self._scalar(np.int32)
+        windows = phase in self.functions.model.config.windows
         jobs: Jobs = {}
-
-        def encode(*arguments: Any) -> Any:
-            return functions.encode(phase, *arguments)
-
-        def encode_grad(*arguments: Any) -> Any:
-            return functions.encode_grad(phase, *arguments)
-
-        for capacity in self.spec.phases[phase].capacities:
-            rows = abstract_encoder_rows(
-                layout, capacity, row_format, block, phase in functions.model.config.windows
-            )
+        for capacity, span in self.spec.phases[phase].classes:
+            functions = self.functions.spanned(phase, span)
+            layout = functions.model.layout(phase)
+            encode = partial(functions.encode, phase)
+            rows = abstract_encoder_rows(layout, capacity, row_format, block, windows)
             features = jax.eval_shape(encode, params, rows, pool, pool_offset, failed)[1]
             if features is not None:
                 kept: Any = features.features
                 sharding = layout.sharding(("batch", "sequence"))
                 kept = jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
                 features = KeptFeatures(kept, rows.places)
-            jobs[ProgramName("encode", phase, capacity)] = Job(
+            jobs[ProgramName("encode", phase, capacity, span)] = Job(
                 encode,
                 (params, rows, pool, pool_offset, failed),
                 (pool, features, failed),
@@ -370,8 +369,8 @@ class PhasedPrograms(Programs):
             )
             if functions.trainable_of(phase):
                 start = rows if features is None else features
-                jobs[ProgramName("encode_grad", phase, capacity)] = Job(
-                    encode_grad,
+                jobs[ProgramName("encode_grad", phase, capacity, span)] = Job(
+                    partial(functions.encode_grad, phase),
                     (params, start, pool.tokens, pool_offset, grads),
                     grads,
                     donated=(4,),
@@ -408,12 +407,8 @@ class PhasedPrograms(Programs):
         )
         return tuple(dict.fromkeys(trained))
 
-    def _put_row(
-        self, phase: str, row: Mapping[str, Any], capacity: int
-    ) -> LanguageRows | EncoderRows:
-        layout = self.layouts[phase]
-        if capacity > self.spec.phases[phase].capacities[0]:
-            layout = layout.long
+    def _put_row(self, phase: str, row: Mapping[str, Any], span: int) -> LanguageRows | EncoderRows:
+        layout = self.layouts[phase].spanned(span)
         kind = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
         local = kind.of(dict(row))
         return jax.tree.map(

@@ -1,0 +1,304 @@
+"""A row that several ranks hold together against the same row on one rank, by the step's functions."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.config.schema import (
+    AudioConfig,
+    ComponentConfig,
+    ComponentsConfig,
+    LanguageConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProjectorComponents,
+    ProjectorConfig,
+    VisionConfig,
+)
+from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import (
+    EncoderRows,
+    LanguageRows,
+    TokenPool,
+    abstract_encoder_rows,
+    abstract_language_rows,
+)
+from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.tokens import Sums
+from jaxmllm.training.step_functions import StepFunctions
+from sharding.mesh import make_mesh
+
+BLOCK, VOCABULARY, SOURCES, SEGMENTS, WIDTH, POOL = 8, 30, 3, 8, 8, 200
+SLOTS = {"language": 128, "vision": 128, "audio": 512}  # of a whole row
+CONFIG = ModelConfig(
+    language=LanguageConfig(
+        width=WIDTH,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        head_size=4,
+        mlp_width=12,
+        rope_sections=(0, 1, 1),
+        loss_chunk=32,
+        window=6,
+        full_layers=(1,),
+    ),
+    vision=VisionConfig(
+        width=8, layers=2, heads=2, mlp_width=12, patch_size=2, window=3, full_layers=(0,)
+    ),
+    audio=AudioConfig(width=8, layers=1, heads=2, mlp_width=12, mel_bins=4, chunk_frames=32),
+)
+FORMATS = {
+    "vision": RowFormat(12, np.dtype(np.uint8), 4, stride=1, alignment=4, axes=(1, 2)),
+    "audio": RowFormat(4, np.dtype(np.float32), 8, stride=4, alignment=32, axes=(0,)),
+}
+WIDE_ENCODERS = {"batch": ["data", "fsdp", "tensor"]}
+
+
+def make_step(mesh, dtype="float64", freeze=False, remat="none", layout=()):
+    encoder = ComponentConfig(compute_dtype=dtype, remat=remat, layout=dict(layout), freeze=freeze)
+    projector = ProjectorConfig(compute_dtype=dtype)
+    components = ComponentsConfig(
+        vision=encoder,
+        audio=encoder,
+        language=ComponentConfig(compute_dtype=dtype, remat=remat),
+        projector=ProjectorComponents(vision=projector, audio=projector),
+    )
+    model = build_model(CONFIG, VOCABULARY, components, mesh)
+    return StepFunctions(model, OptimizerConfig(learning_rate=0.1), decay_steps=20, sources=SOURCES)
+
+
+def randomized(step, phase):
+    rng = np.random.default_rng(0)
+    shapes = step.model.abstract("float32")
+    shapes = {name: shapes[name] for name in step.model.phases[phase].components}
+    return jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape), shapes)
+
+
+def attention(phase, parts):
+    return AttentionSpec({phase: BLOCK}, {phase: parts}, windows=CONFIG.windows)
+
+
+def segments_of(rng, groups, slots, unit):
+    """Packed items whose lengths are multiples of `unit`, then padding; some longer than the slots of a rank."""
+    segments = np.zeros((groups, slots), np.int32)
+    for row in segments:
+        cuts = np.sort(rng.choice(np.arange(1, slots // unit), 4, replace=False)) * unit
+        for number, (start, stop) in enumerate(zip((0, *cuts), cuts, strict=False), 1):
+            row[start:stop] = number
+    return segments
+
+
+def language_row(groups):
+    """A packed row, before it is finished; media read slots of a pool of one rank in any order."""
+    rng = np.random.default_rng(1)
+    slots = SLOTS["language"]
+    segments = segments_of(rng, groups, slots, 1)
+    media = np.full((groups, slots), -1, np.int32)
+    bidirectional = np.zeros((groups, slots), np.int32)
+    for row, segment, group in zip(media, segments, bidirectional, strict=True):
+        for number in np.unique(segment[segment > 0]):
+            stretch = np.flatnonzero(segment == number)[1 : rng.integers(2, 40)]
+            row[stretch] = 1
+            group[stretch] = stretch[0] + 1 if len(stretch) else 0
+        row[row > 0] = rng.permutation(POOL)[: (row > 0).sum()]
+    targets = rng.integers(0, VOCABULARY, segments.shape)
+    return {
+        "tokens": rng.integers(0, VOCABULARY, segments.shape).astype(np.int32),
+        "targets": np.where((segments > 0) & (media < 0), targets, -1).astype(np.int32),
+        "segments": segments,
+        "positions": rng.integers(0, 40, (groups, slots, 3)).astype(np.int32),
+        "media": media,
+        "sources": rng.integers(0, SOURCES, (groups, SEGMENTS)).astype(np.int32),
+        "groups": bidirectional,
+    }
+
+
+def encoder_row(phase, groups):
+    rng = np.random.default_rng(2)
+    form, slots = FORMATS[phase], SLOTS[phase]
+    tokens = slots // form.slots_per_token
+    segments = segments_of(rng, groups, slots, form.alignment)
+    positions = rng.integers(0, 9, (groups, slots, len(form.axes)))
+    if phase == "audio":  # frames in attention tokens of their clip
+        start = np.argmax(segments[:, :, None] == segments[:, None], axis=2)
+        positions = (np.arange(slots) - start)[..., None] // form.stride
+    return {
+        "features": rng.integers(0, 99, (groups, slots, form.features)).astype(form.dtype),
+        "segments": segments,
+        "positions": positions.astype(np.int32),
+        "valid": rng.random((groups, tokens)) < 0.9,
+        "failed": np.arange(groups, dtype=np.int32),
+    }
+
+
+def copied(row):
+    return {name: array.copy() for name, array in row.items()}
+
+
+def arrivals(media, ranks):
+    """[groups, slots] slots of the pools of the ranks that hold the packed slots: one after the other on each."""
+    marks = (media >= 0).reshape(ranks, -1)
+    return np.where(marks, np.cumsum(marks, axis=1) - 1, -1).reshape(media.shape).astype(np.int32)
+
+
+def spread(pool, media, arrived, ranks):
+    """What pools [groups, W, ..] hold at `media`, in pools [ranks, W, ..] at `arrived`."""
+    shared = np.zeros((ranks, *pool.shape[1:]), pool.dtype)
+    slots = media.shape[1] * len(media) // ranks
+    for group, slot in zip(*np.nonzero(media >= 0), strict=True):
+        rank = group * (ranks // len(media)) + slot // slots
+        shared[rank, arrived[group, slot]] = pool[group, media[group, slot]]
+    return shared
+
+
+def close(got, want, tolerance):
+    for actual, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        expected = np.asarray(expected, np.float64)
+        scale = np.abs(expected).max() or 1
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), expected, atol=tolerance * scale, rtol=0
+        )
+
+
+def reference_mesh(groups):
+    return make_mesh({"data": groups}, jax.devices()[:groups])
+
+
+MESHES = {  # mesh, span
+    "fsdp2": ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    "context2": ({"data": 4, "context": 2}, 4),
+    "data8": ({"data": 8}, 4),
+    "fsdp8": ({"data": 1, "fsdp": 8}, 8),
+    "tensor2": ({"data": 4, "tensor": 2}, 2),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MESHES if name != "context2"]
+
+
+def cut_mesh(sizes):
+    whole = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    return make_mesh(whole, spans=(1, 2, 4, 8))
+
+
+def language_gradients(step, row, pool, ranks):
+    """Gradients, sums and the pool's gradient of a row as one program; what was there is added to."""
+    params = randomized(step, "language")
+    d_pool = np.ones((ranks, POOL, WIDTH), pool.tokens.dtype)
+    sums = Sums(*np.ones((4, ranks, SOURCES), pool.tokens.dtype))
+
+    @jax.jit
+    def program(params, rows, pool, d_pool, sums):
+        step_of_row = step.language_loss_and_grad(params, rows, pool, 0.01, d_pool, params, sums)
+        return *step_of_row, step.evaluate(params, rows, pool, sums)
+
+    return jax.device_get(program(params, LanguageRows.of(row), pool, d_pool, sums))
+
+
+@pytest.mark.parametrize("mesh", ["context2", *SLOW])
+def test_a_language_row_of_several_ranks(mesh, remat="none"):
+    sizes, span = MESHES[mesh]
+    with jax.enable_x64(True):
+        step = make_step(cut_mesh(sizes), remat=remat).spanned("language", span)
+        layout = step.model.layout("language")
+        row = language_row(layout.groups)
+        rng = np.random.default_rng(3)
+        pool = TokenPool(
+            rng.standard_normal((layout.groups, POOL, WIDTH)),
+            np.ones((layout.groups, POOL), np.int32),
+        )
+        pool.valid[0, row["media"].max(axis=1)[0]] = 0
+        one_rank = copied(row)
+        finish_language_row(one_rank, attention("language", 1))
+        want = language_gradients(
+            make_step(reference_mesh(layout.groups)), one_rank, pool, layout.groups
+        )
+
+        arrived = arrivals(row["media"], layout.ranks)
+        shared = copied(row) | {"media": arrived.copy()}
+        finish_language_row(shared, attention("language", layout.parts))
+        assert (shared["order"] != one_rank["order"]).any(), "slots are dealt"
+        shared |= {"arrived": arrived}
+        expected = abstract_language_rows(
+            layout, SLOTS["language"] // span, SEGMENTS, BLOCK, windows=True
+        )
+        assert jax.tree.map(np.shape, LanguageRows.of(shared)) == jax.tree.map(np.shape, expected)
+        pools = TokenPool(*(spread(leaf, row["media"], arrived, layout.ranks) for leaf in pool))
+        got = language_gradients(step, shared, pools, layout.ranks)
+
+    d_pool = spread(want[0] - 1, row["media"], arrived, layout.ranks)
+    close(got[0] - 1, d_pool, 1e-10)
+    close(got[1], want[1], 1e-10)
+    targets = [want[2].targets[0].sum() - SOURCES, (row["targets"][0] >= 0).sum()]
+    assert 20 < targets[0] < targets[1], "an example without a media token has no loss"
+    for totals, reference in zip(got[2:], want[2:], strict=True):
+        by_group = [x.reshape(-1, span, SOURCES) for x in totals]
+        close([x[:, 0] for x in by_group], list(reference), 1e-12)
+        assert all((x[:, 1:] == 1).all() for x in by_group), "sums are those of the first rank"
+
+
+@pytest.mark.slow
+def test_a_language_row_of_several_ranks_computed_again():
+    test_a_language_row_of_several_ranks("fsdp2", remat="full")
+
+
+def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
+    """Pools, and gradients of their tokens' gradients, of a row as two programs."""
+    params = randomized(step, phase)
+    pool = TokenPool(np.ones((ranks, POOL, WIDTH)), np.full((ranks, POOL), 2, np.int32))
+    d_pool = np.ones((ranks, POOL, WIDTH))
+    d_pool[:, offset : offset + tokens] = d_tokens.reshape(ranks, tokens, WIDTH)
+
+    @jax.jit
+    def program(params, rows, pool, offset, failed, d_pool):
+        pool, features, failed = step.encode(phase, params, rows, pool, offset, failed)
+        start = rows if features is None else features
+        trained = {name: params[name] for name in step.trainable_of(phase)}
+        return pool, failed, step.encode_grad(phase, params, start, d_pool, offset, trained)
+
+    arguments = (EncoderRows.of(row), pool, np.int32(offset), np.int32(5), d_pool)
+    return jax.device_get(program(params, *arguments))
+
+
+@pytest.mark.parametrize(
+    "phase, mesh, settings",
+    [
+        ("vision", "fsdp2", {"layout": WIDE_ENCODERS}),
+        pytest.param("audio", "context2", {}, marks=pytest.mark.slow),
+        pytest.param("vision", "context2", {"remat": "full"}, marks=pytest.mark.slow),
+        pytest.param("vision", "fsdp2", {"freeze": True}, marks=pytest.mark.slow),
+        pytest.param("audio", "fsdp8", {"freeze": True}, marks=pytest.mark.slow),
+        pytest.param("audio", "context2", {"freeze": True}, marks=pytest.mark.slow),
+        pytest.param("audio", "tensor2", {"remat": "dots"}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_row_of_several_ranks(phase, mesh, settings):
+    sizes, span = MESHES[mesh]
+    with jax.enable_x64(True):
+        step = make_step(cut_mesh(sizes), **settings).spanned(phase, span)
+        layout = step.model.layout(phase)
+        row = encoder_row(phase, layout.groups)
+        form = FORMATS[phase]
+        tokens = SLOTS[phase] // form.slots_per_token
+        d_tokens = np.random.default_rng(4).standard_normal((layout.groups, tokens, WIDTH))
+        one_rank = copied(row)
+        finish_encoder_row(one_rank, attention(phase, 1), phase, form)
+        reference = make_step(reference_mesh(layout.groups), freeze=settings.get("freeze", False))
+        want = encoder_gradients(reference, phase, one_rank, layout.groups, tokens, 7, d_tokens)
+
+        shared = copied(row)
+        finish_encoder_row(shared, attention(phase, layout.parts), phase, form)
+        assert (shared["places"] != one_rank["places"]).any(), "slots are dealt"
+        expected = abstract_encoder_rows(
+            layout, SLOTS[phase] // span, form, BLOCK, windows=phase in CONFIG.windows
+        )
+        assert jax.tree.map(np.shape, EncoderRows.of(shared)) == jax.tree.map(np.shape, expected)
+        got = encoder_gradients(step, phase, shared, layout.ranks, tokens // span, 11, d_tokens)
+
+    for pool, reference_pool in zip(got[0], want[0], strict=True):
+        held = pool[:, 11 : 11 + tokens // span]
+        written = reference_pool[:, 7 : 7 + tokens]
+        close(held.reshape(written.shape), written, 1e-10)
+        assert (pool[:, :11] == pool[0, 0]).all(), "only the microbatch's slots are written"
+    assert got[1] == want[1]
+    close(got[2], want[2], 1e-10)
