@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.exchange.pieces import owning_rank
 from jaxmllm.balance.exchange.row_ranks import (
     PLACEMENT_SEARCH,
-    blocks_of,
+    Places,
     largest_share,
     match_rows,
     rank_limit,
@@ -66,18 +66,20 @@ def place_items_near(
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
     for phase, grid in grids.items():
-        spec = phases[phase]
-        if placed[phase].microbatches and spec.ranks > 1:
-            goal = _reading_ranks(items, phase, language)
+        media_items = items.phases[phase]
+        goal = _reading_ranks(items, phase, language)
+        for span in _spans_with_a_choice(placed[phase], phases[phase]):
+            places = Places.of_groups(span, goal, grid, nodes[phase], nodes[LANGUAGE])
             destinations = Destinations(
-                node=nodes[phase].astype(np.int64),
-                block=blocks_of(grid.encoder),
-                wanted_node=nodes[LANGUAGE][goal].astype(np.int64),
-                wanted_block=blocks_of(grid.language)[goal],
-                tokens=items.phases[phase].tokens.astype(np.int64),
+                node=places.node.astype(np.int64),
+                block=places.block,
+                wanted_node=places.wanted_node,
+                wanted_block=places.wanted_block,
+                tokens=media_items.tokens.astype(np.int64),
             )
-            length = items.phases[phase].length
-            placed[phase] = swap_items(placed[phase], length, spec, destinations, least_benefit)
+            placed[phase] = swap_items(
+                placed[phase], media_items.length, phases[phase], destinations, least_benefit, span
+            )
     return placed
 
 
@@ -126,36 +128,57 @@ def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs
 
     A rank that encodes as much as all others but takes in little has to send nearly all of it.
     """
-    movable = _movable(plan, length, spec, tokens)
-    balance_ranks(movable.state, spec.ranks)
-    return movable.moved(plan)
+    for span in _spans_with_a_choice(plan, spec):
+        movable = _movable(plan, length, spec, span, tokens)
+        balance_ranks(movable.state, movable.groups)
+        plan = movable.moved(plan)
+    return plan
+
+
+def _spans_with_a_choice(plan: PhasePlan, spec: PhaseSpec) -> list[int]:
+    """Spans of which there are rows in several groups, widest first."""
+    return [span for span in np.unique(plan.span)[::-1].tolist() if span < spec.ranks]
 
 
 def swap_items(
-    plan: PhasePlan, length: Longs, spec: PhaseSpec, destinations: Destinations, least_benefit: int
+    plan: PhasePlan,
+    length: Longs,
+    spec: PhaseSpec,
+    destinations: Destinations,
+    least_benefit: int,
+    span: int = 1,
 ) -> PhasePlan:
-    """The plan after swaps of items with rows of the ranks that want them."""
-    movable = _movable(plan, length, spec)
+    """The plan after swaps of items with rows of the ranks that want them.
+
+    Args:
+      destinations: of the groups of `span` ranks, whose rows swap with one another.
+    """
+    movable = _movable(plan, length, spec, span)
     reduce_traffic(movable.state, destinations.chosen(movable.items), least_benefit)
     return movable.moved(plan)
 
 
 @dataclass(frozen=True)
 class _Movable:
-    """The items in rows of one rank each; rows that several ranks share are left alone."""
+    """The items in rows of one span."""
 
     items: Longs  # [N]
-    state: RowState  # of rows number * R + rank, of the microbatches with such rows
+    state: RowState  # of rows number * G + group, of the microbatches with such rows
     microbatches: Longs  # [M] these
-    ranks: int
+    span: int
+    groups: int
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items where they lie now."""
         row_of = self.state.row_of
-        number, rank = np.divmod(row_of, self.ranks)
+        number, group = np.divmod(row_of, self.groups)
         offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1])
-        microbatch = self.microbatches[number]
-        now = {"microbatch": microbatch, "rank": rank, "offset": offset, "segment": segment}
+        now = {
+            "microbatch": self.microbatches[number],
+            "rank": group * self.span,
+            "offset": offset,
+            "segment": segment,
+        }
         changed = {name: getattr(plan, name).copy() for name in now}
         for name, column in now.items():
             changed[name][self.items] = column
@@ -163,42 +186,42 @@ class _Movable:
 
 
 def _movable(
-    plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs | None = None
+    plan: PhasePlan, length: Longs, spec: PhaseSpec, span: int, tokens: Longs | None = None
 ) -> _Movable:
-    """What may move of a plan, and how much the rows can take.
+    """What may move of a plan, and how much the rows of a span can take.
 
     Args:
       tokens: [N] a further amount of each item, which nothing limits.
     """
-    ranks = spec.ranks
+    groups = spec.ranks // span
     all_costs = item_costs(spec, length)
-    share = shares_of_rows(plan, all_costs, ranks)
-    rank_cost = share.sum(axis=0)
-    limit = rank_limit(rank_cost, largest_share(plan, all_costs))
+    rank_cost = shares_of_rows(plan, all_costs, spec.ranks).sum(axis=0)
+    rank_room = rank_limit(rank_cost, largest_share(plan, all_costs)) - rank_cost
 
-    alone = (plan.span == 1) & (plan.capacity <= max(spec.capacities))
-    microbatches = np.flatnonzero(alone)
-    number = np.cumsum(alone) - 1
-    items = np.flatnonzero(alone[plan.microbatch])
-    row_of = number[plan.microbatch[items]].astype(np.int64) * ranks + plan.rank[items]
+    chosen = (plan.span == span) & (plan.capacity <= max(spec.capacities))
+    microbatches = np.flatnonzero(chosen)
+    number = np.cumsum(chosen) - 1
+    items = np.flatnonzero(chosen[plan.microbatch])
+    group = plan.rank[items] // span
+    row_of = number[plan.microbatch[items]].astype(np.int64) * groups + group
     length = length[items].astype(np.int64)
     cost = all_costs[items]
 
     # Each row may cost as much as the costliest of its microbatch, and has its part of what its
-    # rank may take on.
-    row_cost = share[alone]
-    mean = row_cost.sum(axis=1, keepdims=True) // ranks
+    # ranks may take on.
+    rows = len(microbatches) * groups
+    row_cost = sums_by(row_of, cost, rows).reshape(-1, groups)
+    mean = row_cost.sum(axis=1, keepdims=True) // groups
     costliest = row_cost.max(axis=1, initial=0, keepdims=True)
     microbatch_limit = np.maximum(costliest, mean + mean // PLACEMENT_SEARCH.margin)
-    rank_room = (limit - rank_cost) // max(len(microbatches), 1)
-    cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, rank_room)
+    group_room = rank_room.reshape(groups, span).min(axis=1) * span // max(len(microbatches), 1)
+    cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, group_room)
 
-    rows = len(microbatches) * ranks
-    slots = np.repeat(plan.capacity[alone].astype(np.int64), ranks)
+    slots = np.repeat(plan.capacity[chosen].astype(np.int64) * span, groups)
     amounts = [length, np.ones_like(length), cost]
     limits: list[Longs | int] = [slots, spec.max_segments, cost_limit.reshape(-1)]
     if tokens is not None:
         amounts.append(tokens[items])
         limits.append(0)
     state = RowState.from_limits(row_of, amounts, limits, rows)
-    return _Movable(items, state, microbatches, ranks)
+    return _Movable(items, state, microbatches, span, groups)

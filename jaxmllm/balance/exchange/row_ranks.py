@@ -56,14 +56,14 @@ class Places:
     ) -> Places:
         """Groups of `span` encoder ranks, and items that language ranks `goal` [N] need.
 
-        A group that holds several blocks counts as one: the block of its first rank stands for all.
+        Where a group has several blocks, that of its first rank stands for all of them.
         """
         block = blocks_of(grid.encoder)
         first_rank = np.arange(len(block)) // span * span  # of the group of each encoder rank
         standing_for = block[first_rank[grid.encoder[:, 0]]]  # each block
         return cls(
             node=encoder_node[::span],
-            block=standing_for[block[::span]],
+            block=block[::span],
             wanted_node=language_node[goal].astype(np.int64),
             wanted_block=standing_for[blocks_of(grid.language)[goal]],
         )

@@ -7,7 +7,8 @@ j and k together are about as long as i, which may also take along another item 
 
 Balancing assigns items to rows regardless of where their tokens are needed. Which of two items of
 similar length lies in which row hardly matters to it, but decides what the exchange has to carry.
-No swap lets a row overflow or cost more than it may, so the balance stays.
+No swap lets a row overflow or cost more than it may, so the balance stays. Rows of groups of ranks
+swap in the same way: what is said of ranks here then holds of groups.
 
 Letters: N items, R ranks, E ranks of a block.
 """
@@ -67,12 +68,21 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
       destinations: of the items.
       least_benefit: above 0; a sweep over all items that gains less is the last.
     """
-    blocks = int(destinations.block.max()) + 1
-    by_block = np.argsort(destinations.block, kind="stable")
-    ranks_of_block = by_block.reshape(blocks, -1)  # [blocks, E]
+    ranks_of_block = _ranks_of_block(destinations.block)
     most_tokens_first = np.argsort(-destinations.tokens, kind="stable")
     while _sweep(state, destinations, ranks_of_block, most_tokens_first) >= least_benefit:
         pass
+
+
+def _ranks_of_block(block: Longs) -> Longs:
+    """The ranks of each block: [blocks, E]; of one that has fewer than others, some twice."""
+    by_block = np.argsort(block, kind="stable")
+    count = np.bincount(block)
+    member = np.minimum(np.arange(count.max()), np.maximum(count - 1, 0)[:, None])
+    first = np.cumsum(count) - count
+    # Nothing is wanted in a block without ranks.
+    ranks: Longs = by_block[np.minimum(first[:, None] + member, len(block) - 1)]
+    return ranks
 
 
 @compiled

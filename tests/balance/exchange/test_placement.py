@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jaxmllm.balance.exchange import row_ranks
 from jaxmllm.balance.exchange.placement import place_items_near, place_rows
 from jaxmllm.balance.exchange.routes import plan_routes
-from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, shares_of_rows
 from jaxmllm.balance.exchange.traffic import media_tokens
 from jaxmllm.balance.records import StepPlan
+from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.balance.validate_plan import validate
 
@@ -95,8 +96,10 @@ def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
     node=st.sampled_from([2, 8]),
     exact=st.booleans(),
 )
-def test_shared_rows_only_change_groups(make, seed, grid, spans, examples, node, exact):
-    """And items of rows of one rank still swap places; no row overflows."""
+def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
+    make, seed, grid, spans, examples, node, exact
+):
+    """No row overflows, and no rank is loaded beyond what it may be."""
     batch = make.batch(seed, examples, longest=128)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, node=node)
     spec = make.with_spans(spec, spans)
@@ -112,10 +115,17 @@ def test_shared_rows_only_change_groups(make, seed, grid, spans, examples, node,
         assert contents(matched[phase]) == contents(plans[phase])
         span = matched[phase].span[matched[phase].microbatch]
         assert (matched[phase].rank % span == 0).all()
-        shared = np.flatnonzero(span > 1)
-        for name in ("microbatch", "offset", "segment"):
-            before, after = getattr(plans[phase], name), getattr(placed[phase], name)
-            np.testing.assert_array_equal(after[shared], before[shared])
+        moved = placed[phase]
+        np.testing.assert_array_equal(moved.span[moved.microbatch], span)
+        assert (moved.rank % span == 0).all()
+        cost = item_costs(spec.phases[phase], batch.phases[phase].length)
+        ranks = spec.phases[phase].ranks
+        before, after = (
+            shares_of_rows(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], moved)
+        )
+        floor = max(before.sum() / ranks, (cost / span).max(initial=0))
+        allowed = floor * (1 + 1 / PLACEMENT_SEARCH.margin) + moved.microbatches
+        assert after.max() <= max(before.max() + moved.microbatches, allowed)
     phases, routes = plan_routes(placed, batch, spec)
     validate(StepPlan(phases, routes), batch, spec)
 
@@ -152,6 +162,27 @@ def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
                     for node in permuted_nodes(8 // span)
                 )
     assert stays > 0.75 * best and stays > 1.2 * left
+
+
+@pytest.mark.parametrize("spans", [(8,), (4, 1), (1, 2, 4, 8)])
+def test_few_tokens_of_shared_rows_leave_their_node(make, spans):
+    """As many items as ranks take: rows of groups swap items just as those of ranks do."""
+    batch = make.batch(2, 96, longest=256)
+    grids = {"vision": (32, 1, 1), "audio": (32, 1, 1)}
+    spec = make.with_spans(make.spec(batch, grids, node=8, pool=4000), spans)
+    placed = plan_step(batch, spec)
+    validate(placed, batch, spec)
+    left = plan_step(batch, replace(spec, nodes={}))
+    assert any((plan.span > 1).any() for plan in placed.phases.values())
+
+    def between_nodes(plan):
+        return sum(
+            int(round_.tokens[round_.sender // 8 != round_.receiver // 8].sum())
+            for route in plan.routes.values()
+            for round_ in route.rounds
+        )
+
+    assert between_nodes(placed) < 0.6 * between_nodes(left)
 
 
 def permuted_nodes(groups):
