@@ -2,7 +2,8 @@
 
 g is their span, and C the slots of one rank. Most arrays are in dealt order, the parts of a row one
 after the other; others are in packed order, that of the plan's offsets. With one part (g = 1 and no
-context parallelism) the two are the same. The host fills dictionaries with these very names (jaxmllm/data/rows/fill.py says what each holds).
+context parallelism) the two are the same. The host fills dictionaries with these very names
+(jaxmllm/data/rows/fill.py says what each holds).
 """
 
 from __future__ import annotations

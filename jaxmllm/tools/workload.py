@@ -248,10 +248,11 @@ def make_spec(
     mix: Mapping[str, float] = DEFAULT_MIX,
     ranks_per_node: int | None = None,
     backend: str = "padded",
+    spans: tuple[int, ...] = (1,),
 ) -> PlanSpec:
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase,
     chosen from `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of
-    `MODEL`."""
+    `MODEL`, rows that as many ranks may hold together as `spans` says."""
     needs = [
         SizingInputs(
             phase=phase,
@@ -261,6 +262,7 @@ def make_spec(
             longest=longest(name, mix),
             flops=phase_flops(MODEL, name, dict.fromkeys(component_names(PHASES), 1)),
             config=PhaseConfig(row_classes=row_classes),
+            spans=spans,
         )
         for name, phase in PHASES.items()
     ]

@@ -113,10 +113,10 @@ def row_counts(classes: tuple[RowClass, ...], ranks: int, needs: RowNeeds) -> It
 
 def base_class(classes: tuple[RowClass, ...]) -> int:
     """The class that takes most slots of a rank; of equal ones the one of fewest ranks a row."""
-    return _by_capacity(classes)[0]
+    return by_capacity(classes)[0]
 
 
-def _by_capacity(classes: tuple[RowClass, ...]) -> list[int]:
+def by_capacity(classes: tuple[RowClass, ...]) -> list[int]:
     """Numbers of the classes by what they take of a rank, most first."""
     return sorted(range(len(classes)), key=lambda k: (-classes[k].capacity, classes[k].span))
 
@@ -144,7 +144,7 @@ def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> L
       further: microbatches that the first classes, those before the base, may have beyond what
         makes totals fine.
     """
-    order = _by_capacity(classes)
+    order = by_capacity(classes)
     base = order[0]
     bounds = {
         smaller: max(2, (classes[larger].capacity - 1) // classes[smaller].capacity)

@@ -1,9 +1,10 @@
-"""Row capacities: checked where a config gives them, else chosen from sampled loads.
+"""Row classes: checked where a config gives capacities, else chosen from sampled loads.
 
     candidates --a bound, in all loads--> a few best --really packed, in some loads--> row classes
 
 They minimise, summed over the loads, the slots of a rank times the wait for the slowest, plus the
-overhead of every microbatch. Fewer classes win ties, for each is a program to compile.
+overhead of every microbatch and the price of gathering keys and values in rows that several ranks
+hold. Fewer classes win ties, for each is a program to compile.
 """
 
 from __future__ import annotations
@@ -11,111 +12,204 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from jaxmllm.arrays import Floats, Longs, round_up
+from jaxmllm.arrays import INT64_MAX, Floats, Longs, ceil_divide, round_up
 from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.records import row_classes
-from jaxmllm.balance.rows.row_counts import ROW_SEARCH, row_steps
-from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, Capacities, SizingInputs, phase_spec
+from jaxmllm.balance.records import RowClass
+from jaxmllm.balance.rows.row_counts import ROW_SEARCH, by_capacity
+from jaxmllm.balance.sizes.inputs import (
+    CAPACITY_SEARCH,
+    Capacities,
+    Classes,
+    SizingInputs,
+    phase_spec,
+)
 from jaxmllm.balance.sizes.loads import Load
 from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import ConfigError
 
 
-def choose_capacities(inputs: SizingInputs, loads: Sequence[Load]) -> Capacities:
-    """Up to `row_classes` capacities that hold the loads of a phase with little waste.
+def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
+    """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
+    spans that are allowed.
 
     Raises:
-      ConfigError: `max_capacity` is too small for the longest item.
+      ConfigError: no row that `max_capacity` and the spans allow holds the longest item.
     """
-    smallest = round_up(max(inputs.longest, 1), inputs.alignment)
-    if inputs.largest_capacity < smallest:
-        raise ConfigError(
-            f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
-            f"largest item has {inputs.longest} slots and rows come in multiples of "
-            f"{inputs.alignment}; raise it to {smallest} or limit the size of items"
-        )
+    largest = inputs.largest_capacity
+    spans = [span for span in inputs.spans if smallest_capacity(inputs, span) <= largest]
+    if not spans:
+        raise ConfigError(_too_small(inputs))
     if not loads:
-        return (smallest,)
+        return (RowClass(smallest_capacity(inputs, spans[0]), spans[0]),)
     items = max(len(load.items.length) for load in loads)
     affordable = CAPACITY_SEARCH.packed_items // (CAPACITY_SEARCH.first_packed * items)
     batches = slice(max(1, min(CAPACITY_SEARCH.packed_batches, affordable)))
     quarter = slice(0, batches.stop, 4)
     judge = _Judge(inputs, loads)
-    sets = _candidates(inputs, loads, smallest)
-    sets = _best(sets, CAPACITY_SEARCH.first_packed, lambda sizes: judge.bounds(sizes).sum())
-    sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda sizes: judge.expected(sizes, quarter))
-    return _best(sets, 1, lambda sizes: judge.expected(sizes, batches))[0]
+    # The bound knows slots, not waits: rows of each span have their best packed.
+    of_each = max(CAPACITY_SEARCH.least_packed, CAPACITY_SEARCH.first_packed // len(spans))
+    sets = [
+        classes
+        for span in spans
+        for classes in _best(_candidates(judge, span), of_each, lambda c: judge.bounds(c).sum())
+    ]
+    sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda c: judge.expected(c, quarter))
+    return _best(sets, 1, lambda classes: judge.expected(classes, batches))[0]
 
 
-def _candidates(inputs: SizingInputs, loads: Sequence[Load], smallest: int) -> list[Capacities]:
-    """Sets of up to `row_classes` capacities: the first so that some rows hold much or all of a
-    load. The others are parts of the median load, to hold what the first leaves over, or a little
-    smaller than the one before: a few similar row sizes allow finer total capacities."""
-    slots = np.array([load.slots for load in loads])
-    median = float(np.median(slots))
+def smallest_capacity(inputs: SizingInputs, span: int) -> int:
+    """The least capacity at which a row of `span` ranks holds the longest item."""
+    return round_up(max(ceil_divide(inputs.longest, span), 1), inputs.alignment)
 
-    def shares_of_median(divisors: Iterable[int]) -> set[int]:
-        return {round_up(math.ceil(median / divisor), inputs.alignment) for divisor in divisors}
 
-    firsts = {smallest}
-    for load in (float(slots.min()), median, float(slots.max())):
-        fewest = math.ceil(load / inputs.largest_capacity)
-        numbers = range(fewest, fewest + CAPACITY_SEARCH.row_numbers)
-        for rows, share in itertools.product(numbers, CAPACITY_SEARCH.load_shares):
-            firsts.add(round_up(math.ceil(load * share / rows), inputs.alignment))
-    leftovers = shares_of_median(CAPACITY_SEARCH.leftover_divisors)
-    steps = shares_of_median(CAPACITY_SEARCH.step_divisors)
-    longest_sets: set[Capacities] = {
-        (size,) for size in firsts if smallest <= size <= inputs.largest_capacity
+def _too_small(inputs: SizingInputs) -> str:
+    widest = max(inputs.spans)
+    needed = smallest_capacity(inputs, widest)
+    ranks = f" on each of {widest} ranks" if widest > 1 else ""
+    return (
+        f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
+        f"largest item has {inputs.longest} slots and rows come in multiples of "
+        f"{inputs.alignment}{ranks}; raise it to {needed} or limit the size of items"
+    )
+
+
+# ---------------------------------------------------------------------------- candidates
+
+
+def _candidates(judge: _Judge, span: int) -> list[Classes]:
+    """Sets of up to `row_classes` classes, of which the one with most slots has rows of `span`
+    ranks, and the others of as many or the fewest allowed.
+
+    The first holds much or all of a load, or just the longest item. The others are such shares of a
+    load, too, where the first is larger than that; or parts of the median load, to hold what the
+    first leaves over; or a little smaller than the one before: a few similar sizes allow finer
+    totals; or parts of the first.
+    """
+    inputs = judge.inputs
+    firsts = _load_shares(judge) | {smallest_capacity(inputs, span)}
+    firsts = {
+        capacity
+        for capacity in firsts
+        if smallest_capacity(inputs, span) <= capacity <= inputs.largest_capacity
     }
+    longest_sets: list[Classes] = [(RowClass(capacity, span),) for capacity in firsts]
     candidates = set(longest_sets)
+    further = _Further(judge)
+    spans = {span, min(inputs.spans)}
     for _ in range(1, inputs.config.row_classes):
-        longest_sets = {
-            (*sizes, size)
-            for sizes in longest_sets
-            for size in leftovers | {sizes[-1] - step for step in _next_steps(sizes, steps)}
-            if 0 < size < sizes[-1]
-        }
-        candidates |= longest_sets
+        best = _best(
+            longest_sets, CAPACITY_SEARCH.extended, lambda classes: judge.bounds(classes).sum()
+        )
+        longest_sets = list(
+            dict.fromkeys(
+                (*classes, further_class)
+                for classes in best
+                for further_class in further.classes_after(classes, spans)
+            )
+        )
+        candidates.update(longest_sets)
     return list(candidates)
 
 
-def _next_steps(sizes: Capacities, steps: set[int]) -> set[int]:
-    """Steps down to a further class of similar size: once there is one, all steps are equal."""
-    if len(sizes) > 1 and sizes[0] < 2 * sizes[1]:
-        return {sizes[0] - sizes[1]}
-    return steps
+def _load_shares(judge: _Judge) -> set[int]:
+    """Capacities of which a few rows hold much or all of a load."""
+    inputs = judge.inputs
+    capacities: set[int] = set()
+    for load in (float(judge.slots.min()), judge.median, float(judge.slots.max())):
+        fewest = math.ceil(load / inputs.largest_capacity)
+        numbers = range(fewest, fewest + CAPACITY_SEARCH.row_numbers)
+        for rows, share in itertools.product(numbers, CAPACITY_SEARCH.load_shares):
+            capacities.add(round_up(math.ceil(load * share / rows), inputs.alignment))
+    return capacities
+
+
+class _Further:
+    """Classes that may come after others."""
+
+    def __init__(self, judge: _Judge):
+        self.alignment = judge.inputs.alignment
+        self.median = judge.median
+        self.shares = self._parts(
+            judge.median, (1 / share for share in CAPACITY_SEARCH.load_shares)
+        )
+        self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
+        self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
+
+    def _parts(self, slots: float, divisors: Iterable[float]) -> set[int]:
+        return {round_up(math.ceil(slots / divisor), self.alignment) for divisor in divisors}
+
+    def classes_after(self, classes: Classes, spans: Iterable[int]) -> list[RowClass]:
+        """Classes whose rows have fewer slots than those of the last of `classes`."""
+        first = classes[0].capacity
+        last = classes[-1]
+        capacities = self.leftovers | {last.capacity - step for step in self._steps(classes)}
+        if first > self.median:
+            capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
+        if last.span > 1:
+            capacities.add(last.capacity)  # of fewer ranks
+        return [
+            RowClass(capacity, span)
+            for capacity in sorted(capacities)
+            for span in spans
+            if 0 < capacity * span < last.slots and capacity <= max(first, self.median)
+        ]
+
+    def _steps(self, classes: Classes) -> set[int]:
+        """Steps down to a further class of similar size: once there is one, all steps are equal."""
+        if len(classes) > 1 and classes[0].capacity < 2 * classes[1].capacity:
+            return {classes[0].capacity - classes[1].capacity}
+        return self.steps
 
 
 def _best(
-    candidates: Iterable[Capacities], size: int, cost: Callable[[Capacities], float]
-) -> list[Capacities]:
+    candidates: Iterable[Classes], size: int, cost: Callable[[Classes], float]
+) -> list[Classes]:
     """The `size` candidates of least cost; of equal ones those of fewer and smaller classes."""
-    return sorted(candidates, key=lambda sizes: (cost(sizes), len(sizes), sizes))[:size]
+    return sorted(candidates, key=lambda classes: (cost(classes), len(classes), classes))[:size]
+
+
+# ---------------------------------------------------------------------------- their costs
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What the loads need at least for their items over some length: [loads]."""
+
+    slots: Longs  # of a rank
+    rows: Longs  # of all ranks that exchange items
 
 
 class _Judge:
-    """Costs of sets of capacities, in slots of a rank, that hold the loads of one phase."""
+    """Costs of sets of classes, in slots of a rank, that hold the loads of one phase."""
 
     def __init__(self, inputs: SizingInputs, loads: Sequence[Load]):
         self.inputs = inputs
         self.loads = loads
-        self.wanted = np.array([load.wanted_slots for load in loads])
+        self.slots = np.array([load.slots for load in loads])
+        self.median = float(np.median(self.slots))
         self.overheads = np.array([load.microbatch_overhead for load in loads])
+        # Where items stay with their example, each rank needs rows for its own.
+        self.ranks = inputs.ranks if loads[0].item_rank is None else 1
+        slots = sum(int(load.items.length.sum()) for load in loads)
+        flops = sum(inputs.flops.total(load.items.length) for load in loads)
+        gather = inputs.gather_cost * slots / flops if flops else 0.0
+        self.gather = max(gather, CAPACITY_SEARCH.least_gather)
         self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
-        self.items_over = cache(self._items_over)
+        self.wanted = cache(self._wanted)
+        self.needs_over = cache(self._needs_over)
 
-    def expected(self, capacities: Capacities, packed: slice) -> float:
+    def expected(self, classes: Classes, packed: slice) -> float:
         """The bound of all loads, times what packing some of them takes over their own bound."""
-        bounds = self.bounds(capacities)
-        return bounds.sum() * self._packed(capacities, self.loads[packed]) / bounds[packed].sum()
+        bounds = self.bounds(classes)
+        return bounds.sum() * self._packed(classes, self.loads[packed]) / bounds[packed].sum()
 
-    def _packed(self, capacities: Capacities, loads: Sequence[Load]) -> float:
-        spec = phase_spec(self.inputs, capacities)
+    def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
+        spec = phase_spec(self.inputs, classes)
         cost = 0.0
         for load in loads:
             plan = load.plan(spec)
@@ -123,57 +217,128 @@ class _Judge:
             # Below this nothing is gained: assigning rows stops there, too.
             synchronised = statistics[f"{self.inputs.name}/synchronised"]
             waits = max(synchronised, 1 + 1 / ROW_SEARCH.stop_within)
-            slots = int(plan.capacity.sum(dtype=np.int64))
-            cost += slots * waits + load.microbatch_overhead * plan.microbatches
+            capacity = plan.capacity.astype(np.int64)
+            gathered = int((capacity * (plan.span - 1)).sum())
+            cost += int(capacity.sum()) * waits + self.gather * gathered
+            cost += load.microbatch_overhead * plan.microbatches
         return cost
 
-    def _bounds(self, capacities: Capacities) -> Floats:
+    def _bounds(self, classes: Classes) -> Floats:
         """Cost of the fewest rows that may hold each load, filled as far as rows get: [loads]."""
-        sizes = np.array(capacities, np.int64)
-        no_larger_than = (*capacities[1:], 0)  # items over it fit no smaller class
-        half = capacities[0] // 2  # of the items over it, no two share a row
-        slots_by_class = [self.items_over(length)[0] for length in no_larger_than[:-1]]
-        slots = np.stack([*slots_by_class, self.wanted], axis=1)
-        rows_by_class = [self.items_over(max(length, half))[1] for length in no_larger_than]
+        no_longer_than = [row_class.slots for row_class in classes[1:]]  # else no later class holds
+        half = classes[0].slots // 2  # of the items over it, no two share a row
+        slots_by_class = [self.needs_over(length).slots for length in no_longer_than]
+        wanted = self.wanted(max(row_class.span for row_class in classes))
+        slots = np.stack([*slots_by_class, wanted], axis=1)
+        rows_by_class = [self.needs_over(max(length, half)).rows for length in (*no_longer_than, 0)]
         rows = np.maximum(np.stack(rows_by_class, axis=1), slots > 0)
-        most_firsts = max(self.wanted.max() // sizes[0] + 1, rows.max())
-        firsts = np.arange(self.wanted.min() // sizes[0], most_firsts + 1)
-        counts = row_steps(row_classes(capacities)) + firsts[:, None, None] * (
-            np.arange(len(sizes)) == 0
-        )
-        counts = counts.reshape(-1, len(sizes))
-        counts = counts[counts[:, 0] >= 0]
-        start = np.searchsorted(counts @ sizes, self.wanted)
-        chosen = counts[_first_enough(counts, sizes, slots, rows, start)]
-        return chosen @ sizes + chosen.sum(axis=1) * self.overheads
+        capacity = np.array([row_class.capacity for row_class in classes], np.int64)
+        span = np.array([row_class.span for row_class in classes], np.int64)
+        order = np.array(by_capacity(classes), np.int64)
+        rows_of_microbatch = np.maximum(self.ranks // span, 1)
+        counts = _fewest_slots(capacity, rows_of_microbatch, order, slots, rows)
+        price = capacity * (1 + self.gather * (span - 1))
+        return np.asarray(counts @ price + counts.sum(axis=1) * self.overheads)
 
-    def _items_over(self, length: int) -> Longs:
-        """`Load.slots_of_items_over` of all loads: [2, loads]."""
-        return np.array([load.slots_of_items_over(length) for load in self.loads]).T
+    def _wanted(self, span: int) -> Longs:
+        """`Load.wanted_slots` of all loads: [loads]."""
+        return np.array([load.wanted_slots(self.inputs, span) for load in self.loads])
+
+    def _needs_over(self, length: int) -> _Needs:
+        """`Load.needs_over` of all loads."""
+        slots, rows = np.array([load.needs_over(length) for load in self.loads]).T
+        return _Needs(slots, rows)
 
 
 @compiled
-def _first_enough(counts: Longs, sizes: Longs, slots: Longs, rows: Longs, start: Longs) -> Longs:
-    """Index of the first counts [any, K], from `start` [loads] on, that meet the needs `slots` and
-    `rows` [loads, K]: [loads]."""
-    chosen = np.zeros(len(start), np.int64)
-    for load in range(len(start)):
-        for index in range(start[load], len(counts)):
-            held_slots = 0
-            held_rows = 0
+def _fewest_slots(
+    capacity: Longs, rows: Longs, order: Longs, needs: Longs, rows_needed: Longs
+) -> Longs:
+    """Microbatches of each class that meet the needs of each load with fewest slots of a rank,
+    then fewest microbatches: [loads, K].
+
+    Args:
+      capacity: [K] slots of a rank.
+      rows: [K] rows of a microbatch.
+      order: [K] classes by capacity, largest first: any number of the first, of the others as many
+        as `row_counts` offers.
+      needs: [loads, K] slots of a rank in the classes up to each.
+      rows_needed: [loads, K] rows in the classes up to each.
+    """
+    loads, classes = needs.shape
+    chosen = np.zeros((loads, classes), np.int64)
+    counts = np.zeros(classes, np.int64)
+    most = np.zeros(classes, np.int64)
+    base = order[0]
+    for load in range(loads):
+        for index in range(1, classes):
+            number = order[index]
+            most[number] = max(2, (capacity[order[index - 1]] - 1) // capacity[number])
+            if number < base:  # items may need such rows that none of the base hold
+                slots = rows_left = 0
+                for later in range(number, base):
+                    slots = max(slots, needs[load, later])
+                    rows_left = max(rows_left, rows_needed[load, later])
+                most[number] += 2 * (-(-slots // capacity[number])) - (-rows_left // rows[number])
+        best_slots = INT64_MAX
+        best_count = INT64_MAX
+        counts[:] = 0
+        while True:
+            # Of the base as many as the others leave over.
+            held = held_rows = needed = 0
             enough = True
-            for size in range(len(sizes)):
-                held_slots += counts[index, size] * sizes[size]
-                held_rows += counts[index, size]
-                enough &= held_slots >= slots[load, size] and held_rows >= rows[load, size]
-            if enough:
-                chosen[load] = index
+            for number in range(classes):
+                held += counts[number] * capacity[number]
+                held_rows += counts[number] * rows[number]
+                missing = -(-(needs[load, number] - held) // capacity[base])
+                missing_rows = -(-(rows_needed[load, number] - held_rows) // rows[base])
+                if number < base:
+                    enough &= missing <= 0 and missing_rows <= 0
+                else:
+                    needed = max(needed, missing, missing_rows)
+            slots = held + needed * capacity[base]
+            count = counts.sum() + needed
+            if enough and (slots < best_slots or (slots == best_slots and count < best_count)):
+                best_slots = slots
+                best_count = count
+                chosen[load] = counts
+                chosen[load, base] = needed
+            # The next combination: too many of a class are followed by none of it and one more of
+            # the next larger.
+            index = classes - 1
+            while index > 0:
+                number = order[index]
+                counts[number] += 1
+                innermost = index == classes - 1
+                if counts[number] <= most[number] and not (innermost and held >= best_slots):
+                    break
+                counts[number] = 0
+                index -= 1
+            if index == 0:
                 break
     return chosen
 
 
-def checked_capacities(capacities: Capacities, inputs: SizingInputs) -> Capacities:
+# ---------------------------------------------------------------------------- capacities of a config
+
+
+def given_classes(capacities: Capacities, inputs: SizingInputs) -> Classes:
+    """The capacities of a config, each in every span that is allowed, by the slots of a row.
+
+    Raises:
+      ConfigError: one is not a multiple of the alignment, they are not different, or no row holds
+        the longest item.
+    """
+    checked = checked_capacities(capacities, inputs, max(inputs.spans))
+    classes = [RowClass(capacity, span) for capacity in checked for span in inputs.spans]
+    return tuple(sorted(classes, key=lambda c: (c.slots, c.span), reverse=True))
+
+
+def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int = 1) -> Capacities:
     """The capacities of a config, descending.
+
+    Args:
+      span: most ranks that hold a row together.
 
     Raises:
       ConfigError: one is not a multiple of the alignment, they are not different, or none holds the
@@ -189,10 +354,11 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs) -> Capaciti
             )
     if len(set(capacities)) < len(capacities) or not capacities:
         raise ConfigError(f"{key} must be one or more different numbers, not {list(capacities)}")
-    if max(capacities) < inputs.longest:
+    if max(capacities) * span < inputs.longest:
+        ranks = f" on each of {span} ranks" if span > 1 else ""
         raise ConfigError(
-            f"{key}: the largest, {max(capacities)}, is too small for the largest item "
-            f"({inputs.longest} slots); raise it to {round_up(inputs.longest, inputs.alignment)} or "
+            f"{key}: the largest, {max(capacities)}{ranks}, is too small for the largest item "
+            f"({inputs.longest} slots); raise it to {smallest_capacity(inputs, span)} or "
             f"limit the size of items"
         )
     return tuple(sorted(capacities, reverse=True))

@@ -15,9 +15,9 @@ from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.capacities import (
-    checked_capacities,
     checked_long_capacity,
-    choose_capacities,
+    choose_classes,
+    given_classes,
 )
 from jaxmllm.balance.sizes.exchange_sizes import choose_routes
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
@@ -92,12 +92,10 @@ def _choose_rows(
 def _ordinary_rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
     """A phase with its row classes and the most items of a row, without long rows."""
     config = inputs.config
-    if config.capacities == "auto":
-        capacities = choose_capacities(inputs, loads)
-    else:
-        capacities = checked_capacities(config.capacities, inputs)
+    given = config.capacities
+    classes = choose_classes(inputs, loads) if given == "auto" else given_classes(given, inputs)
     if config.max_segments != "auto":
-        return phase_spec(inputs, capacities, config.max_segments)
-    unlimited = phase_spec(inputs, capacities)
+        return phase_spec(inputs, classes, config.max_segments)
+    unlimited = phase_spec(inputs, classes)
     most_segments = max((int(load.plan(unlimited).segment.max()) for load in loads), default=0)
     return replace(unlimited, max_segments=with_head_room(most_segments, SEGMENT_ALIGNMENT))

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
-from jaxmllm.balance.records import PhaseSpec, row_classes
+from jaxmllm.balance.records import PhaseSpec, RowClass
 from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import Phase
 
-Capacities = tuple[int, ...]  # row classes of a phase, descending
+Capacities = tuple[int, ...]  # slots of a rank, descending
+Classes = tuple[RowClass, ...]  # of a phase, by the slots of a row, most first
 
 HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 
@@ -27,6 +28,11 @@ class SizingInputs:
     flops: ItemCost
     config: PhaseConfig
     time: PhaseTime | None = None  # balances items instead of their FLOPs
+    # Numbers of ranks that may hold a row together, ascending: each divides the next and the ranks
+    spans: tuple[int, ...] = (1,)
+    # What gathering the keys and values of a slot of another rank takes, in FLOPs that could be
+    # done meanwhile
+    gather_cost: int = 0
 
     @property
     def name(self) -> str:
@@ -34,8 +40,12 @@ class SizingInputs:
 
     @property
     def largest_capacity(self) -> int:
-        """Slots of the largest row that `max_capacity` and the alignment allow."""
-        return self.config.max_capacity // self.alignment * self.alignment
+        """Most slots of a rank that `max_capacity` and the alignment allow."""
+        most = self.config.max_capacity
+        if str(most) == "auto":
+            longest_part = ceil_divide(self.longest, max(self.spans))
+            most = max(CAPACITY_SEARCH.usual_capacity, CAPACITY_SEARCH.longest_items * longest_part)
+        return most // self.alignment * self.alignment
 
     def of_ordinary_items(self) -> SizingInputs:
         """The same inputs for the items that get no long row."""
@@ -59,6 +69,15 @@ class CapacitySearch:
     # latter: classes of similar size.
     leftover_divisors: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     step_divisors: tuple[int, ...] = (16, 24, 32, 48, 64, 96, 128)
+    # Where the first class is larger than the median load, because of the longest item, another is
+    # a share of that load or the first divided by one of these: nothing else lies between the two.
+    first_divisors: tuple[float, ...] = (1.5, 2, 3, 4, 6, 8, 12, 16)
+    # A further class is added to the best sets so far, this many of each span.
+    extended: int = 128
+    # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
+    # and no fewer slots than these.
+    longest_items: int = 4
+    usual_capacity: int = 32_768
 
     # All candidates are judged by a bound, on 128 sampled and redrawn batches or those of 1 << 19
     # examples: rows that just hold a few batches overflow in the next.
@@ -68,10 +87,14 @@ class CapacitySearch:
     expected_fill: float = 0.99
     # Where no calibration says what a microbatch takes besides its slots: a share of the load.
     microbatch_overhead: float = 0.002
+    # What gathering a slot takes at least, in slots: rows that ranks share must save something.
+    least_gather: float = 0.001
 
-    # The 24 best by the bound are really packed in a quarter of 32 batches, and the 4 best of these
-    # in all of them. There are fewer batches where the former would pack over 1.2 million items.
+    # The 24 best by the bound, the same number of each span but at least 8, are really packed in a
+    # quarter of 32 batches, and the 4 best of these in all of them. There are fewer batches where
+    # the former would pack over 1.2 million items.
     first_packed: int = 24
+    least_packed: int = 8
     then_packed: int = 4
     packed_batches: int = 32
     packed_items: int = 1_200_000
@@ -81,14 +104,14 @@ CAPACITY_SEARCH = CapacitySearch()
 
 
 def phase_spec(
-    inputs: SizingInputs, capacities: Capacities, max_segments: int | None = None
+    inputs: SizingInputs, classes: Classes, max_segments: int | None = None
 ) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share one."""
     return PhaseSpec(
         phase=inputs.phase,
         ranks=inputs.ranks,
-        classes=row_classes(capacities),
-        max_segments=capacities[0] if max_segments is None else max_segments,
+        classes=classes,
+        max_segments=classes[0].slots if max_segments is None else max_segments,
         slots_per_token=inputs.slots_per_token,
         cost=inputs.flops if inputs.time is None else inputs.time.item,
         model_flops=None if inputs.time is None else inputs.flops,

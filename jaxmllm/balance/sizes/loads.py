@@ -9,11 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import (
+    BatchItems,
+    ExchangeGrid,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    RowClass,
+)
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
 from jaxmllm.balance.rows.long import select
 from jaxmllm.balance.rows.row_counts import wanted_slots
@@ -31,20 +39,35 @@ class Load:
     item_rank: Longs | None  # [N], where items stay with their example; none: they move freely
     ranks: int
     slots: int  # of the fullest rank, if rows could be cut anywhere
-    wanted_slots: int  # slots that the rows of a rank should have
     microbatch_overhead: float  # of each microbatch, in slots of average cost
 
-    def slots_of_items_over(self, length: int) -> tuple[int, int]:
+    @cached_property
+    def _ascending(self) -> tuple[Longs, Longs]:
+        """Lengths of the items, ascending: [N]; and the slots of those from each on: [N + 1]."""
+        lengths = np.sort(self.items.length)
+        return lengths, np.append(np.cumsum(lengths[::-1])[::-1], 0)
+
+    def needs_over(self, length: int) -> tuple[int, int]:
         """Slots and number of the items longer than `length`: on the rank that has most or, where
-        items move freely, on the mean rank."""
-        longer = self.items.length > length
-        lengths = self.items.length[longer]
+        items move freely, slots of the mean rank and items of all."""
         if self.item_rank is None:
-            slots = ceil_divide(int(lengths.sum()), self.ranks)
-            return slots, ceil_divide(len(lengths), self.ranks)
+            lengths, slots_from = self._ascending
+            first = int(np.searchsorted(lengths, length, side="right"))
+            return ceil_divide(int(slots_from[first]), self.ranks), len(lengths) - first
+        longer = self.items.length > length
         rank = self.item_rank[longer]
-        slots = int(sums_by(rank, lengths, self.ranks).max())
+        slots = int(sums_by(rank, self.items.length[longer], self.ranks).max())
         return slots, int(np.bincount(rank, minlength=1).max())
+
+    def wanted_slots(self, inputs: SizingInputs, span: int) -> int:
+        """Slots that the rows of a rank should have where `span` ranks may share one."""
+        least = math.ceil(self.slots / CAPACITY_SEARCH.expected_fill)
+        if self.item_rank is not None:
+            return least
+        # Of the mean rank: items that move freely need room, too, where their costs are balanced.
+        cost = item_costs(phase_spec(inputs, (RowClass(1),)), self.items.length)
+        wanted = wanted_slots(self.items.length, cost, self.ranks, span)
+        return max(least, ceil_divide(wanted, self.ranks))
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         """The items really packed."""
@@ -84,19 +107,14 @@ def _load(
     if example_rank is None:
         item_rank = None
         slots = ceil_divide(int(items.length.sum()), inputs.ranks)
-        cost = item_costs(phase_spec(inputs, (inputs.alignment,)), items.length)
-        # Of the mean rank: items that move freely need room, too, where their costs are balanced.
-        wanted = ceil_divide(wanted_slots(items.length, cost, inputs.ranks), inputs.ranks)
     else:
         item_rank = item_ranks(batch, inputs.name, example_rank, grids)[ordinary]
         slots = int(sums_by(item_rank, items.length, inputs.ranks).max())
-        wanted = slots
     return Load(
         items=items,
         item_rank=item_rank,
         ranks=inputs.ranks,
         slots=slots,
-        wanted_slots=max(wanted, math.ceil(slots / CAPACITY_SEARCH.expected_fill)),
         microbatch_overhead=_microbatch_overhead(inputs, items, slots),
     )
 

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec
+from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
@@ -170,7 +170,7 @@ def _phase_spec(
     # A replica gets its share of the examples, so a row never has more of them.
     examples_per_replica = ceil_divide(examples, inputs.ranks)
     segments = examples_per_replica if config.max_segments == "auto" else config.max_segments
-    return phase_spec(inputs, (capacity,), max(segments, examples_per_replica))
+    return phase_spec(inputs, (RowClass(capacity),), max(segments, examples_per_replica))
 
 
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:

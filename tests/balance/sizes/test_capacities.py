@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
-from jaxmllm.balance.records import row_classes
+from jaxmllm.balance.records import PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
+from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
+from jaxmllm.balance.sizes.capacities import _fewest_slots
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
-from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.statistics import step_statistics
+from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase
-from jaxmllm.tools.workload import generate
-from tests.balance.sizes.sample_inputs import ALIGNMENT, PER_TOKEN, grids_of, inputs_of
+from jaxmllm.tools.workload import generate, make_spec
+from tests.balance.sizes.sample_inputs import (
+    ALIGNMENT,
+    LONGEST,
+    PER_TOKEN,
+    grids_of,
+    inputs_of,
+)
 
 
 def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
@@ -76,6 +88,114 @@ def test_more_classes_waste_less(make):
         fill.append(sum(batch.phases["audio"].length.sum() for batch in samples) / slots / 8)
     assert fill[0] < fill[1] <= fill[2] + 0.01
     assert fill[2] > 0.85
+
+
+def with_longest(batch, phase: str, length: int):
+    """The batch with one item of a phase made as long as that."""
+    items = batch.phases[phase]
+    lengths = items.length.copy()
+    lengths[0] = length
+    items = dataclasses.replace(items, length=lengths, real=lengths)
+    return dataclasses.replace(batch, phases=batch.phases | {phase: items})
+
+
+def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
+    samples = [generate([0, n], 32) for n in range(12)]
+    fresh = [generate([1, n], 32) for n in range(8)]
+    over_ideal = {}
+    for spans in ((1,), (1, 2, 4)):
+        spec = make_spec(8, samples, spans=spans)
+        assert all(row_class.span in spans for row_class in spec.phases["vision"].classes)
+        plans = [place_items(batch, spec.phases, {}, "phases") for batch in fresh]
+        over_ideal[spans] = np.mean(
+            [
+                step_statistics(plan, batch, spec.phases)["step/over_ideal"]
+                for plan, batch in zip(plans, fresh, strict=True)
+            ]
+        )
+    assert over_ideal[1,] > 1.5
+    assert over_ideal[1, 2, 4] < 1.25
+
+
+SHORT = {"vision": 64, "audio": 64}
+
+
+def test_rows_that_save_nothing_are_not_shared(make):
+    """Many short items balance without, and gathering takes a little: span 1 wins."""
+    samples = [make.batch(k, 128, longest=64) for k in range(6)]
+    inputs = [
+        dataclasses.replace(
+            of_phase, spans=(1, 2, 4), longest=SHORT.get(of_phase.name, LONGEST[of_phase.name])
+        )
+        for of_phase in inputs_of(4, vision=PhaseConfig(row_classes=2))
+    ]
+    spec = choose_sizes(samples, inputs, grids_of(make, 4), BalanceConfig())
+    assert all(row_class.span == 1 for row_class in spec.phases["vision"].classes)
+
+
+def test_a_high_price_of_gathering_keeps_rows_apart():
+    samples = [generate([0, n], 24) for n in range(6)]
+
+    def gathered(cost: int) -> int:
+        config = PhaseConfig(row_classes=2)
+        inputs = SizingInputs(
+            *(decoder_phase(), 8, 128, 1, 10_256, ItemCost(1000, 1), config, None, (1, 2, 4, 8)),
+            gather_cost=cost,
+        )
+        spec = choose_sizes(samples, [inputs], {}, BalanceConfig())
+        plan = assign(spec.phases["language"], samples[0].phases["language"])
+        return int((plan.capacity * (plan.span - 1)).sum())
+
+    assert gathered(0) > 0
+    assert gathered(100_000) == 0
+
+
+def test_given_capacities_have_every_span():
+    config = PhaseConfig(capacities=(128, 512))
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, 128, 1, 4000, ItemCost(1000, 1), config, None, (1, 8))
+    )
+    classes = choose_sizes([generate(0, 64)], [inputs], {}, BalanceConfig()).phases["language"]
+    assert classes.classes == ((512, 8), (128, 8), (512, 1), (128, 1))
+    with pytest.raises(ConfigError, match=r"512 on each of 8 ranks, is too small.*raise it to 640"):
+        choose_sizes(
+            [generate(0, 64)], [dataclasses.replace(inputs, longest=5000)], {}, BalanceConfig()
+        )
+
+
+def test_a_class_lies_between_the_load_and_the_longest_item():
+    """One rare item of ten times the load of a rank; without it rows are as small as the load."""
+    samples = [generate([0, n], 64) for n in range(16)]
+    samples[3] = with_longest(samples[3], "language", 60_000)
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, 128, 1, 60_000, ItemCost(1000, 1)),
+        PhaseConfig(row_classes=2, max_capacity=65_536),
+    )
+    spec = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"]
+    loads = [int(batch.phases["language"].length.sum()) / 8 for batch in samples]
+    slots = [int(assign(spec, batch.phases["language"]).capacity.sum()) for batch in samples]
+    assert slots[3] >= 60_000
+    assert np.mean(np.delete(slots, 3) / np.delete(loads, 3)) < 1.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.sampled_from([((16, 2), (12, 2), (20, 1)), ((8, 8), (32, 1), (4, 2)), ((40, 2), (9, 1))]),
+)
+def test_the_bound_is_the_first_set_that_meets_the_needs(lengths, classes):
+    """`_fewest_slots` against `row_counts`, which lists sets by their slots."""
+    ranks = 8
+    classes = tuple(RowClass(*row_class) for row_class in classes)
+    length = np.minimum(np.array(lengths, np.int64), classes[0].slots)
+    spec = PhaseSpec(decoder_phase(), ranks, classes, len(length), 1, ItemCost(1, 0))
+    needs = row_needs(spec, length, np.zeros(len(length), np.int64), 1)
+    first = next(row_counts(classes, ranks, needs))
+    capacity = np.array([row_class.capacity for row_class in classes])
+    rows = np.array([ranks // row_class.span for row_class in classes])
+    order = np.array(by_capacity(classes))
+    found = _fewest_slots(capacity, rows, order, needs.slots[None], needs.rows[None])[0]
+    assert found @ capacity == first @ capacity and found.sum() == first.sum()
 
 
 @pytest.mark.parametrize(
