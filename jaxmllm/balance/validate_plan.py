@@ -60,11 +60,9 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     for column in ("microbatch", "rank", "offset", "segment"):
         problem = f"{column} does not have one entry per item"
         _require(getattr(plan, column).shape == (size,), phase, problem)
-    classes = [RowClass(spec.long_capacity)] if spec.long_capacity else []
-    classes += spec.classes
     shapes = list(map(RowClass, plan.capacity.tolist(), plan.span.tolist()))
-    _require(set(shapes) <= set(classes), phase, "a row is of no class")
-    order = [classes.index(shape) for shape in shapes]
+    _require(set(shapes) <= set(spec.classes), phase, "a row is of no class")
+    order = [spec.classes.index(shape) for shape in shapes]
     _require(order == sorted(order), phase, "microbatches are not ordered by class")
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")

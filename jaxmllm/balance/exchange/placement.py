@@ -198,7 +198,7 @@ def _movable(
     rank_cost = shares_of_rows(plan, all_costs, spec.ranks).sum(axis=0)
     rank_room = rank_limit(rank_cost, largest_share(plan, all_costs)) - rank_cost
 
-    chosen = (plan.span == span) & (plan.capacity <= max(spec.capacities))
+    chosen = plan.span == span
     microbatches = np.flatnonzero(chosen)
     number = np.cumsum(chosen) - 1
     items = np.flatnonzero(chosen[plan.microbatch])

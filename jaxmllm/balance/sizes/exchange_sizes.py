@@ -53,7 +53,7 @@ def choose_routes(
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(samples, plans, strict=True)
     ]
-    row_tokens = max(*language.capacities, language.long_capacity)
+    row_tokens = max(language.capacities)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
     # Who shares an exchange depends on the grids alone.
     unsized = {

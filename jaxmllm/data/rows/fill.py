@@ -22,7 +22,6 @@ import numpy as np
 from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.exchange.tables import route_tables
 from jaxmllm.balance.records import BatchItems, PipelineRun, PlanSpec, RouteTables, StepPlan
-from jaxmllm.balance.rows.long import is_long
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import Modality
@@ -76,10 +75,9 @@ class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
     `capacities`, `spans`, `pools` and `pool_offsets` have one entry per microbatch, as in
-    `PhasePlan`, and `rows` one dict per microbatch, of the local ranks or the groups with one,
-    long ones whole on every host; `media_ranks` is where the media of a long language row arrive,
-    and -1 for the others. The tables of `rounds` are those of the
-    local exchange ranks. `failures` has one message for each item that did not decode on this host.
+    `PhasePlan`, and `rows` one dict per microbatch: of the local ranks, or the groups with one. The
+    tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
+    item that did not decode on this host.
     """
 
     step: int
@@ -90,7 +88,6 @@ class HostStep:
     pools: dict[str, tuple[int, ...]]
     pool_offsets: dict[str, tuple[int, ...]]
     rows: dict[str, list[Row]]
-    media_ranks: tuple[int, ...]
     rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
@@ -127,12 +124,13 @@ def fill(
         )
         failures += messages
     rows[LANGUAGE] = language_rows(
-        batch, plan, local.phases[LANGUAGE], attention, spec.phases[LANGUAGE], corpus.source_of
+        batch,
+        plan,
+        local.phases[LANGUAGE],
+        attention,
+        spec.phases[LANGUAGE].max_segments,
+        corpus.source_of,
     )
-    language = plan.phases[LANGUAGE]
-    media_ranks = np.full(language.microbatches, -1)
-    long = is_long(spec.phases[LANGUAGE], items.phases[LANGUAGE].length)
-    media_ranks[language.microbatch[long]] = language.rank[long]
     return HostStep(
         step=step,
         examples=np.asarray(examples, np.int64),
@@ -142,7 +140,6 @@ def fill(
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
         pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
         rows=rows,
-        media_ranks=_plain(media_ranks),
         rounds={
             phase: [
                 route_tables(round_, route, local.exchange[phase])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums
-from jaxmllm.balance.records import PhaseSpec, StepPlan
+from jaxmllm.balance.records import StepPlan
 from jaxmllm.data.rows.batch import CHANGED, Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_language_row
 from jaxmllm.phases import LANGUAGE
@@ -29,27 +29,24 @@ def language_rows(
     plan: StepPlan,
     ranks: tuple[int, ...],
     attention: AttentionSpec,
-    spec: PhaseSpec,
+    max_segments: int,
     source_of: Callable[[int], int],
 ) -> list[Row]:
-    """Rows of every microbatch; a long one, which all ranks share, is whole. Raises
-    `MisalignmentError`."""
+    """Rows of every microbatch. Raises `MisalignmentError`."""
     phase = plan.phases[LANGUAGE]
     items = batch.items.phases[LANGUAGE]
     local = LocalRows(LANGUAGE, phase, ranks)
-    is_long = phase.capacity > max(spec.capacities)  # one long row for all ranks
-    shapes = list(zip(phase.capacity.tolist(), phase.span.tolist(), is_long.tolist(), strict=True))
+    shapes = list(zip(phase.capacity.tolist(), phase.span.tolist(), strict=True))
     rows = [
-        _empty_row(1 if long else len(local.groups(span)), capacity * span, spec.max_segments)
-        for capacity, span, long in shapes
+        _empty_row(len(local.groups(span)), capacity * span, max_segments)
+        for capacity, span in shapes
     ]
     # Pieces of item n are those from pieces[n] on.
     pieces = {
         encoder: np.searchsorted(route.item, np.arange(len(batch.items.phases[encoder].tokens) + 1))
         for encoder, route in plan.routes.items()
     }
-    filled = np.union1d(local.items, np.flatnonzero(is_long[phase.microbatch]))
-    for item in filled.tolist():
+    for item in local.items.tolist():
         index = int(items.example[item])
         row = rows[phase.microbatch[item]]
         number = int(batch.examples[index])
@@ -59,7 +56,7 @@ def language_rows(
                 f"example {number} has {len(example.tokens)} tokens, but the plan was made for {items.length[item]}: "
                 f"{CHANGED}"
             )
-        group = 0 if is_long[phase.microbatch[item]] else local.row(item)
+        group = local.row(item)
         slots = local.slots(item, len(example.tokens))
         row["tokens"][group, slots] = example.tokens
         row["targets"][group, slots] = example.targets
@@ -76,10 +73,10 @@ def language_rows(
                 if encoder in attention.bidirectional:
                     # A number that no other item of the row has
                     row["groups"][group, first:last] = first + 1
-    for row, (_, span, long) in zip(rows, shapes, strict=True):
+    for row, (_, span) in zip(rows, shapes, strict=True):
         if span > 1:
             row["arrived"] = row["media"].copy()
-        finish_language_row(row, attention, spec.ranks if long else span)
+        finish_language_row(row, attention, span)
     return rows
 
 

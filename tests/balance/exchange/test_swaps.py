@@ -13,7 +13,7 @@ from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.exchange.placement import place_rows, swap_items
 from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
-from jaxmllm.balance.records import PhasePlan, PhaseSpec, row_classes
+from jaxmllm.balance.records import PhasePlan, PhaseSpec, RowClass
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import RowState
 from jaxmllm.balance.step_plan import place_items, plan_step
@@ -123,8 +123,8 @@ def test_rows_that_all_ranks_share_are_left_alone():
     length, wanted = np.array([20, 5, 5, 5]), np.array([1, 1, 0, 0])
     column = functools.partial(np.array, dtype=np.int32)
     plan = PhasePlan(
-        capacity=column([20, 5, 5]),
-        span=column([1, 1, 1]),
+        capacity=column([10, 5, 5]),
+        span=column([2, 1, 1]),
         pool=column([0, 0, 0]),
         pool_offset=column([0, 0, 0]),
         microbatch=column([0, 1, 1, 2]),
@@ -132,7 +132,8 @@ def test_rows_that_all_ranks_share_are_left_alone():
         offset=column([0, 0, 0, 0]),
         segment=column([1, 1, 1, 1]),
     )
-    spec = PhaseSpec(encoder_phase("vision"), 2, row_classes((5,)), 4, 1, ItemCost(1, 0))
+    classes = (RowClass(10, 2), RowClass(5))
+    spec = PhaseSpec(encoder_phase("vision"), 2, classes, 4, 1, ItemCost(1, 0))
     after = swap_items(plan, length, spec, destinations_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
