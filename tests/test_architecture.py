@@ -38,7 +38,7 @@ PLANNER = {  # the same inside jaxmllm/balance, which has rooms of its own
     "sizes": {"step_plan", "statistics", "exchange", "rows", "records", "costs", "compiled"},
     "validate_plan": {"exchange", "records"},
     "step_plan": {"statistics", "exchange", "rows", "records"},
-    "statistics": {"rows", "records"},
+    "statistics": {"rows", "records", "costs"},
     "exchange": {"rows", "records", "compiled"},
     "rows": {"records", "compiled"},
     "records": {"costs"},

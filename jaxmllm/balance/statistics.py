@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.long import is_long
@@ -82,12 +83,17 @@ def step_statistics(
 
 
 def slowest_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
-    """FLOPs of the slowest rank of every microbatch, summed: what is linear on all slots of its
+    """`slowest_cost` in FLOPs."""
+    return slowest_cost(plan, items, spec, spec.flops)
+
+
+def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: ItemCost) -> float:
+    """Cost of the slowest rank of every microbatch, summed: what is linear on all slots of its
     row, padding included, and the attention of the row's items; of a shared row, a rank's part."""
-    of_slots = spec.flops.linear * _slots_of_microbatches(plan, spec).astype(float) / spec.ranks
+    of_slots = cost.linear * _slots_of_microbatches(plan, spec).astype(float) / spec.ranks
     attention = np.zeros(plan.microbatches * spec.ranks)
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    np.add.at(attention, row, spec.flops.attention(items.length.astype(float)))
+    np.add.at(attention, row, cost.attention(items.length.astype(float)))
     of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / _parts(plan, spec)
     return float((of_slots + of_rows).sum())
 

@@ -2,7 +2,7 @@
 
     candidates --a bound, in all loads--> a few best --really packed, in some loads--> row classes
 
-They minimise, summed over the loads, the slots of a rank times the wait for the slowest, plus the
+They minimise, summed over the loads, what the slowest rows cost with their padding, plus the
 overhead of every microbatch and the price of gathering keys and values in rows that several ranks
 hold. Fewer classes win ties, for each is a program to compile.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from jaxmllm.arrays import INT64_MAX, Floats, Longs, ceil_divide, round_up
 from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.records import RowClass
-from jaxmllm.balance.rows.row_counts import ROW_SEARCH, by_capacity
+from jaxmllm.balance.rows.row_counts import by_capacity
 from jaxmllm.balance.sizes.inputs import (
     CAPACITY_SEARCH,
     Capacities,
@@ -29,7 +29,7 @@ from jaxmllm.balance.sizes.inputs import (
     phase_spec,
 )
 from jaxmllm.balance.sizes.loads import Load
-from jaxmllm.balance.statistics import phase_statistics
+from jaxmllm.balance.statistics import slowest_cost
 from jaxmllm.config.schema import ConfigError
 
 
@@ -213,13 +213,10 @@ class _Judge:
         cost = 0.0
         for load in loads:
             plan = load.plan(spec)
-            statistics = phase_statistics(plan, load.items, spec)
-            # Below this nothing is gained: assigning rows stops there, too.
-            synchronised = statistics[f"{self.inputs.name}/synchronised"]
-            waits = max(synchronised, 1 + 1 / ROW_SEARCH.stop_within)
+            mean_cost = spec.cost.total(load.items.length) / int(load.items.length.sum())
+            cost += slowest_cost(plan, load.items, spec, spec.cost) / mean_cost
             capacity = plan.capacity.astype(np.int64)
-            gathered = int((capacity * (plan.span - 1)).sum())
-            cost += int(capacity.sum()) * waits + self.gather * gathered
+            cost += self.gather * int((capacity * (plan.span - 1)).sum())
             cost += load.microbatch_overhead * plan.microbatches
         return cost
 
