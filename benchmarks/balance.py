@@ -3,17 +3,23 @@
     python -m benchmarks.balance --json balance.json              everything of docs/balancing.md, some minutes
     python -m benchmarks.balance --quick
     python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
+    python -m benchmarks.balance --settings 512x1 --widest 64    rows of up to 64 ranks
+
+Every setting is planned twice: with rows of one rank (`spans` [1]), and with rows that up to 8
+neighbours may hold together (`auto`).
 
 Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text, costed by the
 FLOPs of a model of 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are
 `auto`, chosen for each mode from batches that are not measured. Figures are means over the measured
-batches, times are medians. The JSON's `rows` have one record for every setting and phase, and one
-without a phase for every setting.
+batches, times are medians. The JSON's `rows` have one record for every setting, `spans` and phase,
+and one of phase `step` for every setting and `spans`.
 
-    gap to floor      costliest rank / max(mean rank, costliest item)
+    over ideal        FLOPs of the slowest rank of every microbatch, padding included / an equal share of the data's
+    gap to floor      costliest rank / max(mean rank, a rank's part of the costliest item)
     max/mean          costliest rank / mean rank
     synchronised      sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
-    real tokens       share of row slots that hold data
+    real tokens       share of row slots that hold data; of the step, weighted by the FLOPs of a slot
+    gathered GB       keys and values of all layers that the ranks receive of each other in a forward pass, together
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), items placed near their texts / dealt at random
@@ -23,7 +29,7 @@ without a phase for every setting.
     plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
                       leaves out what other processes took
 
-Modes are compared at up to 32 examples per rank: `none` leaves examples where sampling put them,
+Modes are compared at up to 32 examples per rank, with rows of one rank: `none` leaves examples where sampling put them,
 `tokens` balances the total tokens of examples, `language` the language phase alone, `phases` every
 phase.
 """
@@ -35,14 +41,15 @@ import statistics
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
 
-from jaxmllm.arrays import sums_by
+from jaxmllm.arrays import ceil_divide, sums_by
+from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import (
     BatchItems,
     Mode,
@@ -52,21 +59,23 @@ from jaxmllm.balance.records import (
     PlanSpec,
     StepPlan,
 )
-from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.assign import assign, item_costs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.workload import PHASES, ROW_CLASSES, describe, generate, make_spec
+from jaxmllm.tools.workload import MODEL, PHASES, ROW_CLASSES, describe, generate, make_spec
 
 Setting = tuple[int, int]  # ranks, examples per rank
 
 SETTINGS: tuple[Setting, ...] = (
-    *((ranks, per_rank) for ranks in (8, 64, 512, 2560) for per_rank in (8, 32)),
+    *((ranks, per_rank) for ranks in (8, 64, 512, 2560) for per_rank in (1, 2, 4, 8, 32)),
     *((ranks, 128) for ranks in (8, 64, 512)),
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
 COMPARED = 32  # examples per rank up to which modes are compared
 PROXIES = ("step_proxy", "step_proxy_padded")
 NODE = 8  # ranks
+STEP = "step"  # phase of the records that tell of all phases
+ALONE = (1,)  # spans of rows that each rank holds alone
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
 SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes, in as many batches as they fill ...
@@ -82,53 +91,112 @@ GENERATOR = (
 
 
 def measure(
-    setting: Setting, batches: int, repeats: int, seed: int, row_classes: int
+    setting: Setting, batches: int, repeats: int, seed: int, row_classes: int, widest: int = NODE
 ) -> list[dict[str, Any]]:
-    """One record for every phase, then one for the step."""
+    """With rows of one rank, then with rows of up to `widest`: one record for every phase, then one
+    for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
     sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_SAMPLED), MOST_SAMPLED)
     samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(sampled)]
     held_out = [generate([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
-    proxy: dict[str, dict[str, float]] = {}
-    for mode in MODES if per_rank <= COMPARED else (BALANCED,):
-        spec = make_spec(ranks, samples, mode, row_classes, ranks_per_node=NODE, backend="ragged")
-        plans = [plan_step(batch, spec) for batch in held_out]
-        figures = [
-            step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)
-        ]
-        proxy[mode] = _reduce(figures, statistics.fmean)
-    # BALANCED is the last of the modes: `spec` and `plans` are its own.
-    setting_record = {"ranks": ranks, "per_rank": per_rank, "batches": batches}
+    records = []
+    for spans in (ALONE, spans_up_to(widest, ranks)):
+        setting_record = {
+            "ranks": ranks,
+            "per_rank": per_rank,
+            "batches": batches,
+            "spans": list(spans) if spans == ALONE else "auto",
+        }
+        proxy: dict[str, dict[str, float]] = {}
+        for mode in MODES if per_rank <= COMPARED and spans == ALONE else (BALANCED,):
+            spec = make_spec(
+                ranks,
+                samples,
+                mode,
+                row_classes,
+                ranks_per_node=NODE,
+                backend="ragged",
+                spans=spans,
+            )
+            plans = [plan_step(batch, spec) for batch in held_out]
+            figures = [
+                step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)
+            ]
+            proxy[mode] = _reduce(figures, statistics.fmean)
+        # BALANCED is the last of the modes: `spec` and `plans` are its own.
+        phases = phase_records(plans, held_out, spec, repeats)
+        records += [setting_record | record for record in phases]
+        step = setting_record | step_record(plans, held_out, spec, repeats)
+        for name in PROXIES:
+            step[name] = {mode: figures[name] for mode, figures in proxy.items()}
+            balanced = proxy[BALANCED][name]
+            step[f"{name}_over_{BALANCED}"] = {
+                mode: figures[name] / balanced for mode, figures in proxy.items()
+            }
+        step["workload"] = describe(held_out[0])
+        records.append(step)
+    return records
+
+
+def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
+    """Powers of two that divide the ranks."""
+    spans = [1]
+    while 2 * spans[-1] <= widest and ranks % (2 * spans[-1]) == 0:
+        spans.append(2 * spans[-1])
+    return tuple(spans)
+
+
+def phase_records(
+    plans: Sequence[StepPlan], batches: Sequence[BatchItems], spec: PlanSpec, repeats: int
+) -> list[dict[str, Any]]:
+    """Of every phase: its row classes, its figures and how long its rows take to plan."""
     records = []
     for phase, rows in spec.phases.items():
         figures = [
             phase_figures(plan.phases[phase], batch.phases[phase], rows)
-            for plan, batch in zip(plans, held_out, strict=True)
+            for plan, batch in zip(plans, batches, strict=True)
         ]
-        capacities = {"phase": phase, "capacities": list(rows.capacities)}
-        records.append(setting_record | capacities | _reduce(figures, statistics.fmean))
+        times = [
+            milliseconds(assign, rows, batch.phases[phase])
+            for batch in batches
+            for _ in range(repeats)
+        ]
+        classes = {
+            "phase": phase,
+            "capacities": list(rows.capacities),
+            "classes": [list(row_class) for row_class in rows.classes],
+        }
+        records.append(
+            classes | _reduce(figures, statistics.fmean) | _reduce(times, statistics.median)
+        )
+    return records
 
+
+def step_record(
+    plans: Sequence[StepPlan], batches: Sequence[BatchItems], spec: PlanSpec, repeats: int
+) -> dict[str, Any]:
+    """Figures of all phases together, of the exchange and of whole plans."""
+    ranks = next(iter(spec.phases.values())).ranks
+    figures = [step_figures(plan, batch, spec) for plan, batch in zip(plans, batches, strict=True)]
     routes = [route_figures(plan, ranks) for plan in plans]
-    times = [plan_time(batch, spec) for batch in held_out for _ in range(repeats)]
+    times = [milliseconds(plan_step, batch, spec) for batch in batches for _ in range(repeats)]
     padded = replace(
         spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()}
     )
-    routes += [padded_figures(plan_step(batch, padded)) for batch in held_out]
+    routes += [padded_figures(plan_step(batch, padded)) for batch in batches]
     times += [
-        {f"{name}_padded": value for name, value in plan_time(batch, padded).items()}
-        for batch in held_out
-        for _ in range(repeats)
+        {f"{name}_padded": value for name, value in time_of_plan.items()}
+        for time_of_plan in (
+            milliseconds(plan_step, batch, padded) for batch in batches for _ in range(repeats)
+        )
     ]
-    step = setting_record | _reduce(times, statistics.median) | _reduce(routes, statistics.fmean)
-    for name in PROXIES:
-        step[name] = {mode: figures[name] for mode, figures in proxy.items()}
-        balanced = proxy[BALANCED][name]
-        step[f"{name}_over_{BALANCED}"] = {
-            mode: figures[name] / balanced for mode, figures in proxy.items()
-        }
-    step["workload"] = describe(held_out[0])
-    return [*records, step]
+    return (
+        {"phase": STEP}
+        | _reduce(figures, statistics.fmean)
+        | _reduce(times, statistics.median)
+        | _reduce(routes, statistics.fmean)
+    )
 
 
 def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -137,9 +205,13 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
         return {}
     cost = row_costs(plan, items.length, spec)
     by_rank = cost.sum(axis=0)
-    mean = float(cost.sum()) / spec.ranks
-    largest = float(item_costs(spec, items.length).max())
+    mean = float(item_costs(spec, items.length).sum()) / spec.ranks
+    span = plan.span.astype(np.int64)
+    largest = float((item_costs(spec, items.length) / span[plan.microbatch]).max())
+    gathered = (span - 1) * plan.capacity * spec.ranks
+    proxy = phase_proxy(plan, items, spec)
     return {
+        "over_ideal": proxy["step_proxy_padded"] * spec.ranks / spec.flops.total(items.real),
         "gap_to_floor": float(by_rank.max()) / max(mean, largest),
         "max_over_mean": float(by_rank.max()) / mean,
         "floor": max(mean, largest) / mean,
@@ -148,34 +220,71 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
         / (float(plan.capacity.sum(dtype=np.int64)) * spec.ranks),
         "inner_padding": 1 - float(items.real.sum()) / float(items.length.sum()),
         "rows": plan.microbatches,
+        "shared_rows": float((spec.ranks // span[span > 1]).sum()),
+        "gathered_bytes": float(gathered.sum()) * gathered_bytes(MODEL, spec.name),
     }
 
 
 def row_costs(plan: PhasePlan, length: np.ndarray, spec: PhaseSpec) -> np.ndarray:
-    """Cost of every row: [M, R], exact integers."""
+    """Cost of every rank's row, or of its part of one, rounded up: [M, R] integers."""
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    return sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(
+    cost = sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(
         -1, spec.ranks
     )
+    span = plan.span.astype(np.int64)[:, None]
+    first_rank = np.arange(spec.ranks) // span * span
+    return ceil_divide(np.take_along_axis(cost, first_rank, axis=1), span)
+
+
+def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
+    """Figures of all phases together: what the phases' add up to in FLOPs."""
+    amounts: dict[str, float] = dict.fromkeys(("ideal", "mean", "slowest", "real", "slots"), 0.0)
+    gathered = 0.0
+    for name, phase in spec.phases.items():
+        items = batch.phases[name]
+        figures = phase_figures(plan.phases[name], items, phase)
+        if figures:
+            mean = phase.flops.total(items.length) / phase.ranks
+            real = phase.flops.linear * float(items.real.sum())
+            amounts["ideal"] += phase.flops.total(items.real) / phase.ranks
+            amounts["mean"] += mean
+            amounts["slowest"] += figures["synchronised"] * mean
+            amounts["real"] += real
+            amounts["slots"] += real / figures["real_token_fraction"]
+            gathered += figures["gathered_bytes"]
+    return {
+        "over_ideal": step_proxy(plan, batch, spec)["step_proxy_padded"] / amounts["ideal"],
+        "synchronised": amounts["slowest"] / amounts["mean"],
+        "real_token_fraction": amounts["real"] / amounts["slots"],
+        "gathered_bytes": gathered,
+    }
 
 
 def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
     """FLOPs of the costliest rows, without and with the padding of rows."""
-    bare = padded = 0.0
-    for name, phase in spec.phases.items():
-        rows = plan.phases[name]
-        length = batch.phases[name].length.astype(float)
-        slots = np.zeros((rows.microbatches, phase.ranks))
-        attention = np.zeros((rows.microbatches, phase.ranks))
-        np.add.at(slots, (rows.microbatch, rows.rank), length)
-        np.add.at(attention, (rows.microbatch, rows.rank), phase.cost.attention(length))
-        bare += (phase.cost.linear * slots + attention).max(axis=1, initial=0).sum()
-        padded += (
-            (phase.cost.linear * rows.capacity[:, None].astype(float) + attention)
-            .max(axis=1, initial=0)
-            .sum()
-        )
-    return {"step_proxy": float(bare), "step_proxy_padded": float(padded)}
+    phases = [
+        phase_proxy(plan.phases[name], batch.phases[name], phase)
+        for name, phase in spec.phases.items()
+    ]
+    return _reduce(phases, sum)
+
+
+def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
+    """The same of one phase; of a row that several ranks hold, a rank's part."""
+    length = items.length.astype(float)
+    slots = np.zeros((plan.microbatches, spec.ranks))
+    attention = np.zeros((plan.microbatches, spec.ranks))
+    part = length / plan.span[plan.microbatch]
+    np.add.at(slots, (plan.microbatch, plan.rank), part)
+    share = spec.flops.attention(length) / plan.span[plan.microbatch]
+    np.add.at(attention, (plan.microbatch, plan.rank), share)
+    linear = spec.flops.linear
+    bare = linear * slots + attention
+    padded = linear * plan.capacity[:, None].astype(float) + attention
+    return {
+        "step_proxy": float(bare.max(axis=1, initial=0).sum()),
+        "step_proxy_padded": float(padded.max(axis=1, initial=0).sum()),
+    }
 
 
 def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
@@ -207,12 +316,12 @@ def _routed(plan: StepPlan, name: str) -> float:
     )
 
 
-def plan_time(batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
-    """Milliseconds of one plan on one core."""
+def milliseconds(plan: Callable[..., object], *arguments: Any) -> dict[str, float]:
+    """Time of one plan on one core."""
     with one_core():
         wall = time.perf_counter()
         cpu = time.process_time()
-        plan_step(batch, spec)
+        plan(*arguments)
         return {
             "plan_ms": 1e3 * (time.perf_counter() - wall),
             "plan_cpu_ms": 1e3 * (time.process_time() - cpu),
@@ -262,6 +371,9 @@ def main(command: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
     parser.add_argument("--row-classes", type=int, default=ROW_CLASSES)
+    parser.add_argument(
+        "--widest", type=int, default=NODE, help="most ranks that hold a row together (default: 8)"
+    )
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
@@ -269,7 +381,14 @@ def main(command: Sequence[str] | None = None) -> int:
     for setting in settings:
         began = time.perf_counter()
         batches = options.batches or (1 if options.quick else measured_batches(setting))
-        records = measure(setting, batches, options.repeats, options.seed, options.row_classes)
+        records = measure(
+            setting,
+            batches,
+            options.repeats,
+            options.seed,
+            options.row_classes,
+            options.widest,
+        )
         print(
             f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s",
             file=sys.stderr,
@@ -283,6 +402,7 @@ def main(command: Sequence[str] | None = None) -> int:
         GENERATOR,
         settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
         row_classes=options.row_classes,
+        widest=options.widest,
         rows=rows,
     )
     return 0
@@ -290,8 +410,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The tables: workload, phases, steps."""
-    by_phase = [row for row in rows if "phase" in row]
-    steps = [row for row in rows if "phase" not in row]
+    steps = [row for row in rows if row["phase"] == STEP]
     workload = steps[-1]["workload"]
     names = ("items", "mean", "cv", "max_over_mean", "inner_padding")
     table = [[phase, *(workload.get(f"{phase}/{name}") for name in names)] for phase in PHASES]
@@ -304,33 +423,33 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     }
     print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
 
-    setting = ("ranks", "per_rank", "batches")
-    figures = ("gap_to_floor", "max_over_mean", "synchronised", "real_token_fraction", "rows")
-    columns = [
-        "ranks",
-        "per rank",
-        "batches",
-        "phase",
-        "gap to floor",
-        "max/mean",
-        "synchronised",
-        "real tokens",
-        "rows per rank",
-    ]
+    names_of_setting = ["ranks", "per rank", "batches", "spans"]
+    figures = {
+        "over ideal": "over_ideal",
+        "gap to floor": "gap_to_floor",
+        "max/mean": "max_over_mean",
+        "synchronised": "synchronised",
+        "real tokens": "real_token_fraction",
+        "rows per rank": "rows",
+    }
+    columns = [*names_of_setting, "phase", *figures, "gathered GB", "plan ms"]
     table = [
         [
-            *(row.get(name) for name in (*setting, "phase")),
-            *(_digits(row.get(name)) for name in figures),
+            *_setting_of(row),
+            row["phase"],
+            *(_digits(row.get(name)) for name in figures.values()),
+            row.get("gathered_bytes", 0) / 1e9,
+            row.get("plan_ms"),
         ]
-        for row in by_phase
+        for row in rows
     ]
     print_table(f"Phases, balance.mode: {BALANCED}", columns, table)
 
     ratios = [mode for mode in MODES if mode != BALANCED]
-    columns = ["ranks", "per rank", "batches", *ratios, *(f"{mode} padded" for mode in ratios)]
+    columns = [*names_of_setting, *ratios, *(f"{mode} padded" for mode in ratios)]
     table = [
         [
-            *(row[name] for name in setting),
+            *_setting_of(row),
             *(row[f"{name}_over_{BALANCED}"][mode] for name in PROXIES for mode in ratios),
         ]
         for row in steps
@@ -348,11 +467,13 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "slots / needed": "slots_moved_over_needed",
         "slots / moved": "slots_moved_over_moved",
     }
-    table = [
-        [*(row[name] for name in setting), *(row.get(name) for name in costs.values())]
-        for row in steps
-    ]
-    print_table("Steps", ["ranks", "per rank", "batches", *costs], table)
+    table = [[*_setting_of(row), *(row.get(name) for name in costs.values())] for row in steps]
+    print_table("Steps", [*names_of_setting, *costs], table)
+
+
+def _setting_of(row: Mapping[str, Any]) -> list[Any]:
+    spans = row["spans"] if row["spans"] == "auto" else " ".join(map(str, row["spans"]))
+    return [row["ranks"], row["per_rank"], row["batches"], spans]
 
 
 def _digits(value: float | None) -> str | None:

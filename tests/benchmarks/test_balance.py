@@ -7,8 +7,19 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.balance import MODES, generate, main, make_spec, phase_figures, step_proxy
+from benchmarks.balance import (
+    MODES,
+    generate,
+    main,
+    make_spec,
+    phase_figures,
+    spans_up_to,
+    step_figures,
+    step_proxy,
+)
+from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.tools.workload import MODEL
 
 PHASES = ("vision", "audio", "language")
 
@@ -41,12 +52,19 @@ def test_json_has_a_record_for_every_phase_and_step(report):
     assert (report["benchmark"], report["seed"]) == ("balance", 7)
     assert all(row["batches"] == 1 for row in report["rows"])
     assert "workload.generate([seed, 2, i]" in report["generator"]
-    found = [(row["ranks"], row["per_rank"], row.get("phase")) for row in report["rows"]]
+    found = [
+        (row["ranks"], row["per_rank"], str(row["spans"]), row["phase"]) for row in report["rows"]
+    ]
     assert found == [
-        (ranks, per, phase) for ranks, per in ((4, 8), (16, 2)) for phase in (*PHASES, None)
+        (ranks, per, spans, phase)
+        for ranks, per in ((4, 8), (16, 2))
+        for spans in ("[1]", "auto")
+        for phase in (*PHASES, "step")
     ]
     for row in report["rows"]:
-        if "phase" in row:
+        assert row["plan_ms"] > 0 and row["over_ideal"] > 1
+        assert (row["gathered_bytes"] > 0) <= (row["spans"] == "auto")
+        if row["phase"] != "step":
             assert {
                 "gap_to_floor",
                 "max_over_mean",
@@ -56,14 +74,15 @@ def test_json_has_a_record_for_every_phase_and_step(report):
             assert 1 <= row["gap_to_floor"] <= row["max_over_mean"] <= row["synchronised"] + 1e-9
             assert 0 < row["real_token_fraction"] <= 1
         else:
-            assert row["plan_ms"] > 0 and row["plan_ms_padded"] > 0
+            assert row["plan_ms_padded"] > 0
             assert row["slots_moved_over_moved"] >= 1
             assert row["slots_moved_over_needed"] <= row["slots_moved_over_moved"]
             assert ("node_bytes_ratio" in row) == (row["ranks"] == 16)  # four ranks are one node
             assert row.get("node_bytes_ratio", 0.5) <= 1
-            assert set(row["step_proxy"]) == set(row["step_proxy_over_phases"]) == set(MODES)
+            modes = set(MODES) if row["spans"] == [1] else {"phases"}
+            assert set(row["step_proxy"]) == set(row["step_proxy_over_phases"]) == modes
             assert row["step_proxy_over_phases"]["phases"] == 1
-            assert row["step_proxy_padded"]["none"] > row["step_proxy"]["none"]
+            assert row["step_proxy_padded"]["phases"] > row["step_proxy"]["phases"]
             assert "correlation/vision,language" in row["workload"]
 
 
@@ -99,6 +118,30 @@ def test_figures_are_those_of_a_loop_over_rows():
     assert step_proxy(plan, batch, spec) == pytest.approx(
         {"step_proxy": bare, "step_proxy_padded": padded}
     )
+
+
+def test_figures_of_shared_rows_are_those_of_the_plan():
+    """What the planner says of its own plan (statistics.py, against loops in its tests)."""
+    ranks, examples = 8, 16
+    spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(4)], spans=(1, 2, 4, 8))
+    batch = generate([0, 2, 1], examples)
+    plan = plan_step(batch, spec)
+    assert any(plan.statistics[f"{name}/shared_rows"] for name in PHASES)
+    for name in PHASES:
+        figures = phase_figures(plan.phases[name], batch.phases[name], spec.phases[name])
+        same = ("over_ideal", "gap_to_floor", "max_over_mean", "synchronised", "shared_rows")
+        for figure in (*same, "real_token_fraction"):
+            assert figures[figure] == pytest.approx(plan.statistics[f"{name}/{figure}"], rel=1e-6)
+        gathered = plan.statistics[f"{name}/gathered_slots"] * gathered_bytes(MODEL, name)
+        assert figures["gathered_bytes"] == pytest.approx(gathered)
+    step = step_figures(plan, batch, spec)
+    assert step["over_ideal"] == pytest.approx(plan.statistics["step/over_ideal"])
+
+
+def test_spans_divide_the_ranks():
+    assert spans_up_to(8, 64) == (1, 2, 4, 8)
+    assert spans_up_to(64, 24) == (1, 2, 4, 8)
+    assert spans_up_to(1, 64) == spans_up_to(8, 7) == (1,)
 
 
 @pytest.mark.parametrize("setting", ["64", "0x8", "8x", "axb"])
