@@ -87,9 +87,12 @@ class Layout:
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the slots of one rank are split."""
+        """Mesh axes of several devices over which the slots of one rank are split."""
+        ranks = self.mesh_axes("rank")
         return tuple(
-            axis for axis in self.mesh_axes("sequence") if axis not in self.mesh_axes("rank")
+            axis
+            for axis in self.mesh_axes("sequence")
+            if axis not in ranks and self.mesh.shape[axis] > 1
         )
 
     @property

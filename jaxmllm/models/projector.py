@@ -19,4 +19,4 @@ class Projector(nnx.Module):
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
         ranks, slots, width = features.shape
         grouped = features.reshape(ranks, slots // self.group, self.group * width)
-        return self.mlp(layout.constrain(grouped, ("batch", None, None)), layout)
+        return self.mlp(layout.constrain(grouped, ("batch", "sequence", None)), layout)

@@ -49,6 +49,16 @@ def test_batches_of_every_composition_use_the_same_programs(mixed):
     assert state.step == 51
 
 
+def test_bytes_of_keys_and_values_that_shared_rows_gather(mixed):
+    """Two numbers of 4 bytes for each layer, head, and number of a head; a clip has a token for every 4 slots."""
+    slots = {f"{phase}/gathered_slots": 1000 for phase in mixed.spec.phases}
+    assert mixed.programs.route_metrics(slots) == {
+        "vision/gathered_bytes": 1000 * 2 * 4 * 1 * 2 * 8,
+        "audio/gathered_bytes": 1000 / 4 * 2 * 4 * 1 * 2 * 8,
+        "language/gathered_bytes": 1000 * 2 * 4 * 2 * 2 * 8,
+    }
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
     step = mixed.step(mixed.of_kind(kind)[:12])
