@@ -1,13 +1,18 @@
 """What balancing is worth in seconds: whole training steps of one run with and without it, on this
 machine.
 
-    python -m benchmarks.balance_step --config configs/quickstart.yaml [--processes 2] [--per-rank 8] [key=value ...]
+    python -m benchmarks.balance_step --config X.yaml [--processes 2] [--per-rank 8] [key=value ...]
+    python -m benchmarks.balance_step --config X.yaml --compare spans --processes 1 --devices 8 --per-rank 2
+
+`--compare modes` sets the modes `none` and `phases` beside each other, `--compare spans` rows of one
+rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans).
 
 Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
-the collectives of fully sharded parameters, as hosts do. Both modes train on the same batches, each
-with the row sizes that a run in its mode would choose, and take turns step by step, so that a slow
-moment of the machine touches both. Rows are on the devices before the clock starts. `predicted` is
-the ratio of FLOPs of the slowest rows, padding included.
+the collectives of fully sharded parameters, as hosts do. With one process all devices share the
+machine, and a step takes what all ranks compute together. Both variants train on the same batches,
+each with the row sizes that a run would choose, and take turns step by step, so that a slow moment
+of the machine touches both. Rows are on the devices before the clock starts. `predicted` is the
+ratio of FLOPs of the slowest rows, padding included.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +30,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from benchmarks.balance import step_proxy
-from jaxmllm.balance.records import Mode
+from jaxmllm.balance.records import Mode, PlanSpec
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
@@ -32,9 +38,10 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
-from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.programs.phased import PhasedPrograms
@@ -44,45 +51,57 @@ from launch.local import run_local
 from sharding.mesh import make_mesh
 
 MODES: tuple[Mode, ...] = ("none", "phases")
+# What is compared, the baseline first.
+VARIANTS: dict[str, tuple[str, ...]] = {"modes": MODES, "spans": ("alone", "shared")}
 WARM_UP = 2  # steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 
-def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Seconds of every step by mode, and what the plans predict."""
-    inputs = prepare(config, make_mesh(config.mesh.model_dump()))
+def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
+    """The rows that a run of this variant would choose."""
+    if variant in MODES:
+        balance = config.balance.model_copy(update={"mode": variant})
+        return plan_spec(config.model_copy(update={"balance": balance}), inputs)
+    spans = inputs.spans if variant == "shared" else dict.fromkeys(inputs.spans, (1,))
+    return plan_spec(config, replace(inputs, spans=spans))
+
+
+def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
+    """Seconds of every step by variant, and what the plans predict."""
+    variants = VARIANTS[compared]
+    inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
     programs = {}
     fillers = {}
-    for mode in MODES:
-        balance = config.balance.model_copy(update={"mode": mode})
-        spec = plan_spec(config.model_copy(update={"balance": balance}), inputs)
+    for variant in variants:
+        spec = variant_spec(config, inputs, variant)
         attention = attention_spec(config, inputs.model, inputs.corpus.formats, spec)
         functions = StepFunctions(
             inputs.model, config.optimizer, config.decay_steps, len(inputs.corpus.sources)
         )
-        programs[mode] = PhasedPrograms(
+        programs[variant] = PhasedPrograms(
             functions, spec, inputs.corpus.formats, attention, config.run.param_dtype
         )
-        fillers[mode] = StepFiller(inputs.corpus, spec, programs[mode].local_share, attention)
+        share = programs[variant].local_share
+        fillers[variant] = StepFiller(inputs.corpus, spec, share, attention)
 
-    state = programs[MODES[0]].init(config.run.seed)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    predicted: dict[str, list[float]] = {mode: [] for mode in MODES}
+    state = programs[variants[0]].init(config.run.seed)
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    predicted: dict[str, list[float]] = {variant: [] for variant in variants}
     for step in range(WARM_UP + steps):
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + step)
         items = inputs.corpus.gather(examples)
-        for mode in MODES if step % 2 else MODES[::-1]:
-            batch = programs[mode].put(fillers[mode](step, examples))
+        for variant in variants if step % 2 else variants[::-1]:
+            batch = programs[variant].put(fillers[variant](step, examples))
             jax.block_until_ready((batch.rows, batch.tables))
-            multihost_utils.sync_global_devices(f"{step} {mode}")
+            multihost_utils.sync_global_devices(f"{step} {variant}")
             began = time.perf_counter()
-            state, metrics = programs[mode].train(state, batch)
+            state, metrics = programs[variant].train(state, batch)
             jax.block_until_ready((state, metrics))
             took = time.perf_counter() - began
             if step >= WARM_UP:
-                seconds[mode].append(took)
-                spec = programs[mode].spec
-                predicted[mode].append(
+                seconds[variant].append(took)
+                spec = programs[variant].spec
+                predicted[variant].append(
                     step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"]
                 )
     workload = describe(inputs.samples[0])
@@ -90,14 +109,15 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
 
 def summarise(seconds: dict[str, list[float]], predicted: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians and quartiles of each mode, and of the ratio none / phases of the same batch."""
-    ratios = (np.array(seconds["none"]) / np.array(seconds["phases"])).tolist()
+    """Medians and quartiles of each variant, and of the ratio of the first to the second, of the same
+    batch."""
+    first, second = seconds
+    ratios = (np.array(seconds[first]) / np.array(seconds[second])).tolist()
     return {
-        **{mode: quartiles(times) for mode, times in seconds.items()},
+        **{variant: quartiles(times) for variant, times in seconds.items()},
         "ratio": quartiles(ratios),
-        "ratio_of_medians": statistics.median(seconds["none"])
-        / statistics.median(seconds["phases"]),
-        "predicted_ratio": sum(predicted["none"]) / sum(predicted["phases"]),
+        "ratio_of_medians": statistics.median(seconds[first]) / statistics.median(seconds[second]),
+        "predicted_ratio": sum(predicted[first]) / sum(predicted[second]),
     }
 
 
@@ -111,26 +131,34 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.set_defaults(seed=None)
     add_config(parser)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--per-rank", type=int, default=8, help="examples per process and step")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of each mode")
+    parser.add_argument("--per-rank", type=int, default=8, help="examples per device and step")
+    parser.add_argument("--devices", type=int, default=1, help="of each process")
+    parser.add_argument("--compare", choices=list(VARIANTS), default="modes")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each variant")
     options = parse(parser, command)
-    if min(options.processes, options.per_rank, options.steps) < 1:
-        parser.error("--processes, --per-rank and --steps must be positive")
+    if min(options.processes, options.devices, options.per_rank, options.steps) < 1:
+        parser.error("--processes, --devices, --per-rank and --steps must be positive")
+    devices = options.processes * options.devices
     if PROCESS_ID not in os.environ:
         arguments = sys.argv[1:] if command is None else command
         return run_local(
-            [sys.executable, "-m", "benchmarks.balance_step", *arguments], options.processes, 1
+            [sys.executable, "-m", "benchmarks.balance_step", *arguments],
+            options.processes,
+            options.devices,
         )
 
-    pin_to_core(int(os.environ[PROCESS_ID]))
+    if options.processes > 1:
+        pin_to_core(int(os.environ[PROCESS_ID]))
     reserve_cpu_threads()
     initialize_distributed()
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
-    mesh = ["mesh.data=1", f"mesh.fsdp={options.processes}", "mesh.tensor=1"]
-    size = [f"data.batch_size={options.processes * options.per_rank}"]
+    mesh = ["mesh.data=1", f"mesh.fsdp={devices}", "mesh.tensor=1"]
+    size = [f"data.batch_size={devices * options.per_rank}"]
+    # The processes of this machine stand for the ranks of a node.
+    node = [f"balance.ranks_per_node={devices}"] if options.compare == "spans" else []
     try:
-        config = load_config(options.config, [*mesh, *size, *seed, *options.overrides])
-        measured = measure(config, options.steps)
+        config = load_config(options.config, [*mesh, *size, *node, *seed, *options.overrides])
+        measured = measure(config, options.steps, options.compare)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -138,14 +166,21 @@ def main(command: Sequence[str] | None = None) -> int:
         summary = summarise(measured["seconds"], measured["predicted"])
         show(
             summary,
-            f"{options.config}: {options.processes} processes x {options.per_rank} examples",
+            f"{options.config}: {options.processes} processes x {options.devices} devices x "
+            f"{options.per_rank} examples",
+            VARIANTS[options.compare],
         )
         settings = {
             "config": options.config,
             "overrides": options.overrides,
             "steps": options.steps,
         }
-        sizes = {"processes": options.processes, "per_rank": options.per_rank}
+        sizes = {
+            "processes": options.processes,
+            "devices": options.devices,
+            "per_rank": options.per_rank,
+            "compare": options.compare,
+        }
         write_json(
             options.json,
             "balance_step",
@@ -159,10 +194,11 @@ def main(command: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show(summary: dict[str, Any], title: str) -> None:
-    rows = [[f"{mode} [s]", *summary[mode].values()] for mode in MODES]
-    rows.append(["none / phases, same batch", *summary["ratio"].values()])
-    rows.append(["none / phases, of medians", summary["ratio_of_medians"], None, None])
+def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
+    rows = [[f"{variant} [s]", *summary[variant].values()] for variant in variants]
+    ratio = " / ".join(variants)
+    rows.append([f"{ratio}, same batch", *summary["ratio"].values()])
+    rows.append([f"{ratio}, of medians", summary["ratio_of_medians"], None, None])
     rows.append(["predicted", summary["predicted_ratio"], None, None])
     print_table(title, ["step", "median", "quarter below", "quarter above"], rows)
 

@@ -31,6 +31,7 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
@@ -54,7 +55,7 @@ GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[str, list[float]]]:
     """By plan: seconds of every step, its predicted cost and idle share, and what planning it took."""
-    inputs = prepare(config, make_mesh(config.mesh_sizes))
+    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     programs, fillers, states = {}, {}, {}
     for name in plans:
         pipeline = config.pipeline.model_copy(update=PLANS[name])

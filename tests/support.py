@@ -28,6 +28,7 @@ from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
@@ -71,7 +72,8 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
         },
         "mesh": {"data": -1},
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
-        "phases": {name: {"block": 32} for name in ("vision", "audio", "language")},
+        # One class of rows, of one rank each: few programs to compile
+        "phases": {name: {"block": 32, "spans": [1]} for name in ("vision", "audio", "language")},
         "logging": {"tensorboard": False},
     }
     for key, value in changes.items():
@@ -166,7 +168,9 @@ class Setup:
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
     """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
     config = parse_config(tree)
-    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
+    inputs = prepare(
+        config, make_mesh(config.mesh_sizes, jax.devices()[:devices], spans=mesh_spans(config))
+    )
     return Setup(config, inputs.corpus, inputs.held_out, *make_programs(config, inputs))
 
 

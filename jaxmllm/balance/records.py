@@ -79,7 +79,6 @@ class PhaseSpec:
     slots_per_token: int  # encoder slots per language token; 1 for language
     cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
     model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
-    long_capacity: int = 0  # slots of a long row (rows/long.py); 0: there is none
 
     @property
     def name(self) -> str:

@@ -10,7 +10,6 @@ from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import item_costs
-from jaxmllm.balance.rows.long import is_long
 
 
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -33,7 +32,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     span = plan.span.astype(np.int64)
     capacity = plan.capacity.astype(np.int64)
     rows = int((spec.ranks // span).sum())
-    slots = int(_slots_of_microbatches(plan, spec).sum())
+    slots = int(capacity.sum()) * spec.ranks
     tokens = int(items.real.sum())
     flops = spec.flops.total(items.real)
     statistics: dict[str, float] = {
@@ -54,10 +53,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     if total:
         mean = total / spec.ranks
         costliest_rank = int(part_cost.sum(axis=0).max())
-        # A long item does not bound the costliest rank: all ranks share its row.
-        ordinary = ~is_long(spec, items.length)
-        parts = ceil_divide(item_cost, span[plan.microbatch])
-        costliest_part = int(parts[ordinary].max(initial=0))
+        costliest_part = int(ceil_divide(item_cost, span[plan.microbatch]).max(initial=0))
         synchronised_cost = int(part_cost.max(axis=1).sum())
         statistics[f"{spec.name}/max_over_mean"] = costliest_rank / mean
         statistics[f"{spec.name}/gap_to_floor"] = costliest_rank / max(mean, costliest_part)
@@ -90,11 +86,11 @@ def slowest_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
 def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: ItemCost) -> float:
     """Cost of the slowest rank of every microbatch, summed: what is linear on all slots of its
     row, padding included, and the attention of the row's items; of a shared row, a rank's part."""
-    of_slots = cost.linear * _slots_of_microbatches(plan, spec).astype(float) / spec.ranks
+    of_slots = cost.linear * plan.capacity.astype(float)
     attention = np.zeros(plan.microbatches * spec.ranks)
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     np.add.at(attention, row, cost.attention(items.length.astype(float)))
-    of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / _parts(plan, spec)
+    of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / plan.span
     return float((of_slots + of_rows).sum())
 
 
@@ -107,21 +103,4 @@ def _part_costs(plan: PhasePlan, item_cost: Longs, spec: PhaseSpec) -> Longs:
         # A shared row is that of the first rank of its group.
         parts = ceil_divide(cost[shared][:, ::span], span)
         cost[shared] = np.repeat(parts, span, axis=1)
-    long = _is_long_row(plan, spec)
-    cost[long] = ceil_divide(cost[long].sum(axis=1, keepdims=True), spec.ranks)
     return cost
-
-
-def _parts(plan: PhasePlan, spec: PhaseSpec) -> Longs:
-    """Ranks that compute a row together: [M]."""
-    return np.where(_is_long_row(plan, spec), spec.ranks, plan.span.astype(np.int64))
-
-
-def _slots_of_microbatches(plan: PhasePlan, spec: PhaseSpec) -> Longs:
-    """Slots of all ranks: [M]."""
-    capacity = plan.capacity.astype(np.int64)
-    return np.where(_is_long_row(plan, spec), capacity, capacity * spec.ranks)
-
-
-def _is_long_row(plan: PhasePlan, spec: PhaseSpec) -> np.ndarray:
-    return (plan.span == 1) & (plan.capacity > spec.longest_row)

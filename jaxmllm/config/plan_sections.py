@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -12,20 +13,21 @@ AxisSize = PositiveInt | Literal[-1]
 
 
 class PhaseConfig(Section):
-    """Row shapes of one phase: `capacities` in slots (patches, frames, tokens), one program each.
+    """Row shapes of one phase: `capacities`, the slots (patches, frames, tokens) of a row on one rank,
+    and `spans`, how many neighbouring ranks may hold a row together. Each pair is one program.
 
     `auto` capacities are chosen from the lengths of the data, `row_classes` of them, none above
-    `max_capacity`.
+    `max_capacity`, each with the span that suits it. Capacities that are given come with every span
+    that is given; `auto` spans are then 1.
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
+    # auto: those of 1, 2, 4 and 8 that divide the ranks and stay on a node (balance.spans_cross_nodes)
+    spans: tuple[PositiveInt, ...] | Auto = "auto"
     row_classes: int = Field(1, ge=1, le=4)
-    max_capacity: PositiveInt = 32_768
+    max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     block: PositiveInt = 128  # attention block; capacities are multiples of it
-    # Language only: slots of a row that all ranks compute together, for one example that is longer
-    # than other rows hold.
-    long_capacity: PositiveInt | None = None
 
     @field_validator("capacities")
     @classmethod
@@ -34,6 +36,20 @@ class PhaseConfig(Section):
             raise ValueError("must be 'auto' or at least one number of slots (got [])")
         return capacities
 
+    @field_validator("spans")
+    @classmethod
+    def _check_spans(cls, spans: tuple[int, ...] | Auto) -> tuple[int, ...] | Auto:
+        if spans == "auto":
+            return spans
+        ascending = tuple(sorted(spans))
+        chain = all(larger % smaller == 0 for smaller, larger in pairwise(ascending))
+        if not spans or len(set(spans)) < len(spans) or not chain:
+            raise ValueError(
+                "must be 'auto' or different numbers of ranks of which each divides the next, as in "
+                f"[1, 2, 8] (got {list(spans)})"
+            )
+        return ascending
+
 
 class PhasesConfig(Section):
     """Row shapes by phase."""
@@ -41,15 +57,6 @@ class PhasesConfig(Section):
     vision: PhaseConfig = PhaseConfig()
     audio: PhaseConfig = PhaseConfig()
     language: PhaseConfig = PhaseConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> PhasesConfig:
-        for name in ("vision", "audio"):
-            if getattr(self, name).long_capacity is not None:
-                raise ValueError(
-                    f"{name}.long_capacity: only the language phase has long rows; use mesh.context there"
-                )
-        return self
 
 
 class BalanceConfig(Section):
@@ -67,6 +74,8 @@ class BalanceConfig(Section):
     # A name in balance/exchange/tables.py; auto: ragged where the platform has it, else padded.
     exchange: str = "auto"
     ranks_per_node: PositiveInt | Auto = "auto"  # auto: the devices of a process
+    # Whether ranks of several nodes may hold a row together, whose keys and values then cross nodes.
+    spans_cross_nodes: bool = False
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
     calibration: str | None = None  # file of `jaxmllm calibrate`; none: items are balanced by FLOPs
 

@@ -1,4 +1,4 @@
-"""Keys that once had another name: they are refused, and the refusal names the new one."""
+"""Keys that once were: they are refused, and the refusal names what has taken their place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ RENAMED = {  # full old key -> full new key
     "pipeline.live": "pipeline.microbatches_in_flight",
     "pipeline.fan": "pipeline.encoder_rows_per_microbatch",
 }
+REPLACED = {  # full old key -> what to do
+    f"phases.{phase}.long_capacity": "leave it out; what one rank cannot hold goes to rows of several ranks, "
+    f"'phases.{phase}.spans'"
+    for phase in ("vision", "audio", "language")
+}
 
 
 def renamed_keys(tree: dict[str, Any]) -> list[str]:
     """What to write in the place of each old key of a config's tree."""
-    return [f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _holds(tree, old)]
+    return [
+        f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _holds(tree, old)
+    ] + [f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _holds(tree, old)]
 
 
 def _holds(tree: Any, key: str) -> bool:

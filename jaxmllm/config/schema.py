@@ -116,7 +116,23 @@ class Config(Section):
                     f"components.{name}.remat ({remat}): with pipeline.stages, layers are computed "
                     "again except where pipeline.kept_residuals says; set that, and leave remat out"
                 )
+            spans = getattr(self.phases, name).spans
+            if spans not in ("auto", (1,)) and not self.may_share_rows:
+                reason = (
+                    f"pipeline.stages ({self.pipeline.stages})"
+                    if self.pipeline.stages > 1
+                    else f"balance.mode ({self.balance.mode})"
+                )
+                raise ValueError(
+                    f"phases.{name}.spans ({list(spans)}): with {reason}, every row lies on one rank; "
+                    "leave spans out, or set pipeline.stages: 1 and balance.mode: phases"
+                )
         return self
+
+    @property
+    def may_share_rows(self) -> bool:
+        """Whether a row may lie on several ranks."""
+        return self.pipeline.stages == 1 and self.balance.mode == "phases"
 
     @property
     def decay_steps(self) -> int:

@@ -1,8 +1,10 @@
-"""What a device could do at best: dense matrix-multiplication FLOP/s, the denominator of MFU."""
+"""What a device could do at best: dense matrix-multiplication FLOP/s, the denominator of MFU, and its
+memory."""
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
 
@@ -87,3 +89,14 @@ def measured_cpu_flops(dtype: str, size: int = 768, repeats: int = 4) -> float:
         product(matrices).block_until_ready()
         seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 / min(seconds)
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes of memory that one device may use; none where it does not say. CPU devices share what the
+    machine has."""
+    if device.platform == "cpu":
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return machine // len(jax.local_devices(backend="cpu"))
+    statistics = device.memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else int(limit)

@@ -28,6 +28,7 @@ from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.process_messages import WarningLog
 from jaxmllm.training.programs.base import Programs
@@ -48,7 +49,7 @@ def build_run(config: Config) -> Run:
     """
     compilations = CompilationCounter()  # first, to count and to keep what comes from here on
     warnings = WarningLog()
-    inputs = prepare(config, make_mesh(config.mesh_sizes))
+    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     _check_room_for_checkpoints(config, inputs.model)
     programs, pipeline = make_programs(config, inputs)
     batch_size = config.data.batch_size

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.setup.spans import mesh_spans
 from sharding.mesh import abstract_mesh
 
 
@@ -35,8 +36,8 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
                     f"mesh.{axis} is -1, but --ranks leaves no devices to count; set mesh.{axis} to a number"
                 )
     if -1 in sizes.values():
-        return abstract_mesh(sizes, jax.device_count())
-    return abstract_mesh(sizes, math.prod(sizes.values()))
+        return abstract_mesh(sizes, jax.device_count(), spans=mesh_spans(config))
+    return abstract_mesh(sizes, math.prod(sizes.values()), spans=mesh_spans(config))
 
 
 def staged_mesh(config: Config) -> AbstractMesh:

@@ -25,7 +25,9 @@ from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.runtime import hosts
 from jaxmllm.setup.exchange_layout import check_exchange
+from jaxmllm.setup.row_memory import slots_that_fit
 from jaxmllm.setup.row_shapes import largest_row
+from jaxmllm.setup.spans import Spans, spans_of_phases
 from sharding.pipeline.schedules.by_name import scheduler_of
 
 SAMPLED_EXAMPLES = 2048  # their lengths decide the sizes that the config leaves to `auto` ...
@@ -44,6 +46,7 @@ class RunInputs:
     held_out: Corpus | None  # those of `data.evaluation`
     order: grain.MapDataset[int]  # of the training examples
     samples: list[BatchItems]  # batches that stand for all
+    spans: Spans  # how many ranks may hold a row together
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -62,14 +65,21 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
         raise ConfigError(
             "every component is frozen: set components.<name>.freeze: false for what shall be trained"
         )
-    media = modalities(config.model, config.data, model.split_phases)
-    corpus, held_out = open_corpora(config, tokenizer, media, model)
+    spans = spans_of_phases(config, model)
+    media = run_modalities(config, model, spans)
+    corpus, held_out = open_corpora(config, tokenizer, media, model, spans)
     # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
     batches = min(max(SAMPLED_EXAMPLES // config.data.batch_size, FEWEST_BATCHES), MOST_BATCHES)
     samples = sample_batches(order, corpus, config.data.batch_size, batches)
-    return RunInputs(model, corpus, held_out, order, samples)
+    return RunInputs(model, corpus, held_out, order, samples, spans)
+
+
+def run_modalities(config: Config, model: MLLM, spans: Spans) -> dict[str, Modality]:
+    """The modalities of a run's encoders, whose rows are split over devices by context or span."""
+    shared = {phase for phase, of_phase in spans.items() if max(of_phase) > 1}
+    return modalities(config.model, config.data, model.split_phases | shared)
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
@@ -86,7 +96,11 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def open_corpora(
-    config: Config, tokenizer: Tokenizer, modalities: Mapping[str, Modality], model: MLLM
+    config: Config,
+    tokenizer: Tokenizer,
+    modalities: Mapping[str, Modality],
+    model: MLLM,
+    spans: Spans,
 ) -> tuple[Corpus, Corpus | None]:
     """The training corpus and, where there is one, the held-out corpus.
 
@@ -94,7 +108,14 @@ def open_corpora(
     """
     formats = row_formats(modalities)
     limits = {
-        phase: largest_row(config, phase, formats, model.layout(phase).parts)
+        phase: largest_row(
+            config,
+            phase,
+            formats,
+            model.layout(phase).parts,
+            span=max(spans[phase]),
+            fitting=slots_that_fit(config, model, phase),
+        )
         for phase in model.phases
     }
 

@@ -22,35 +22,57 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
-      parts: that rows are split into (context parallelism).
+      parts: that the slots of a rank are split into (context parallelism).
 
     Raises:
       ConfigError: a part would end inside of what the tower takes as a whole.
     """
+    check_parts(config, phase, formats, parts)
     block: int = getattr(config.phases, phase).block
     if phase not in formats:
         return block * parts
     row = formats[phase]
     # A block counts tokens of attention, of which each stands for `stride` slots
+    return math.lcm(block * row.stride, row.alignment) * parts
+
+
+def check_parts(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> None:
+    """Raise `ConfigError` where a block of attention is no whole number of what a tower takes as a whole, and rows
+    are split into several parts by blocks. Arguments as for `alignment`; `parts` are those of a whole row."""
+    if phase not in formats or parts == 1:
+        return
+    block: int = getattr(config.phases, phase).block
+    row = formats[phase]
     slots = block * row.stride
-    if parts > 1 and slots % row.alignment:
+    if slots % row.alignment:
         raise ConfigError(
             f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, "
             f"which must be a multiple of {row.alignment}, what the {phase} tower takes as a whole; "
             f"raise it to {math.lcm(slots, row.alignment) // row.stride}"
         )
-    return math.lcm(slots, row.alignment) * parts
 
 
-def largest_row(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
-    """Slots of the largest row that a phase may have; longer items are rejected."""
+def largest_row(
+    config: Config,
+    phase: str,
+    formats: Mapping[str, RowFormat],
+    parts: int,
+    *,
+    span: int,
+    fitting: int,
+) -> int:
+    """Slots of the largest row that a phase may have; longer items are rejected.
+
+    Args:
+      span: the largest number of ranks that may hold a row together.
+      fitting: slots that the memory of a rank holds.
+    """
     settings: PhaseConfig = getattr(config.phases, phase)
-    if settings.long_capacity is not None:
-        return settings.long_capacity
-    if settings.capacities == "auto":
-        unit = alignment(config, phase, formats, parts)
-        return settings.max_capacity // unit * unit
-    return max(settings.capacities)
+    if settings.capacities != "auto":
+        return max(settings.capacities) * span
+    unit = alignment(config, phase, formats, parts)
+    largest = fitting if settings.max_capacity == "auto" else settings.max_capacity
+    return largest // unit * unit * span
 
 
 def attention_spec(
@@ -72,8 +94,8 @@ def attention_spec(
 def attention_block(
     config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int
 ) -> int:
-    """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row, or a rank's share of a long
-    one, would otherwise have too few blocks to even out their work."""
+    """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row would otherwise have too few
+    blocks to even out their work."""
     block: int = getattr(config.phases, rows.name).block
     stride = 1
     multiple = 1
@@ -82,9 +104,7 @@ def attention_block(
         multiple = formats[rows.name].alignment
     if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % multiple:
         return block  # the smaller block does not divide it, or does not hold whole tokens
-    split_rows = [(capacity, parts) for capacity in rows.capacities]
-    if rows.long_capacity:
-        split_rows.append((rows.long_capacity, parts * rows.ranks))
+    split_rows = [(row_class.slots, row_class.span * parts) for row_class in rows.classes]
     blocks = [
         block_size(slots // stride, shares, block) for slots, shares in split_rows if shares > 1
     ]

@@ -21,7 +21,9 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import RunInputs
+from jaxmllm.setup.row_memory import slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
+from jaxmllm.setup.spans import Spans
 
 LARGEST_EXAMPLES = 64  # with most slots of an encoder; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory
@@ -76,17 +78,22 @@ def _sizing_inputs_of(config: Config, inputs: RunInputs) -> list[SizingInputs]:
         phase: max(corpus.longest(phase) for corpus in inputs.corpora)
         for phase in inputs.model.phases
     }
-    return sizing_inputs(config, inputs.model, inputs.corpus.formats, longest)
+    return sizing_inputs(config, inputs.model, inputs.corpus.formats, longest, inputs.spans)
 
 
 def sizing_inputs(
-    config: Config, model: MLLM, formats: Mapping[str, RowFormat], longest: Mapping[str, int]
+    config: Config,
+    model: MLLM,
+    formats: Mapping[str, RowFormat],
+    longest: Mapping[str, int],
+    spans: Spans,
 ) -> list[SizingInputs]:
     """All that decides the rows of every phase besides the sampled lengths.
 
     Args:
       formats: by encoder phase.
       longest: by phase, slots of the largest item.
+      spans: how many ranks may hold a row together.
     """
     flops = model_flops(config, model)
     times = measured_times(config, model, flops)
@@ -100,6 +107,8 @@ def sizing_inputs(
             flops=flops[name],
             config=getattr(config.phases, name),
             time=times.get(name),
+            fitting=slots_that_fit(config, model, name),
+            spans=spans[name] if config.may_share_rows else (1,),
         )
         for name, phase in model.phases.items()
     ]

@@ -58,9 +58,10 @@ def compare_on_data(
     from jaxmllm.setup.planning_mesh import planning_mesh
     from jaxmllm.setup.prepare import prepare
     from jaxmllm.setup.sizing import plan_spec
+    from sharding.mesh import axis_sizes
 
     mesh = planning_mesh(config, ranks)
-    config = _with_batch(config, mesh.shape, per_rank)
+    config = _with_batch(config, axis_sizes(mesh), per_rank)
     inputs = prepare(config, mesh)
     items = inputs.corpus.gather(
         batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
@@ -69,7 +70,7 @@ def compare_on_data(
     def spec(mode: Mode) -> PlanSpec:
         return plan_spec(with_mode(config, mode), inputs)
 
-    title = f"{name}, {_sizes_in_words(config, mesh.shape)}"
+    title = f"{name}, {_sizes_in_words(config, axis_sizes(mesh))}"
     return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
 
 
@@ -77,30 +78,34 @@ def compare_on_generated(
     config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
 ) -> Comparison:
     """A generated batch on the model, layouts and rows of a config; arguments as `compare_on_data`."""
-    from jaxmllm.data.media.modalities import modalities, row_formats
+    from jaxmllm.data.media.modalities import row_formats
     from jaxmllm.data.text.tokenizers import load_tokenizer
     from jaxmllm.models.mllm import build_model
     from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
     from jaxmllm.setup.planning_mesh import planning_mesh
-    from jaxmllm.setup.prepare import vocabulary
+    from jaxmllm.setup.prepare import run_modalities, vocabulary
     from jaxmllm.setup.sizing import sizing_inputs
+    from jaxmllm.setup.spans import spans_of_phases
+    from sharding.mesh import axis_sizes
 
     mesh = planning_mesh(config, ranks)
-    config = _with_batch(config, mesh.shape, per_rank)
+    config = _with_batch(config, axis_sizes(mesh), per_rank)
     words = vocabulary(config, load_tokenizer(config.data.tokenizer))
     model = build_model(config.model, words, config.components, mesh)
     samples, items = _generate(config.data.batch_size, seed, config.model)
     largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
-    formats = row_formats(modalities(config.model, config.data, model.split_phases))
-    inputs = sizing_inputs(config, model, formats, largest)
+    spans = spans_of_phases(config, model)
+    formats = row_formats(run_modalities(config, model, spans))
     grids = exchange_grids(model)
     nodes = nodes_of_ranks(config, model)
     backend = exchange_backend(config, model)
 
     def spec(mode: Mode) -> PlanSpec:
-        return choose_sizes(samples, inputs, grids, with_mode(config, mode).balance, nodes, backend)
+        in_mode = with_mode(config, mode)
+        inputs = sizing_inputs(in_mode, model, formats, largest, spans)
+        return choose_sizes(samples, inputs, grids, in_mode.balance, nodes, backend)
 
-    title = f"{name} on generated lengths, {_sizes_in_words(config, mesh.shape)}, seed {seed}"
+    title = f"{name} on generated lengths, {_sizes_in_words(config, axis_sizes(mesh))}, seed {seed}"
     return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
 
 
@@ -109,21 +114,21 @@ def with_mode(config: Config, mode: Mode) -> Config:
     return config.model_copy(update={"balance": config.balance.model_copy(update={"mode": mode})})
 
 
-def _with_batch(config: Config, mesh_shape: Mapping[str, int], per_rank: int | None) -> Config:
+def _with_batch(config: Config, axes: Mapping[str, int], per_rank: int | None) -> Config:
     if per_rank is None:
         return config
-    examples = _data_ranks(mesh_shape) * per_rank
+    examples = _data_ranks(axes) * per_rank
     return config.model_copy(
         update={"data": config.data.model_copy(update={"batch_size": examples})}
     )
 
 
-def _data_ranks(mesh_shape: Mapping[str, int]) -> int:
-    return mesh_shape["data"] * mesh_shape["fsdp"]
+def _data_ranks(axes: Mapping[str, int]) -> int:
+    return axes["data"] * axes["fsdp"]
 
 
-def _sizes_in_words(config: Config, mesh_shape: Mapping[str, int]) -> str:
-    return f"{_data_ranks(mesh_shape)} data ranks, {config.data.batch_size} examples per step"
+def _sizes_in_words(config: Config, axes: Mapping[str, int]) -> str:
+    return f"{_data_ranks(axes)} data ranks, {config.data.batch_size} examples per step"
 
 
 def _token_bytes(config: Config) -> int:

@@ -136,6 +136,7 @@ def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: flo
     axes.axhline(load.mean(), color=INK, linewidth=1, linestyle=DASHES)
     figures = view.figures
     words = (
+        f"over ideal {figures['over ideal']:.2f}",
         f"max/mean {figures['max/mean']:.2f}",
         f"gap {figures['gap to floor']:.2f}",
         f"idle {100 * figures['idle']:.1f} %",
@@ -146,26 +147,36 @@ def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: flo
 def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
     """The rows of every rank, one on the other, each filled as far as it holds data."""
     bottom = np.zeros(len(order))
-    for capacity, real in zip(view.capacity / 1e3, view.real[:, order] / 1e3, strict=True):
-        _draw_columns(axes, bottom, bottom + real, USED)
-        _draw_columns(axes, bottom + real, bottom + capacity, WASTED)
+    filled = view.real[:, order] / 1e3
+    for capacity, span, real in zip(view.capacity / 1e3, view.span, filled, strict=True):
+        # A row that several ranks hold is one wide column; ranks out of order cannot be joined.
+        joined = int(span) if len(order) <= IN_ORDER else 1
+        _draw_columns(axes, bottom, bottom + real, USED, joined)
+        _draw_columns(axes, bottom + real, bottom + capacity, WASTED, joined)
         bottom = bottom + capacity
     for edge in np.cumsum(view.capacity / 1e3):
         axes.axhline(edge, color="white", linewidth=1.6)
     rows = view.figures["rows"]
     plural = "s" if rows > 1 else ""
-    _caption(
-        axes,
-        f"{rows:.0f} row{plural} per rank   ·   {100 * view.figures['real tokens']:.1f} % real",
-    )
+    shared = int((view.span > 1).sum())
+    held = f", {shared} of them shared" if shared else ""
+    real = f"{100 * view.figures['real tokens']:.1f} % real"
+    _caption(axes, f"{rows:.0f} row{plural} per rank{held}   ·   {real}")
 
 
 def _draw_columns(
-    axes: Axes, low: NDArray[np.float64], high: NDArray[np.float64], color: str
+    axes: Axes,
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    color: str,
+    joined: int = 1,
 ) -> None:
+    """A column for each rank, or where so many neighbours are `joined`, for each group."""
     ranks = len(low)
     if ranks <= SEPARATE_BARS:
-        axes.bar(np.arange(ranks), high - low, 0.82, low, color=color, linewidth=0)
+        center = np.arange(0, ranks, joined) + (joined - 1) / 2
+        width = joined - 1 + 0.82
+        axes.bar(center, (high - low)[::joined], width, low[::joined], color=color, linewidth=0)
     else:
         axes.stairs(
             high, np.arange(ranks + 1) - 0.5, baseline=low, fill=True, color=color, linewidth=0

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.arrays import Ints
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, StepPlan
 from jaxmllm.balance.statistics import phase_statistics
 
 STATISTICS: Mapping[str, str] = {  # column of the table -> name of the statistic
+    "over ideal": "over_ideal",
     "gap to floor": "gap_to_floor",
     "max/mean": "max_over_mean",
     "synchronised": "synchronised",
@@ -36,10 +38,14 @@ CORRELATION = "correlation/"  # how the names of correlations begin, see workloa
 class PhaseView:
     """One phase of one plan, as it is drawn."""
 
-    load: NDArray[np.float64]  # [M, R] cost of the items of every row: FLOPs, or femtoseconds
-    real: NDArray[np.int64]  # [M, R] slots that hold data
+    load: NDArray[
+        np.float64
+    ]  # [M, R] cost of each rank's share of its rows: FLOPs, or femtoseconds
+    real: NDArray[np.float64]  # [M, R] slots of each rank that hold data
     capacity: NDArray[np.int64]  # [M]
+    span: NDArray[np.int64]  # [M]
     figures: dict[str, float]  # by column; none where the phase has no items
+    ideal: float  # FLOPs of a rank's equal share of the data
     calibrated: bool = False  # costs are femtoseconds
 
     @property
@@ -62,10 +68,13 @@ def view(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseVi
 def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
     rows = (plan.microbatch, plan.rank)
     load = np.zeros((plan.microbatches, spec.ranks))
-    real = np.zeros((plan.microbatches, spec.ranks), np.int64)
+    real = np.zeros((plan.microbatches, spec.ranks))
     length = items.length.astype(float)
     np.add.at(load, rows, spec.cost.of(length))
     np.add.at(real, rows, items.real)
+    # The ranks that hold a row together share its work evenly.
+    load = _shared_evenly(load, plan.span)
+    real = _shared_evenly(real, plan.span)
     statistics = phase_statistics(plan, items, spec)
     figures = {
         column: statistics[f"{spec.name}/{name}"]
@@ -73,14 +82,37 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
         if plan.microbatches and f"{spec.name}/{name}" in statistics
     }
     return PhaseView(
-        load, real, plan.capacity.astype(np.int64), figures, spec.model_flops is not None
+        load,
+        real,
+        plan.capacity.astype(np.int64),
+        plan.span.astype(np.int64),
+        figures,
+        spec.flops.total(items.real) / spec.ranks,
+        spec.model_flops is not None,
     )
+
+
+def _shared_evenly(amounts: NDArray[np.float64], span: Ints) -> NDArray[np.float64]:
+    """[M, R] amounts of rows at their first rank -> at each rank of the row's group."""
+    shared = amounts.copy()
+    for microbatch, ranks in enumerate(span.tolist()):
+        of_rows = amounts[microbatch].reshape(-1, ranks).sum(axis=1)
+        shared[microbatch] = np.repeat(of_rows / ranks, ranks)
+    return shared
 
 
 def idle_share(views: Mapping[str, PhaseView]) -> float:
     """Predicted share of rank time spent waiting, over all phases."""
     needed = sum(view.load.sum() / view.load.shape[1] for view in views.values())
     return 1 - float(needed / step_time(views))
+
+
+def over_ideal(views: Mapping[str, PhaseView]) -> float:
+    """FLOPs of the slowest rows with their padding, over an equal share of the data's, over all
+    phases."""
+    present = [view for view in views.values() if view.figures]
+    slowest = sum(view.figures["over ideal"] * view.ideal for view in present)
+    return slowest / sum(view.ideal for view in present)
 
 
 def step_time(views: Mapping[str, PhaseView]) -> float:
@@ -136,8 +168,11 @@ def table(views: Views) -> list[list[str]]:
             rows.append(
                 [phase, mode, *(_text(column, figures.get(column)) for column in STATISTICS)]
             )
-    empty = [""] * (len(STATISTICS) - 1)
-    return rows + [["all", mode, *empty, _text("idle", idle_share(views[mode]))] for mode in modes]
+    for mode in modes:
+        figures = {"over ideal": over_ideal(views[mode]), "idle": idle_share(views[mode])}
+        cells = [_text(name, figures[name]) if name in figures else "" for name in STATISTICS]
+        rows.append(["all", mode, *cells])
+    return rows
 
 
 def route_table(routes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:

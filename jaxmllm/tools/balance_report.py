@@ -9,6 +9,7 @@ jaxmllm/tools/workload.py on the config's model, layouts and rows. Without, the 
 model is planned. Row sizes are chosen for each mode, from other batches. Nothing is decoded,
 compiled or run. Writes balance.png and balance.html, and prints their tables.
 
+    over ideal      FLOPs of the slowest rows with their padding / an equal share of the FLOPs of the data
     gap to floor    costliest rank / max(mean rank, costliest item): 1 where no placement could do better
     max/mean        costliest rank / mean rank
     synchronised    sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
@@ -64,6 +65,8 @@ from jaxmllm.tools.workload import describe
 
 NAME = "balance"  # of the picture and the page
 GLOSSARY = {
+    "over ideal": "FLOPs of the slowest rows with their padding / an equal share of the FLOPs of the data: the time "
+    "that a step takes over what it could",
     "gap to floor": "costliest rank / max(mean rank, costliest item); 1 where no placement could do better",
     "max/mean": "costliest rank / mean rank",
     "synchronised": "sum over microbatches of the costliest row / sum of means, because ranks meet at every microbatch",

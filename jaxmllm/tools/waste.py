@@ -3,9 +3,10 @@ draw.
 
     jaxmllm waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
-Five ways to make rows of the same batches:
+Six ways to make rows of the same batches:
 
     balanced            the run's plan: every phase placed freely over all ranks (balance.mode: phases)
+    balanced, alone     the same with every row on one rank (phases.<phase>.spans: [1])
     packed              examples stay on the rank where sampling put them, packed there (balance.mode: none)
     padded              nothing is packed: each rank pads its items to its own longest
     padded, balanced    the same, with the items of every phase placed so that the costliest rank costs least
@@ -13,7 +14,7 @@ Five ways to make rows of the same batches:
 
     real tokens     share of row slots that hold data
     max/mean        cost of the costliest rank / mean rank
-    floor           the least max/mean of any placement: an item is never cut
+    floor           the least max/mean of any placement on these rows: an item is cut no further than its row
     synchronised    max/mean when ranks wait for each other at every microbatch: sum of slowest rows / sum of means
     over ideal      FLOPs of the slowest rows, their padding included / an equal share of the FLOPs of the data alone
     rows            per step, the mean over steps
@@ -28,7 +29,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,12 @@ from jaxmllm.tools.balance_comparison import with_mode
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
-PLANNED: dict[str, Mode] = {"balanced": "phases", "packed": "none"}
+# Mode, and whether several ranks may hold a row together
+PLANNED: dict[str, tuple[Mode, bool]] = {
+    "balanced": ("phases", True),
+    "balanced, alone": ("phases", False),
+    "packed": ("none", False),
+}
 PADDED = ("padded", "padded, balanced", "padded, one shape")
 FIGURES = (
     "real_token_fraction",
@@ -99,28 +105,21 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
             max_over_mean=plan.statistics[f"{name}/max_over_mean"],
             floor=_floor(items.phases[name], phase),
             synchronised=plan.statistics[f"{name}/synchronised"],
-            slowest=_slowest(plan, items, phase),
-            ideal=plan.statistics[f"{name}/flops"] / phase.ranks,
+            slowest=plan.statistics[f"{name}/over_ideal"] * ideal,
+            ideal=ideal,
         )
         for name, phase in spec.phases.items()
         if len(items.phases[name].length)
+        for ideal in (plan.statistics[f"{name}/flops"] / phase.ranks,)
     }
 
 
-def _slowest(plan: StepPlan, items: BatchItems, phase: PhaseSpec) -> float:
-    """FLOPs of the slowest rows: the linear part on every slot, attention on every item."""
-    rows = plan.phases[phase.name]
-    length = items.phases[phase.name].length.astype(float)
-    attention = np.zeros((rows.microbatches, phase.ranks))
-    np.add.at(attention, (rows.microbatch, rows.rank), phase.flops.attention(length))
-    linear = phase.flops.linear * rows.capacity.sum(dtype=float)
-    return float(linear + attention.max(axis=1).sum())
-
-
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
-    """Least max/mean of any placement: 1, or the costliest item alone on its rank."""
+    """Least max/mean of any placement: 1, or the costliest item alone on as many ranks as hold a row
+    together."""
     cost = item_costs(phase, items.length)
-    return max(1.0, float(cost.max() * phase.ranks / cost.sum()))
+    widest = max(row_class.span for row_class in phase.classes)
+    return max(1.0, float(cost.max() * phase.ranks / (cost.sum() * widest)))
 
 
 def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = False) -> PhaseWaste:
@@ -153,7 +152,11 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
 
 def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any]]:
     """One record for every phase and method, and one per method for all phases together."""
-    specs = {method: plan_spec(with_mode(config, mode), inputs) for method, mode in PLANNED.items()}
+    alone = replace(inputs, spans=dict.fromkeys(inputs.spans, (1,)))
+    specs = {
+        method: plan_spec(with_mode(config, mode), inputs if shares else alone)
+        for method, (mode, shares) in PLANNED.items()
+    }
     wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
     plan_ms: dict[str, list[float]] = defaultdict(list)
     for step in range(steps):

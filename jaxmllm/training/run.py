@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Steps
 from jaxmllm.data.corpus import Corpus
@@ -59,18 +60,18 @@ class Run:
         )
         lines = [f"data: {len(self.corpus)} examples; rejected: {rejected}"]
         for name, phase in self.programs.spec.phases.items():
-            rows = " and ".join(map(str, phase.capacities))
+            rows = " and ".join(map(_in_words, phase.classes))
             parts = self.programs.layouts[name].parts
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
-            long = (
-                f"; long rows of {phase.long_capacity} slots on all ranks"
-                if phase.long_capacity
-                else ""
-            )
             lines.append(
-                f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments{long}"
+                f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments"
             )
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
             lines.append(f"route {name}: {pools}, {route.backend} exchange")
         return "\n".join(lines)
+
+
+def _in_words(row_class: RowClass) -> str:
+    capacity, span = row_class
+    return str(capacity) if span == 1 else f"{span} x {capacity}"

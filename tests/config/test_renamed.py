@@ -3,7 +3,7 @@
 import pytest
 
 from jaxmllm.config.read import config_tree, dotted_values, load_config, parse_config
-from jaxmllm.config.renamed import RENAMED, renamed_keys
+from jaxmllm.config.renamed import RENAMED, REPLACED, renamed_keys
 from jaxmllm.config.schema import RenamedKeyError
 from jaxmllm.config.strict_yaml import write_text
 from tests.support import tiny_config
@@ -33,6 +33,14 @@ def test_an_override_by_an_old_name_is_refused(tree, tmp_path, old):
         RenamedKeyError, match=rf"run.yaml: .*{old!r} is now called {RENAMED[old]!r}"
     ):
         load_config(path, [f"{old}={value}"])
+
+
+@pytest.mark.parametrize("old", REPLACED)
+def test_an_override_of_a_key_that_is_gone_is_refused(tree, tmp_path, old):
+    path = tmp_path / "run.yaml"
+    path.write_text(write_text(tree))
+    with pytest.raises(RenamedKeyError, match=rf"run.yaml: {old!r} is gone: leave it out; .*spans"):
+        load_config(path, [f"{old}=null"])
 
 
 def test_a_file_is_told_all_its_old_names_at_once(tree):

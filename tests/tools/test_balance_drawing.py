@@ -12,11 +12,16 @@ from jaxmllm.tools import balance_figures as figures
 
 def test_a_phase_without_items_is_left_out_of_the_picture(balance):
     empty = figures.PhaseView(
-        np.zeros((0, 4)), np.zeros((0, 4), np.int64), np.zeros(0, np.int64), {}
+        load=np.zeros((0, 4)),
+        real=np.zeros((0, 4)),
+        capacity=np.zeros(0, np.int64),
+        span=np.zeros(0, np.int64),
+        figures={},
+        ideal=0.0,
     )
     views = {mode: {**view, "audio": empty} for mode, view in balance.views.items()}
     assert len(drawing.draw(views, "no sound").axes) == 8
-    assert figures.table(views)[2][2:] == ["-"] * 6
+    assert figures.table(views)[2][2:] == ["-"] * 7
 
 
 def test_many_ranks_are_drawn_costliest_first():

@@ -17,8 +17,9 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
     assert [row[:2] for row in table[:-2]] == [
         [p, m] for p in ("vision", "audio", "language") for m in plans
     ]
-    for phase, mode, gap, ratio, synchronised, rows, real, idle in table[:-2]:
+    for phase, mode, over, gap, ratio, synchronised, rows, real, idle in table[:-2]:
         said = {name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()}
+        assert float(over) == pytest.approx(said["over_ideal"], abs=6e-4)
         assert float(ratio) == pytest.approx(said["max_over_mean"], abs=6e-4)
         assert float(gap) == pytest.approx(said["gap_to_floor"], abs=6e-4)
         assert float(synchronised) == pytest.approx(said["synchronised"], abs=6e-4)
@@ -29,6 +30,8 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
         assert float(idle.removesuffix(" %")) == pytest.approx(
             100 * (1 - 1 / said["synchronised"]), abs=0.06
         )
+    for row, statistics in zip(table[-2:], plans.values(), strict=True):
+        assert float(row[2]) == pytest.approx(statistics["step/over_ideal"], abs=6e-4)
 
 
 def test_the_exchange_is_told_by_mode(compared, balance):

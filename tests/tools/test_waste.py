@@ -105,7 +105,14 @@ def test_json_names_its_data_and_has_every_phase_and_method(report):
     assert report["ranks"] == dict.fromkeys(PHASES, RANKS)
     assert "run.seed" in report["generator"]
     assert {"jax", "numpy", "python"} <= set(report["versions"])
-    methods = ["balanced", "packed", "padded", "padded, balanced", "padded, one shape"]
+    methods = [
+        "balanced",
+        "balanced, alone",
+        "packed",
+        "padded",
+        "padded, balanced",
+        "padded, one shape",
+    ]
     found = [(record["phase"], record["method"]) for record in report["results"]]
     assert found == [(phase, method) for phase in (*PHASES, "all") for method in methods]
     assert all(record.keys() == {"phase", "method"} | FIGURES for record in report["results"])
@@ -182,31 +189,33 @@ def test_padding_is_balanced_as_well_as_it_can_be(measured, drawn, phase):
 def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, method, mode):
     batches, specs = drawn
     spec = specs[mode].phases[phase]
+    widest = max(row_class.span for row_class in spec.classes)
     tokens = slots = rows = slowest = ideal = weighted = waiting = floor = 0
     for items, balanced, packed in batches:
         plan = (balanced if mode == "phases" else packed).phases[phase]
         length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
         row_cost = np.zeros((len(plan.capacity), RANKS))
         row_time = np.zeros((len(plan.capacity), RANKS))
-        for microbatch, capacity in enumerate(plan.capacity.tolist()):
-            for rank in range(RANKS):
+        shapes = zip(plan.capacity.tolist(), plan.span.tolist(), strict=True)
+        for microbatch, (capacity, span) in enumerate(shapes):
+            for rank in range(0, RANKS, span):
+                group = slice(rank, rank + span)
                 here = np.flatnonzero(
                     (plan.microbatch == microbatch) & (plan.rank == rank)
                 ).tolist()
-                row_cost[microbatch, rank] = sum(cost(spec, length[item]) for item in here)
-                attention = sum(spec.cost.quadratic * length[item] ** 2 for item in here)
-                row_time[microbatch, rank] = spec.cost.linear * capacity + attention
-                slots += capacity
+                row_cost[microbatch, group] = -(-sum(cost(spec, length[n]) for n in here) // span)
+                attention = sum(spec.cost.quadratic * length[n] ** 2 for n in here) / span
+                row_time[microbatch, group] = spec.cost.linear * capacity + attention
+                slots += capacity * span
                 rows += 1
         share = sum(cost(spec, one) for one in real) / RANKS
         tokens += sum(real)
         slowest += row_time.max(axis=1).sum()
         ideal += share
-        weighted += share * row_cost.sum(axis=0).max() / row_cost.sum(axis=0).mean()
-        floor += share * max(
-            1, max(cost(spec, one) for one in length) / row_cost.sum(axis=0).mean()
-        )
-        waiting += share * row_cost.max(axis=1).sum() / row_cost.mean(axis=1).sum()
+        mean = sum(cost(spec, one) for one in length) / RANKS
+        weighted += share * row_cost.sum(axis=0).max() / mean
+        floor += share * max(1, max(cost(spec, one) for one in length) / (widest * mean))
+        waiting += share * row_cost.max(axis=1).sum() / mean
     record = measured[phase, method]
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
     assert record["rows"] == pytest.approx(rows / STEPS)

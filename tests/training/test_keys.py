@@ -40,6 +40,7 @@ from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import RunInputs, prepare, vocabulary
 from jaxmllm.setup.row_shapes import attention_spec, largest_row
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
+from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.training import loop
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
@@ -226,7 +227,17 @@ def plan(config: Config, scene: Scene) -> Any:
 def limits(config: Config, _: Scene) -> Any:
     """What is too long for any row."""
     formats = row_formats(modalities(config.model, config.data, ()))
-    return [largest_row(config, phase, formats, 1) for phase in ("vision", "audio", "language")]
+    return [
+        largest_row(config, phase, formats, 1, span=1, fitting=1 << 20)
+        for phase in ("vision", "audio", "language")
+    ]
+
+
+def shared(config: Config, _: Scene) -> Any:
+    """How many ranks may hold a row together."""
+    mesh = make_mesh({"data": 4, "fsdp": 2}, spans=mesh_spans(config))
+    size = vocabulary(config, load_tokenizer(config.data.tokenizer))
+    return spans_of_phases(config, build_model(config.model, size, config.components, mesh))
 
 
 def stages(config: Config, scene: Scene) -> Any:
@@ -320,7 +331,7 @@ def phase(name: str) -> dict[str, Effect]:
     return (
         found
         | effects(section, limits, max_capacity="640")
-        | effects(section, plan, long_capacity="4096")
+        | effects(section, shared, spans="[1, 4]")
     )
 
 
@@ -371,6 +382,12 @@ EFFECTS: dict[str, Effect] = {
     **phase("language"),
     **effects("balance", plan, mode="none", pool_slots="4096", pair_slots="64", exchange="ragged"),
     **effects("balance", plan, ranks_per_node="2", calibration="absent.json"),
+    **effects(
+        "balance",
+        shared,
+        ("phases.language.spans=auto", "balance.ranks_per_node=2"),
+        spans_cross_nodes="true",
+    ),
     **effects("mesh", mesh, ("mesh.data=-1",), data="2", fsdp="2", context="2", tensor="2"),
     **effects("pipeline", mesh, ("pipeline.layout=chain",), stages="2"),
     **effects(

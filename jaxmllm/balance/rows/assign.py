@@ -19,25 +19,20 @@ import numpy as np
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.level import RowState, balance_rows, fix_overflow
-from jaxmllm.balance.rows.long import with_long_rows
 from jaxmllm.balance.rows.pack import best_fit, fill_by_cost, first_fit, lay_out
 from jaxmllm.balance.rows.row_counts import ROW_SEARCH, row_counts, row_needs, wanted_slots
 
 
 def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     """Place every item of a phase freely over all ranks (A1 of OrchMLLM, arXiv 2503.23830, under
-    row capacities), and those that need long rows in these.
+    row capacities).
 
     Returns:
       The plan, with `pool` and `pool_offset` left at zero: routes.py sets them.
 
     Raises:
-      ValueError: an item is longer than the largest capacity.
+      ValueError: an item is longer than the largest row.
     """
-    return with_long_rows(spec, items, None, lambda ordinary, _: _assign(spec, ordinary))
-
-
-def _assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     _check_lengths(spec, items)
     cost = item_costs(spec, items.length)
     if not len(cost):
@@ -72,13 +67,6 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     Args:
       rank: [N] rank of each item.
     """
-    return with_long_rows(
-        spec, items, rank, lambda ordinary, ranks: _assign_in_place(spec, ordinary, ranks)
-    )
-
-
-def _assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs | None) -> PhasePlan:
-    assert rank is not None
     _check_lengths(spec, items)
     # A set of rows that is too small is most likely so for the rank that has most: it is tried
     # before all others.

@@ -359,27 +359,3 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
             f"limit the size of items"
         )
     return tuple(sorted(capacities, reverse=True))
-
-
-def checked_long_capacity(inputs: SizingInputs) -> int:
-    """Slots of a long row; 0 without any.
-
-    Raises:
-      ConfigError: the ranks cannot share a long row evenly, or it does not hold the longest item.
-    """
-    capacity = inputs.config.long_capacity
-    if capacity is None:
-        return 0
-    unit = inputs.alignment * inputs.ranks
-    key = f"phases.{inputs.name}.long_capacity"
-    if capacity % unit:
-        raise ConfigError(
-            f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks on each of "
-            f"{inputs.ranks} ranks): use {round_up(capacity, unit)}"
-        )
-    if capacity < inputs.longest:
-        raise ConfigError(
-            f"{key}: {capacity} is too small for the longest item of {inputs.longest} slots: raise "
-            f"it to {round_up(inputs.longest, unit)} or limit the size of items"
-        )
-    return capacity

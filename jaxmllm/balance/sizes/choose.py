@@ -15,7 +15,6 @@ from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.capacities import (
-    checked_long_capacity,
     choose_classes,
     given_classes,
 )
@@ -78,8 +77,7 @@ def _choose_rows(
     # Language first: encoders may follow where it places examples.
     for inputs in (language, *encoders.values()):
         loads = loads_of(batches, inputs, grids, ranks_of_examples)
-        spec = _ordinary_rows(inputs.of_ordinary_items(), loads)
-        specs[inputs.name] = replace(spec, long_capacity=checked_long_capacity(inputs))
+        specs[inputs.name] = _rows(inputs, loads)
         if inputs is language and balance.mode == "language":
             plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
             ranks_of_examples = [
@@ -89,8 +87,8 @@ def _choose_rows(
     return {inputs.name: specs[inputs.name] for inputs in phases}
 
 
-def _ordinary_rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
-    """A phase with its row classes and the most items of a row, without long rows."""
+def _rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
+    """A phase with its row classes and the most items of a row."""
     config = inputs.config
     given = config.capacities
     classes = choose_classes(inputs, loads) if given == "auto" else given_classes(given, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
@@ -33,6 +33,7 @@ class SizingInputs:
     # What gathering the keys and values of a slot of another rank takes, in FLOPs that could be
     # done meanwhile
     gather_cost: int = 0
+    fitting: int | None = None  # slots that the memory of a rank holds; none: not known
 
     @property
     def name(self) -> str:
@@ -41,19 +42,15 @@ class SizingInputs:
     @property
     def largest_capacity(self) -> int:
         """Most slots of a rank that `max_capacity` and the alignment allow."""
-        most = self.config.max_capacity
-        if str(most) == "auto":
-            longest_part = ceil_divide(self.longest, max(self.spans))
-            most = max(CAPACITY_SEARCH.usual_capacity, CAPACITY_SEARCH.longest_items * longest_part)
-        return most // self.alignment * self.alignment
+        return self._most_slots() // self.alignment * self.alignment
 
-    def of_ordinary_items(self) -> SizingInputs:
-        """The same inputs for the items that get no long row."""
-        config = self.config
-        if config.long_capacity is None:
-            return self
-        largest = self.largest_capacity if config.capacities == "auto" else max(config.capacities)
-        return replace(self, longest=min(self.longest, largest))
+    def _most_slots(self) -> int:
+        most = self.config.max_capacity
+        if most != "auto":
+            return most
+        longest_part = ceil_divide(self.longest, max(self.spans))
+        enough = max(CAPACITY_SEARCH.usual_capacity, CAPACITY_SEARCH.longest_items * longest_part)
+        return enough if self.fitting is None else min(enough, self.fitting)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from jaxmllm.balance.records import (
     RowClass,
 )
 from jaxmllm.balance.rows.assign import assign, assign_in_place, item_costs
-from jaxmllm.balance.rows.long import select
 from jaxmllm.balance.rows.row_counts import wanted_slots
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs, phase_spec
 from jaxmllm.balance.step_plan import item_ranks
@@ -82,7 +81,7 @@ def loads_of(
     grids: Mapping[str, ExchangeGrid],
     example_ranks: Sequence[Longs | None],
 ) -> list[Load]:
-    """Loads of the batches that have items of a phase, without the items that get long rows.
+    """Loads of the batches that have items of a phase.
 
     Args:
       grids: by encoder phase.
@@ -92,7 +91,7 @@ def loads_of(
     return [
         _load(batch, inputs, grids, example_rank)
         for batch, example_rank in zip(batches, example_ranks, strict=True)
-        if (batch.phases[inputs.name].length <= inputs.of_ordinary_items().longest).any()
+        if len(batch.phases[inputs.name].length)
     ]
 
 
@@ -102,13 +101,12 @@ def _load(
     grids: Mapping[str, ExchangeGrid],
     example_rank: Longs | None,
 ) -> Load:
-    ordinary = batch.phases[inputs.name].length <= inputs.of_ordinary_items().longest
-    items = select(batch.phases[inputs.name], ordinary)
+    items = batch.phases[inputs.name]
     if example_rank is None:
         item_rank = None
         slots = ceil_divide(int(items.length.sum()), inputs.ranks)
     else:
-        item_rank = item_ranks(batch, inputs.name, example_rank, grids)[ordinary]
+        item_rank = item_ranks(batch, inputs.name, example_rank, grids)
         slots = int(sums_by(item_rank, items.length, inputs.ranks).max())
     return Load(
         items=items,

@@ -152,8 +152,6 @@ def _phase_spec(
     every phase."""
     config = inputs.config
     key = f"phases.{inputs.name}"
-    if config.long_capacity is not None:
-        raise ConfigError(f"{key}.long_capacity: a pipeline has rows of one capacity; unset it")
     if config.capacities == "auto":
         least = round_up(max(inputs.longest, 1), inputs.alignment)
         loads = [int(batch.phases[inputs.name].length.sum()) for batch in samples]

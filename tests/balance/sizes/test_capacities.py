@@ -221,38 +221,3 @@ def test_errors_name_the_key(make, config, message):
         choose_sizes(
             [make.batch(0, 8)], inputs_of(2, vision=config), grids_of(make, 2), BalanceConfig()
         )
-
-
-def long_inputs(config, longest=40_000):
-    return SizingInputs(decoder_phase(), 4, 128, 1, longest, ItemCost(1000, 1), config)
-
-
-def test_ordinary_rows_are_chosen_from_ordinary_items():
-    samples = [generate([0, n], 64) for n in range(2)]
-    long = samples[0].phases["language"]
-    length = long.length.copy()
-    length[3] = 40_000
-    with_one = dataclasses.replace(long, length=length, real=length)
-    spiked = [
-        dataclasses.replace(samples[0], phases=samples[0].phases | {"language": with_one}),
-        samples[1],
-    ]
-    config = PhaseConfig(max_capacity=8192, long_capacity=65_536)
-    language = choose_sizes(spiked, [long_inputs(config)], {}, BalanceConfig()).phases["language"]
-    assert language.long_capacity == 65_536 and language.capacities[0] <= 8192
-
-
-@pytest.mark.parametrize(
-    ("capacity", "message"),
-    [
-        (65_664, r"phases\.language\.long_capacity: 65664 is not a multiple of 512 .*use 66048"),
-        (
-            32_768,
-            r"long_capacity: 32768 is too small for the longest item of 40000 slots: raise it to 40448",
-        ),
-    ],
-)
-def test_long_rows_that_cannot_be_are_refused(capacity, message):
-    config = PhaseConfig(max_capacity=8192, long_capacity=capacity)
-    with pytest.raises(ConfigError, match=message):
-        choose_sizes([generate(0, 64)], [long_inputs(config)], {}, BalanceConfig())

@@ -357,8 +357,8 @@ def sizes(data, devices: int, **changes):
             ["pipeline.stages = 2", "a rank for each"],
         ),
         (
-            {"pipeline": {"stages": 2, "layout": "chain"}, "phases__language__long_capacity": 4096},
-            ["phases.language.long_capacity"],
+            {"pipeline": {"stages": 2, "layout": "chain"}, "phases__language__spans": [1, 2]},
+            ["phases.language.spans", "pipeline.stages"],
         ),
         (
             {

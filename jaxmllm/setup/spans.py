@@ -1,0 +1,106 @@
+"""How many neighbouring ranks may hold a row together, by phase.
+
+config --mesh_spans--> how far the mesh's axes are cut
+config, layouts, nodes --spans_of_phases--> spans that the sizes of rows are chosen from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from jaxmllm.arrays import Ints
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.modalities import modalities, row_formats
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.setup.exchange_layout import nodes_of_ranks
+from jaxmllm.setup.row_shapes import check_parts
+from sharding.mesh import MeshError
+from sharding.rules import Layout
+
+AUTO_SPANS = (1, 2, 4, 8)
+
+Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
+
+
+def mesh_spans(config: Config) -> tuple[int, ...]:
+    """All spans that some phase may have, ascending: the mesh is cut for them.
+
+    Raises:
+      ConfigError: one does not divide the next.
+    """
+    spans = {1}
+    for phase in config.model.phases:
+        settings = getattr(config.phases, phase)
+        if settings.spans != "auto":
+            spans |= set(settings.spans)
+        elif settings.capacities == "auto" and config.may_share_rows:
+            spans |= set(AUTO_SPANS)
+    ascending = sorted(spans)
+    for shorter, longer in pairwise(ascending):
+        if longer % shorter:
+            raise ConfigError(
+                f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
+                f"{list(AUTO_SPANS)}); the mesh cannot be cut for both"
+            )
+    return tuple(ascending)
+
+
+def spans_of_phases(config: Config, model: MLLM) -> Spans:
+    """The spans that the rows of each phase may have.
+
+    `auto` takes what the ranks, the nodes and the blocks of attention allow.
+
+    Raises:
+      ConfigError: a span of the config does not divide the ranks, has groups on several nodes, or
+        cuts a row inside of what its tower takes as a whole.
+    """
+    nodes = nodes_of_ranks(config, model)
+    split = row_formats(modalities(config.model, config.data, config.model.encoders))
+    spans = {}
+    for phase in model.phases:
+        settings = getattr(config.phases, phase)
+        layout = model.layout(phase)
+
+        def check(span: int, phase: str = phase, layout: Layout = layout) -> None:
+            _check_ranks(config, phase, span, layout, nodes[phase])
+            if span > 1:
+                check_parts(config, phase, split, span * layout.parts)
+
+        if settings.spans != "auto":
+            for span in settings.spans:
+                check(span)
+            spans[phase] = settings.spans
+        elif settings.capacities == "auto" and config.may_share_rows:
+            spans[phase] = tuple(span for span in AUTO_SPANS if _passes(check, span))
+        else:
+            spans[phase] = (1,)
+    return spans
+
+
+def _passes(check: Callable[[int], None], span: int) -> bool:
+    try:
+        check(span)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_ranks(config: Config, phase: str, span: int, layout: Layout, node: Ints) -> None:
+    key = f"phases.{phase}.spans"
+    if layout.ranks % span:
+        raise ConfigError(
+            f"{key}: {span} does not divide the {layout.ranks} ranks of the phase; leave it out, or change mesh"
+        )
+    try:
+        layout.spanned(span)
+    except MeshError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    groups = np.asarray(node).reshape(-1, span)
+    if not config.balance.spans_cross_nodes and (groups != groups[:, :1]).any():
+        raise ConfigError(
+            f"{key}: groups of {span} ranks cross nodes; leave it out, or allow it by balance.spans_cross_nodes "
+            "(keys and values of shared rows then travel between nodes), or say balance.ranks_per_node"
+        )

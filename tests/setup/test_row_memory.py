@@ -1,0 +1,50 @@
+"""How many slots of a row fit a device, by estimate."""
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.models.mllm import build_model
+from jaxmllm.setup import row_memory
+from jaxmllm.setup.row_memory import slots_that_fit
+from sharding.mesh import abstract_mesh
+from tests.support import tiny_config
+
+PHASES = ("vision", "audio", "language")
+
+
+def slots(tmp_path, mesh=None, **changes):
+    tree = tiny_config(tmp_path, **changes) | {"mesh": mesh or {"data": 8}}
+    config = parse_config(tree)
+    model = build_model(config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8))
+    return [slots_that_fit(config, model, phase) for phase in PHASES]
+
+
+def test_slots_fit_what_layers_keep_of_them(tmp_path):
+    found = slots(tmp_path)
+    assert all(number & (number - 1) == 0 for number in found), "powers of two"
+    bytes_of_slot = 4 * (16 + 16 * 16 + 6 * 32)  # one layer's input, and one at work
+    assert (
+        bytes_of_slot * found[0]
+        <= row_memory.PLANNED_MEMORY / 2
+        < 2 * bytes_of_slot * found[0] * 1.01
+    )
+
+
+def test_keeping_more_or_more_layers_leaves_less(tmp_path):
+    usual = slots(tmp_path)[2]
+    assert slots(tmp_path, components__language__remat="none")[2] < usual
+    assert slots(tmp_path, model__language__layers=40)[2] < usual
+    assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
+
+
+def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
+    roomy = slots(tmp_path)
+    monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 16)
+    assert all(0 < little < much for little, much in zip(slots(tmp_path), roomy, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_sharded_states_leave_more(tmp_path, monkeypatch, shards):
+    monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 19)
+    whole = slots(tmp_path, {"data": 8})[2]
+    assert (slots(tmp_path, {"data": 8 // shards, "fsdp": shards})[2] > whole) == (shards > 1)

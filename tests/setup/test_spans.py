@@ -1,0 +1,99 @@
+"""How many ranks may hold a row together: what `auto` allows, and what is refused, by name."""
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.models.mllm import build_model
+from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from sharding.mesh import abstract_mesh
+from tests.support import ENCODER_LAYOUT, tiny_config
+
+
+def spans(tmp_path, mesh=None, devices=8, **changes):
+    tree = tiny_config(tmp_path, **changes)
+    tree["mesh"] = mesh or {"data": 4, "fsdp": 2}
+    config = parse_config(tree)
+    model = build_model(
+        config.model,
+        320,
+        config.components,
+        abstract_mesh(config.mesh_sizes, devices, spans=mesh_spans(config)),
+    )
+    return spans_of_phases(config, model)
+
+
+AUTO = {f"phases__{phase}__spans": "auto" for phase in ("vision", "audio", "language")}
+
+
+def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
+    everywhere = dict.fromkeys(("vision", "audio", "language"), (1, 2, 4, 8))
+    assert spans(tmp_path, **AUTO) == everywhere
+    on_nodes = spans(tmp_path, **AUTO, balance__ranks_per_node=4)
+    assert set(on_nodes.values()) == {(1, 2, 4)}
+    across = spans(tmp_path, **AUTO, balance={"ranks_per_node": 4, "spans_cross_nodes": True})
+    assert across == everywhere
+    assert set(spans(tmp_path, {"data": 3, "fsdp": 2}, 6, **AUTO).values()) == {(1, 2)}
+    assert set(spans(tmp_path, {"data": 1}, 1, **AUTO).values()) == {(1,)}
+
+
+def test_ranks_are_those_of_the_phase(tmp_path):
+    mesh = {"data": 4, "fsdp": 1, "tensor": 2}
+    layout = {"components__vision__layout": ENCODER_LAYOUT}
+    assert spans(tmp_path, mesh, **AUTO, **layout) == {
+        "vision": (1, 2, 4, 8),
+        "audio": (1, 2, 4),
+        "language": (1, 2, 4),
+    }
+
+
+def test_auto_is_one_rank_where_capacities_are_given_or_rows_stay_where_they_are(tmp_path):
+    one = dict.fromkeys(("vision", "audio", "language"), (1,))
+    given = {f"phases__{phase}__capacities": [4096] for phase in ("vision", "audio", "language")}
+    assert spans(tmp_path, **AUTO, **given) == one
+    assert spans(tmp_path, **AUTO, balance__mode="language") == one
+    assert mesh_spans(parse_config(tiny_config(tmp_path, **AUTO, balance__mode="none"))) == (1,)
+
+
+def test_auto_leaves_out_what_blocks_would_cut(tmp_path):
+    """Chunks of sound are 32 frames, blocks of 4 tokens 16."""
+    assert spans(tmp_path, **AUTO, phases__audio__block=4)["audio"] == (1,)
+    with pytest.raises(ConfigError, match=r"phases\.audio\.block: rows are split into 4 parts"):
+        spans(tmp_path, phases__audio={"block": 4, "spans": [1, 4]})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"phases__vision__spans": [1, 3]},
+            r"phases\.vision\.spans: 3 does not divide the 8 ranks",
+        ),
+        (
+            {"phases__language__spans": [1, 8], "balance__ranks_per_node": 4},
+            r"phases\.language\.spans: groups of 8 ranks cross nodes; .*balance\.spans_cross_nodes",
+        ),
+        (
+            {"phases__vision__spans": [3], "phases__audio__spans": [1, 2]},
+            r"phases\.<phase>\.spans: 2 of one phase does not divide 3 of another",
+        ),
+        ({"phases__audio__spans": []}, r"phases\.audio\.spans: .*different numbers of ranks"),
+        ({"phases__audio__spans": [2, 2]}, r"phases\.audio\.spans: .*different numbers of ranks"),
+        ({"phases__audio__spans": [4, 6]}, r"phases\.audio\.spans: .*each divides the next"),
+        (
+            {"phases__audio__spans": [1, 2], "balance__mode": "tokens"},
+            r"phases\.audio\.spans \(\[1, 2\]\): with balance\.mode \(tokens\), .*on one rank",
+        ),
+        (
+            {"phases__vision__spans": [2], "pipeline__stages": 2},
+            r"phases\.vision\.spans \(\[2\]\): with pipeline\.stages \(2\), .*on one rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        spans(tmp_path, **changes)
+
+
+def test_all_rows_may_be_shared(tmp_path):
+    assert spans(tmp_path, phases__language__spans=[8, 2])["language"] == (2, 8)
