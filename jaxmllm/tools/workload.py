@@ -249,10 +249,12 @@ def make_spec(
     ranks_per_node: int | None = None,
     backend: str = "padded",
     spans: tuple[int, ...] = (1,),
+    others: Sequence[BatchItems] = (),
 ) -> PlanSpec:
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase,
     chosen from `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of
-    `MODEL`, rows that as many ranks may hold together as `spans` says."""
+    `MODEL`, rows that as many ranks may hold together as `spans` says. `others` are batches unlike
+    the samples that may come, too."""
     needs = [
         SizingInputs(
             phase=phase,
@@ -269,7 +271,9 @@ def make_spec(
     nodes = None
     if ranks_per_node is not None:
         nodes = dict.fromkeys(PHASES, np.arange(ranks, dtype=np.int32) // ranks_per_node)
-    return choose_sizes(samples, needs, make_grids(ranks), BalanceConfig(mode=mode), nodes, backend)
+    balance = BalanceConfig(mode=mode)
+    grids = make_grids(ranks)
+    return choose_sizes(samples, needs, grids, balance, nodes, backend, others)
 
 
 def make_grids(ranks: int) -> dict[str, ExchangeGrid]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, round_up
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.capacities import (
@@ -35,6 +35,7 @@ def choose_sizes(
     balance: BalanceConfig,
     nodes: Mapping[str, Ints] | None = None,
     backend: str = "padded",
+    others: Sequence[BatchItems] = (),
 ) -> PlanSpec:
     """Fill in every size that the config leaves to `auto`, and check the others.
 
@@ -45,14 +46,19 @@ def choose_sizes(
       balance: mode, pool_slots, pair_slots.
       nodes: by phase, node of each rank; none: not known.
       backend: of the exchange.
+      others: batches that may come though no sample is like them, of each source alone for one:
+        segments, pools and pair slots hold them without many rounds.
 
     Raises:
       ConfigError: a size of the config is not a multiple of the alignment, or too small for the
         largest item.
     """
     specs = _choose_rows(samples, phases, grids, balance)
+    specs = {
+        inputs.name: _with_segments_of(others, specs[inputs.name], inputs) for inputs in phases
+    }
     longest = {inputs.name: inputs.longest for inputs in phases}
-    routes = choose_routes(samples, specs, longest, grids, balance, nodes)
+    routes = choose_routes(samples, specs, longest, grids, balance, nodes, others)
     routes = {phase: replace(route, backend=backend) for phase, route in routes.items()}
     return PlanSpec(specs, routes, balance.mode, dict(nodes or {}))
 
@@ -97,3 +103,21 @@ def _rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
     unlimited = phase_spec(inputs, classes)
     most_segments = max((int(load.plan(unlimited).segment.max()) for load in loads), default=0)
     return replace(unlimited, max_segments=with_head_room(most_segments, SEGMENT_ALIGNMENT))
+
+
+def _with_segments_of(
+    others: Sequence[BatchItems], spec: PhaseSpec, inputs: SizingInputs
+) -> PhaseSpec:
+    """The phase with rows that may have as many items as the other batches fill them with."""
+    if inputs.config.max_segments != "auto":
+        return spec
+    unlimited = replace(spec, max_segments=spec.longest_row)
+    most_segments = max(
+        (
+            int(assign(unlimited, batch.phases[inputs.name]).segment.max(initial=0))
+            for batch in others
+        ),
+        default=0,
+    )
+    needed = round_up(most_segments, SEGMENT_ALIGNMENT)
+    return replace(spec, max_segments=max(spec.max_segments, needed))

@@ -24,6 +24,9 @@ from jaxmllm.config.schema import BalanceConfig, ConfigError
 from jaxmllm.phases import LANGUAGE
 
 POOL_ALIGNMENT = 8  # tokens
+# Pair slots for batches unlike the samples: with four times the slots a usual step takes a quarter
+# of the hops and sends hardly more; with still more slots it would send empty ones.
+MOST_OVER_USUAL = 4
 
 
 def choose_routes(
@@ -33,6 +36,7 @@ def choose_routes(
     grids: Mapping[str, ExchangeGrid],
     balance: BalanceConfig,
     nodes: Mapping[str, Ints] | None,
+    others: Sequence[BatchItems] = (),
 ) -> dict[str, RouteSpec]:
     """The exchange of every encoder phase.
 
@@ -41,17 +45,20 @@ def choose_routes(
       longest: by phase, slots of the largest item of the whole data.
       grids: by encoder phase.
       nodes: by phase, node of each rank; none: not known.
+      others: batches that are unlike the samples; pools hold them as they hold the samples, and
+        pair slots as far as the samples' own steps do not pay for it.
 
     Raises:
       ConfigError: `balance.pool_slots` does not hold one row.
     """
     if not grids:
         return {}
-    plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in samples]
+    batches = [*samples, *others]
+    plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in batches]
     language = specs[LANGUAGE]
     arriving = [
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
-        for batch, plan in zip(samples, plans, strict=True)
+        for batch, plan in zip(batches, plans, strict=True)
     ]
     row_tokens = max(language.capacities)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
@@ -67,7 +74,9 @@ def choose_routes(
         encoder_pool = _encoder_pool(sharing, plans, specs, balance)
         pair_slots = balance.pair_slots
         if pair_slots == "auto":
-            pair_slots = _pair_slots(sharing, samples, plans, specs, longest, route.grid)
+            pair_slots = _pair_slots(
+                sharing, batches, plans, specs, longest, route.grid, samples=len(samples)
+            )
         routes[phase] = replace(route, encoder_pool=encoder_pool, pair_slots=pair_slots)
     return routes
 
@@ -96,23 +105,33 @@ def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
 
 def _pair_slots(
     phases: Sequence[str],
-    samples: Sequence[BatchItems],
+    batches: Sequence[BatchItems],
     plans: Sequence[Mapping[str, PhasePlan]],
     specs: Mapping[str, PhaseSpec],
     longest: Mapping[str, int],
     grid: ExchangeGrid,
+    samples: int,
 ) -> int:
     """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then
-    serves any of them."""
+    serves any of them.
+
+    Args:
+      samples: the first of `batches`, which tell what is usual; the rest may come.
+    """
     slots_per_token = {phase: specs[phase].slots_per_token for phase in phases}
     moves = [
         moving_tokens(
             {phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid, slots_per_token
         )
-        for batch, plan in zip(samples, plans, strict=True)
+        for batch, plan in zip(batches, plans, strict=True)
     ]
     longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)
-    return padded.choose_pair_slots(moves, grid, longest_tokens)
+    usual = padded.choose_pair_slots(moves[:samples], grid, longest_tokens)
+    unusual = max(
+        (padded.choose_pair_slots([move], grid, longest_tokens) for move in moves[samples:]),
+        default=usual,
+    )
+    return max(usual, min(unusual, MOST_OVER_USUAL * usual))
 
 
 def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:

@@ -8,6 +8,7 @@ import pytest
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.schema import BalanceConfig, ConfigError
+from jaxmllm.tools.workload import generate, make_spec
 from tests.balance.sizes.sample_inputs import grids_of, inputs_of
 
 
@@ -17,6 +18,33 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
     fresh = [plan_step(make.batch(1000 + k, 64), spec) for k in range(16)]
     assert np.mean([len(plan.routes["vision"].rounds) for plan in fresh]) <= 1.2
     assert all(len(plan_step(batch, spec).routes["vision"].rounds) == 1 for batch in samples)
+
+
+def test_batches_of_another_source_do_not_collapse():
+    """Samples without pictures, then batches of pictures alone."""
+    ranks = 8
+    usual = {"speech_recognition": 1.0}
+    sources = [{"captioning": 1.0}, {"multi_image": 1.0}]
+
+    def batches(stream: int, mix: dict[str, float], count: int) -> list:
+        return [generate([stream, index], 4 * ranks, mix) for index in range(count)]
+
+    def hops_and_rounds(spec, mix) -> tuple[float, int]:
+        routes = [plan_step(batch, spec).routes["vision"].rounds for batch in batches(9, mix, 3)]
+        hops = [sum(round_.hops for round_ in rounds) for rounds in routes]
+        return float(np.mean(hops)), max(map(len, routes))
+
+    samples = batches(1, usual, 8)
+    others = [batches(2 + number, mix, 1)[0] for number, mix in enumerate(sources)]
+    blind = make_spec(ranks, samples)
+    spec = make_spec(ranks, samples, others=others)
+    assert spec.phases["language"].classes == blind.phases["language"].classes
+    assert hops_and_rounds(spec, usual)[1] == 1
+    for mix in sources:
+        hops, rounds = hops_and_rounds(spec, mix)
+        blind_hops, blind_rounds = hops_and_rounds(blind, mix)
+        assert rounds <= 2 < blind_rounds
+        assert hops < 0.3 * blind_hops
 
 
 def test_a_pool_that_holds_no_row_is_refused(make):
