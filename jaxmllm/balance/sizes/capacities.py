@@ -88,7 +88,7 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     The first holds much or all of a load, or just the longest item. The others are such shares of a
     load, too, where the first is larger than that; or parts of the median load, to hold what the
     first leaves over; or a little smaller than the one before: a few similar sizes allow finer
-    totals; or parts of the first.
+    totals; or parts of the first; or what holds the longest item of most loads.
     """
     inputs = judge.inputs
     firsts = _load_shares(judge) | {smallest_capacity(inputs, span)}
@@ -139,6 +139,9 @@ class _Further:
         )
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
+        longest = [load.items.length.max() for load in judge.loads]
+        quantiles = CAPACITY_SEARCH.longest_quantiles
+        self.longest = np.quantile(longest, quantiles, method="higher").tolist()
 
     def _parts(self, slots: float, divisors: Iterable[float]) -> set[int]:
         return {round_up(math.ceil(slots / divisor), self.alignment) for divisor in divisors}
@@ -154,10 +157,14 @@ class _Further:
             capacities.add(last.capacity)  # of fewer ranks
         return [
             RowClass(capacity, span)
-            for capacity in sorted(capacities)
             for span in spans
+            for capacity in sorted(capacities | self._holding_longest(span))
             if 0 < capacity * span < last.slots and capacity <= max(first, self.median)
         ]
+
+    def _holding_longest(self, span: int) -> set[int]:
+        """Capacities that hold the longest item of most loads, if not of all data."""
+        return set().union(*(self._parts(length, (span,)) for length in self.longest))
 
     def _steps(self, classes: Classes) -> set[int]:
         """Steps down to a further class of similar size: once there is one, all steps are equal."""
