@@ -214,12 +214,12 @@ class PhasePlan:
 class RouteRound:
     """What goes from encoder pools number `source` to language pools number `target` in some hops.
 
-    A span is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank
-    `sender` to slots `arrival` .. of `receiver`. If the two differ, a span goes there at once where
+    A stretch is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank
+    `sender` to slots `arrival` .. of `receiver`. If the two differ, a stretch goes there at once where
     it is `direct`, as up to `direct_tokens` of a pair do; otherwise its tokens are spread over
     relay ranks in the hops of the first leg and forwarded in those of the second (relay.py).
     `ordinal` is the number of its first token among those of the pair or, where it is not direct,
-    among all that the sender spreads. Ragged: all spans are direct, in one hop of any size.
+    among all that the sender spreads. Ragged: all stretches are direct, in one hop of any size.
     """
 
     source: int

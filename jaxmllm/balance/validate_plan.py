@@ -177,7 +177,7 @@ def _numbered_pools(slots: Longs, ranks: int, pool_slots: int) -> dict[int, Long
 
 
 def _validate_round(owner: str, round_: RouteRound, route: RouteSpec) -> None:
-    past_pool = "a span of tokens reaches beyond its pool"
+    past_pool = "a stretch of tokens reaches beyond its pool"
     _require((round_.start + round_.tokens <= route.encoder_pool).all(), owner, past_pool)
     _require((round_.arrival + round_.tokens <= route.language_pool).all(), owner, past_pool)
     _require(round_.hops <= route.hops, owner, "a round has too many hops")

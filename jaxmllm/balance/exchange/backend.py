@@ -1,6 +1,6 @@
 """A backend of the exchange: all that depends on how tokens are sent, in one object.
 
-    plan      spread         tokens that leave their rank -> spans by round, hops per round
+    plan      spread         tokens that leave their rank -> stretches by round, hops per round
               tables         a round -> index tables of some exchange ranks
     sizes     buffer_slots   what the hops of a round fill
               hop_shapes     arrays that one hop reads
@@ -9,7 +9,7 @@
 
 To add a backend, write such an object in a file of its own and name it in `BACKENDS` (tables.py).
 
-Letters: N items that leave their rank, K spans, T tokens, W pool slots, U buffer slots, and X
+Letters: N items that leave their rank, K stretches, T tokens, W pool slots, U buffer slots, and X
 exchange ranks. The A peers of a group send each other tokens: exchange rank x is peer x // groups
 of group x % groups (`ExchangeGrid`).
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the processes that plan never import jax
 
 
 @dataclass(frozen=True)
-class Spans:
+class Stretches:
     """Items, or parts of them, by round: all [K]."""
 
     round: Longs
@@ -59,7 +59,7 @@ class Backend(ABC):
         """Whether devices of a jax platform ("cpu", "gpu", ..) can run it."""
 
     @abstractmethod
-    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Spans:
+    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Stretches:
         """Divide what leaves its rank into as few rounds as the sizes allow.
 
         Args:
@@ -121,10 +121,10 @@ class Backend(ABC):
         """
 
 
-def tokens_of(spans: Longs, tokens: Ints) -> tuple[Longs, Longs]:
-    """(span, number in the span) of every token of the spans with the given numbers: [T] each."""
-    span = np.repeat(spans, tokens[spans])
-    return span, running_sums(span, np.ones_like(span))
+def tokens_of(stretches: Longs, tokens: Ints) -> tuple[Longs, Longs]:
+    """(stretch, number in the stretch) of every token of the stretches with the given numbers: [T] each."""
+    stretch = np.repeat(stretches, tokens[stretches])
+    return stretch, running_sums(stretch, np.ones_like(stretch))
 
 
 def fill(table: Ints, row: Longs, chosen: Bools | bool, slot: Longs, values: Longs) -> None:

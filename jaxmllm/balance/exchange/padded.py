@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxmllm.arrays import INT64_MAX, Bools, Longs
-from jaxmllm.balance.exchange.backend import Backend, Spans, fill, take
+from jaxmllm.balance.exchange.backend import Backend, Stretches, fill, take
 from jaxmllm.balance.exchange.relay import split_over_relays, token_paths
 from jaxmllm.balance.records import ExchangeGrid, Hop, RouteRound, RouteSpec, RouteTables
 
@@ -34,7 +34,7 @@ class Padded(Backend):
     def available(self, platform: str) -> bool:
         return True
 
-    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Spans:
+    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Stretches:
         return split_over_relays(
             sender,
             receiver,
@@ -197,7 +197,7 @@ def choose_pair_slots(
 
 def _slots_per_pair(sender: Longs, receiver: Longs, tokens: Longs, grid: ExchangeGrid) -> int:
     """Slots from each exchange rank to each peer that a step takes, all hops together."""
-    spans = split_over_relays(
+    stretches = split_over_relays(
         sender,
         receiver,
         tokens,
@@ -206,7 +206,7 @@ def _slots_per_pair(sender: Longs, receiver: Longs, tokens: Longs, grid: Exchang
         pair_slots=1,  # so that hops are slots
         max_hops=INT64_MAX,
     )
-    return sum(spans.hops[0])
+    return sum(stretches.hops[0])
 
 
 PADDED = Padded()

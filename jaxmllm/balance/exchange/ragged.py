@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
-from jaxmllm.balance.exchange.backend import Backend, Spans, fill, take, tokens_of
+from jaxmllm.balance.exchange.backend import Backend, Stretches, fill, take, tokens_of
 from jaxmllm.balance.records import ExchangeGrid, Hop, RouteRound, RouteSpec, RouteTables
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Ragged(Backend):
     def available(self, platform: str) -> bool:
         return platform != "cpu"
 
-    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Spans:
+    def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Stretches:
         nothing = np.zeros_like(tokens)
-        return Spans(
+        return Stretches(
             round=nothing,
             item=np.arange(len(tokens)),
             start=nothing,
@@ -54,12 +54,12 @@ class Ragged(Backend):
         landing = np.cumsum(expected, axis=1) - expected
 
         near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
-        span, step = tokens_of(np.flatnonzero(near), round_.tokens)
-        sender = round_.sender[span].astype(np.int64)
-        receiver = round_.receiver[span].astype(np.int64)
-        start = round_.start[span] + step
-        arrival = round_.arrival[span] + step
-        ordinal = round_.ordinal[span] + step
+        stretch, step = tokens_of(np.flatnonzero(near), round_.tokens)
+        sender = round_.sender[stretch].astype(np.int64)
+        receiver = round_.receiver[stretch].astype(np.int64)
+        start = round_.start[stretch] + step
+        arrival = round_.arrival[stretch] + step
+        ordinal = round_.ordinal[stretch] + step
         moves = sender != receiver
         # Meaningless where the sender, or the receiver, is not local (-1): `fill` leaves those out.
         sent_at = leaving[local[sender], receiver // groups] + ordinal
@@ -140,7 +140,7 @@ def _volumes(
     [x, A] each.
 
     Args:
-      rank_of: [K] exchange rank that sends each span (or receives, for the way back).
+      rank_of: [K] exchange rank that sends each stretch (or receives, for the way back).
       peer_of: [K] exchange rank at its other end.
     """
     groups = grid.groups

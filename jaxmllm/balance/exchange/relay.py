@@ -17,7 +17,7 @@ thousands of ranks.
 Where most pairs have traffic, as among few ranks, the first `direct_tokens` of each pair go to
 their receiver at once.
 
-Letters: A peers; N items that leave their rank; K spans; T tokens; X exchange ranks (see
+Letters: A peers; N items that leave their rank; K stretches; T tokens; X exchange ranks (see
 backend.py).
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, running_sums
-from jaxmllm.balance.exchange.backend import Spans, tokens_of
+from jaxmllm.balance.exchange.backend import Stretches, tokens_of
 from jaxmllm.balance.records import RouteRound
 
 
@@ -54,7 +54,7 @@ def split_over_relays(
     groups: int,
     pair_slots: int,
     max_hops: int,
-) -> Spans:
+) -> Stretches:
     """Spread all tokens over relays, in as few rounds as doubling finds.
 
     Args:
@@ -64,11 +64,11 @@ def split_over_relays(
       max_hops: of one round; at least 2.
     """
     if not len(tokens):
-        return Spans(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
+        return Stretches(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
     rounds = 1
     direct_tokens = _choose_direct_tokens(sender, receiver, tokens, peers=peers, groups=groups)
     while True:
-        spans = _split(
+        stretches = _split(
             sender,
             receiver,
             tokens,
@@ -78,8 +78,8 @@ def split_over_relays(
             rounds=rounds,
             direct_tokens=direct_tokens,
         )
-        if max(first + second for first, second in spans.hops) <= max_hops:
-            return spans
+        if max(first + second for first, second in stretches.hops) <= max_hops:
+            return stretches
         rounds *= 2
         direct_tokens //= 2
 
@@ -94,8 +94,8 @@ def _split(
     pair_slots: int,
     rounds: int,
     direct_tokens: int,
-) -> Spans:
-    """The spans of a number of equal rounds, and the hops that each needs."""
+) -> Stretches:
+    """The stretches of a number of equal rounds, and the hops that each needs."""
     ranks = peers * groups
     round_, item, start, amount = _cut_into_rounds(tokens, rounds)
     pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
@@ -119,7 +119,7 @@ def _split(
     second_leg = _max_by(goal // ranks, goal_tokens, rounds)
 
     with_direct = np.flatnonzero(direct)
-    return Spans(
+    return Stretches(
         round=np.concatenate([round_[with_direct], relayed_round]),
         item=np.concatenate([item[with_direct], item[relayed]]),
         start=np.concatenate([start[with_direct], (start + direct)[relayed]]),
@@ -239,11 +239,11 @@ def token_paths(
     Args:
       local: [X], negative where an exchange rank is of no interest.
     """
-    span, step = _passing(round_, peers=peers, groups=groups, local=local)
-    sender = round_.sender[span].astype(np.int64)
-    receiver = round_.receiver[span].astype(np.int64)
-    ordinal = round_.ordinal[span] + step
-    direct = round_.direct[span]
+    stretch, step = _passing(round_, peers=peers, groups=groups, local=local)
+    sender = round_.sender[stretch].astype(np.int64)
+    receiver = round_.receiver[stretch].astype(np.int64)
+    ordinal = round_.ordinal[stretch] + step
+    direct = round_.direct[stretch]
     spread = (sender != receiver) & ~direct
     relay_peer = (ordinal + sender // groups) % peers  # other senders begin with other relays
     relay = np.where(spread, relay_peer * groups + sender % groups, receiver)
@@ -251,7 +251,7 @@ def token_paths(
     # A relay slot counts the earlier tokens with the same relay and receiver: if one of the two is
     # local, all are here.
     earlier = np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens
-    line = earlier[span] + step
+    line = earlier[stretch] + step
     pair = np.where(spread, relay * peers + receiver // groups, -1)
     order = np.argsort(pair * (int(round_.tokens.sum(dtype=np.int64)) + 1) + line)
     relay_slot = np.empty_like(line)
@@ -262,8 +262,8 @@ def token_paths(
     own_relay = spread & (relay == sender)
     send_slot = np.where(direct, ordinal, round_.direct_tokens + ordinal // peers)
     return TokenPaths(
-        start=round_.start[span] + step,
-        arrival=round_.arrival[span] + step,
+        start=round_.start[stretch] + step,
+        arrival=round_.arrival[stretch] + step,
         sender=sender,
         receiver=receiver,
         relay=np.where(own_relay, receiver, relay),
@@ -273,20 +273,22 @@ def token_paths(
 
 
 def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tuple[Longs, Longs]:
-    """(span, number in the span) of every token that begins, passes or ends at a local rank."""
+    """(stretch, number in the stretch) of every token that begins, passes or ends at a local rank."""
     near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
-    near_span, near_step = tokens_of(np.flatnonzero(near), round_.tokens)
+    near_stretch, near_step = tokens_of(np.flatnonzero(near), round_.tokens)
 
-    # Of the other spans, a local rank of the group relays every A-th token.
+    # Of the other stretches, a local rank of the group relays every A-th token.
     far = np.flatnonzero(~near & ~round_.direct)
     ranks = np.flatnonzero(local >= 0)
-    span = np.repeat(far, len(ranks))
+    stretch = np.repeat(far, len(ranks))
     rank = np.tile(ranks, len(far))
-    same_group = round_.sender[span] % groups == rank % groups
-    span = span[same_group]
+    same_group = round_.sender[stretch] % groups == rank % groups
+    stretch = stretch[same_group]
     rank = rank[same_group]
-    first_relayed = (rank // groups - round_.ordinal[span] - round_.sender[span] // groups) % peers
-    relayed_tokens = np.maximum(round_.tokens[span] - first_relayed + peers - 1, 0) // peers
-    visit = np.repeat(np.arange(len(span)), relayed_tokens)
+    first_relayed = (
+        rank // groups - round_.ordinal[stretch] - round_.sender[stretch] // groups
+    ) % peers
+    relayed_tokens = np.maximum(round_.tokens[stretch] - first_relayed + peers - 1, 0) // peers
+    visit = np.repeat(np.arange(len(stretch)), relayed_tokens)
     far_step = first_relayed[visit] + peers * running_sums(visit, np.ones_like(visit))
-    return np.concatenate([near_span, span[visit]]), np.concatenate([near_step, far_step])
+    return np.concatenate([near_stretch, stretch[visit]]), np.concatenate([near_step, far_step])

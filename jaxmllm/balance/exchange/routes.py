@@ -7,10 +7,10 @@ A pool is a buffer of fixed size on every rank; what does not fit one goes to th
 step needs one pool per phase and one round. Phases of equal grids share the encoder pools and the
 exchange of the first of them.
 
-The plan describes rounds by spans of tokens, the same on every host; each host makes the index
+The plan describes rounds by stretches of tokens, the same on every host; each host makes the index
 tables of its own exchange ranks from them (tables.py).
 
-Letters: R ranks, M microbatches, K spans, and A, E, L, X of `ExchangeGrid`.
+Letters: R ranks, M microbatches, K stretches, and A, E, L, X of `ExchangeGrid`.
 """
 
 from __future__ import annotations
@@ -194,25 +194,25 @@ def _rounds_between(
     moves = np.flatnonzero(changes)
     moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
     leaving = traffic.chosen(moves)
-    spans = backend_of(route).spread(leaving.sender, leaving.receiver, leaving.tokens, route)
-    moves = moves[spans.item]
+    stretches = backend_of(route).spread(leaving.sender, leaving.receiver, leaving.tokens, route)
+    moves = moves[stretches.item]
 
     def column(staying: Longs, moving: Longs) -> Ints:
         return np.concatenate([staying, moving]).astype(np.int32)
 
     nothing = np.zeros_like(stays)
-    round_of = column(nothing, spans.round)
+    round_of = column(nothing, stretches.round)
     columns = {
-        "tokens": column(traffic.tokens[stays], spans.tokens),
-        "start": column(traffic.start[stays], traffic.start[moves] + spans.start),
-        "arrival": column(traffic.arrival[stays], traffic.arrival[moves] + spans.start),
+        "tokens": column(traffic.tokens[stays], stretches.tokens),
+        "start": column(traffic.start[stays], traffic.start[moves] + stretches.start),
+        "arrival": column(traffic.arrival[stays], traffic.arrival[moves] + stretches.start),
         "sender": column(traffic.sender[stays], traffic.sender[moves]),
         "receiver": column(traffic.receiver[stays], traffic.receiver[moves]),
-        "ordinal": column(nothing, spans.ordinal),
+        "ordinal": column(nothing, stretches.ordinal),
     }
-    direct = np.concatenate([nothing > 0, spans.direct])
+    direct = np.concatenate([nothing > 0, stretches.direct])
     rounds = []
-    for number, (first_leg, second_leg) in enumerate(spans.hops):
+    for number, (first_leg, second_leg) in enumerate(stretches.hops):
         members = np.flatnonzero(round_of == number)
         if len(members):
             rounds.append(
@@ -221,7 +221,7 @@ def _rounds_between(
                     target=target,
                     first_leg=first_leg,
                     second_leg=second_leg,
-                    direct_tokens=spans.direct_tokens,
+                    direct_tokens=stretches.direct_tokens,
                     direct=direct[members],
                     **{name: values[members] for name, values in columns.items()},
                 )

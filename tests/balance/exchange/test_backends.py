@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.arrays import running_sums
-from jaxmllm.balance.exchange.backend import Backend, Spans, fill, take, tokens_of
+from jaxmllm.balance.exchange.backend import Backend, Stretches, fill, take, tokens_of
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
 from jaxmllm.balance.records import Hop, RouteTables
 from jaxmllm.balance.step_plan import plan_step
@@ -32,12 +32,14 @@ class Gathered(Backend):
         nothing = np.zeros_like(tokens)
         ordinal = running_sums(sender * route.grid.ranks + receiver, tokens)
         hops = [(int(len(tokens) > 0), 0)]
-        return Spans(nothing, np.arange(len(tokens)), nothing, tokens, tokens > 0, ordinal, hops, 0)
+        return Stretches(
+            nothing, np.arange(len(tokens)), nothing, tokens, tokens > 0, ordinal, hops, 0
+        )
 
     def tables(self, round_, route, local, ranks):
-        span, step = tokens_of(np.arange(len(round_.tokens)), round_.tokens)
-        sender, receiver = round_.sender[span].astype(int), round_.receiver[span].astype(int)
-        start, arrival = round_.start[span] + step, round_.arrival[span] + step
+        stretch, step = tokens_of(np.arange(len(round_.tokens)), round_.tokens)
+        sender, receiver = round_.sender[stretch].astype(int), round_.receiver[stretch].astype(int)
+        start, arrival = round_.start[stretch] + step, round_.arrival[stretch] + step
         moves, (forward_slots, backward_slots) = sender != receiver, self.buffer_slots(route)
         arrives = sender // route.grid.groups * route.encoder_pool + start
         returns = receiver // route.grid.groups * route.language_pool + arrival

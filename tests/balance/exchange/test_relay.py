@@ -22,16 +22,23 @@ def random_traffic(seed: int, peers: int, groups: int, items: int, largest: int)
     return sender, receiver, random.integers(1, largest + 1, items)
 
 
-def rounds_of(sender, receiver, tokens, spans):
+def rounds_of(sender, receiver, tokens, stretches):
     """The rounds as the plan holds them; a token starts and arrives at its number in the line of all tokens."""
     line = np.cumsum(tokens) - tokens
-    for number, (first_leg, second_leg) in enumerate(spans.hops):
-        own = spans.round == number
-        item = spans.item[own]
-        start = line[item] + spans.start[own]
+    for number, (first_leg, second_leg) in enumerate(stretches.hops):
+        own = stretches.round == number
+        item = stretches.item[own]
+        start = line[item] + stretches.start[own]
         ends = sender[item], receiver[item]
-        columns = spans.tokens[own], start, start, *ends, spans.ordinal[own], spans.direct[own]
-        yield RouteRound(0, 0, first_leg, second_leg, spans.direct_tokens, *columns)
+        columns = (
+            stretches.tokens[own],
+            start,
+            start,
+            *ends,
+            stretches.ordinal[own],
+            stretches.direct[own],
+        )
+        yield RouteRound(0, 0, first_leg, second_leg, stretches.direct_tokens, *columns)
 
 
 @settings(max_examples=80, deadline=None)
@@ -49,10 +56,10 @@ def test_every_token_gets_there_and_no_slot_carries_two(
 ):
     sender, receiver, tokens = random_traffic(seed, peers, groups, items, largest)
     sizes = {"peers": peers, "groups": groups, "pair_slots": slots}
-    spans = split_over_relays(sender, receiver, tokens, **sizes, max_hops=most)
+    stretches = split_over_relays(sender, receiver, tokens, **sizes, max_hops=most)
     owner = np.repeat(np.arange(items), tokens)
     got = []
-    for round_ in rounds_of(sender, receiver, tokens, spans):
+    for round_ in rounds_of(sender, receiver, tokens, stretches):
         assert round_.hops <= most
         taken = set()
         way = token_paths(round_, **sizes, local=np.arange(peers * groups))
@@ -94,8 +101,8 @@ def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, l
 def test_paths_of_some_ranks_are_those_of_all():
     sender, receiver, tokens = random_traffic(3, 5, 2, 25, 40)
     sizes = {"peers": 5, "groups": 2, "pair_slots": 4}
-    spans = split_over_relays(sender, receiver, tokens, **sizes, max_hops=99)
-    (round_,) = rounds_of(sender, receiver, tokens, spans)
+    stretches = split_over_relays(sender, receiver, tokens, **sizes, max_hops=99)
+    (round_,) = rounds_of(sender, receiver, tokens, stretches)
 
     def through(rank, local):
         way = token_paths(round_, **sizes, local=local)
@@ -112,27 +119,27 @@ def test_paths_of_some_ranks_are_those_of_all():
 def test_hops_are_what_the_busiest_ranks_need():
     """Items of one size to random receivers, so few pairs have traffic: relays fill nearly all of the busiest."""
     sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
-    spans = split_over_relays(
+    stretches = split_over_relays(
         sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000
     )
-    (hops,) = spans.hops
+    (hops,) = stretches.hops
     out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
-    assert spans.direct_tokens == 0 and not spans.direct.any()
+    assert stretches.direct_tokens == 0 and not stretches.direct.any()
     assert hops[0] == -(-out.max() // 32)
     assert -(-into.max() // 32) <= hops[1] <= 1.15 * into.max() / 32
 
 
 def test_even_traffic_is_direct():
     sender, receiver = np.nonzero(~np.eye(6, dtype=bool))
-    spans = split_over_relays(
+    stretches = split_over_relays(
         sender, receiver, np.full(30, 12), peers=6, groups=1, pair_slots=4, max_hops=99
     )
-    assert spans.direct.all() and spans.hops == [(3, 0)]
+    assert stretches.direct.all() and stretches.hops == [(3, 0)]
 
 
 def test_one_item_of_a_great_many_tokens_is_cut_into_rounds():
-    spans = split_over_relays(
+    stretches = split_over_relays(
         np.array([0]), np.array([2]), np.array([1000]), peers=4, groups=1, pair_slots=5, max_hops=4
     )
-    assert len(spans.hops) == 32 and spans.tokens.sum() == 1000
-    assert max(sum(legs) for legs in spans.hops) <= 4
+    assert len(stretches.hops) == 32 and stretches.tokens.sum() == 1000
+    assert max(sum(legs) for legs in stretches.hops) <= 4
