@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from jaxmllm.config.section import Auto, Section
 
@@ -76,6 +76,9 @@ class BalanceConfig(Section):
     ranks_per_node: PositiveInt | Auto = "auto"  # auto: the devices of a process
     # Whether ranks of several nodes may hold a row together, whose keys and values then cross nodes.
     spans_cross_nodes: bool = False
+    # What a device could compute while a byte of keys and values of another rank arrives: the price
+    # of rows of several ranks when `auto` chooses them; auto: by the platform (costs/gather.py).
+    flops_per_gathered_byte: PositiveFloat | Auto = "auto"
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
     calibration: str | None = None  # file of `jaxmllm calibrate`; none: items are balanced by FLOPs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
@@ -28,11 +28,12 @@ def exchange_backend(config: Config, model: MLLM) -> str:
     check_exchange(config)
     if config.balance.exchange != "auto":
         return config.balance.exchange
-    mesh = model.layout(LANGUAGE).mesh
-    if isinstance(mesh, Mesh):
-        return backend_for(mesh.devices.flat[0].platform)
-    # An abstract mesh: as if the run began on this machine.
-    return backend_for(jax.default_backend())
+    return backend_for(platform_of(model.layout(LANGUAGE).mesh))
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """JAX platform of a mesh's devices; of an abstract one, as if the run began on this machine."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime, phase_flops
+from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
@@ -19,7 +20,12 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
-from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+from jaxmllm.setup.exchange_layout import (
+    exchange_backend,
+    exchange_grids,
+    nodes_of_ranks,
+    platform_of,
+)
 from jaxmllm.setup.prepare import RunInputs
 from jaxmllm.setup.row_memory import slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
@@ -97,6 +103,8 @@ def sizing_inputs(
     """
     flops = model_flops(config, model)
     times = measured_times(config, model, flops)
+    shapes = resolved_shapes(config, model)
+    per_byte = _flops_per_byte(config, model)
     return [
         SizingInputs(
             phase=phase,
@@ -107,6 +115,7 @@ def sizing_inputs(
             flops=flops[name],
             config=getattr(config.phases, name),
             time=times.get(name),
+            gather_cost=gather_cost(shapes, name, per_byte),
             fitting=slots_that_fit(config, model, name),
             spans=spans[name] if config.may_share_rows else (1,),
         )
@@ -115,6 +124,12 @@ def sizing_inputs(
 
 
 # ---------------------------------------------------------------------------- costs
+
+
+def _flops_per_byte(config: Config, model: MLLM) -> float:
+    """What gathering is priced by; `auto` is that of the devices' platform."""
+    chosen = config.balance.flops_per_gathered_byte
+    return flops_per_byte(platform_of(model.layout(LANGUAGE).mesh)) if chosen == "auto" else chosen
 
 
 def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:

@@ -39,7 +39,7 @@ from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import RunInputs, prepare, vocabulary
 from jaxmllm.setup.row_shapes import attention_spec, largest_row
-from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
+from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.training import loop
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
@@ -240,6 +240,14 @@ def shared(config: Config, _: Scene) -> Any:
     return spans_of_phases(config, build_model(config.model, size, config.components, mesh))
 
 
+def prices(config: Config, scene: Scene) -> Any:
+    """What gathering for rows of several ranks counts in the choice of rows."""
+    inputs = scene.inputs
+    longest = {phase: inputs.corpus.longest(phase) for phase in inputs.model.phases}
+    sizing = sizing_inputs(config, inputs.model, inputs.corpus.formats, longest, inputs.spans)
+    return [phase.gather_cost for phase in sizing]
+
+
 def stages(config: Config, scene: Scene) -> Any:
     """Sizes of a pipeline, and the schedule of a batch."""
     inputs = scene.staged
@@ -388,6 +396,7 @@ EFFECTS: dict[str, Effect] = {
         ("phases.language.spans=auto", "balance.ranks_per_node=2"),
         spans_cross_nodes="true",
     ),
+    **effects("balance", prices, flops_per_gathered_byte="400.0"),
     **effects("mesh", mesh, ("mesh.data=-1",), data="2", fsdp="2", context="2", tensor="2"),
     **effects("pipeline", mesh, ("pipeline.layout=chain",), stages="2"),
     **effects(

@@ -6,8 +6,8 @@ backward    gathered again, for nothing of it is kept, and their gradients are s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -21,10 +21,12 @@ class GatherPrice:
 
     number_bytes: int = 2  # of a key's or a value's element: bfloat16
     passes: int = 3  # forward, again in the backward pass, and the gradients
+    # Of four groups of heads, the first is waited for; the others arrive during attention (HEAD_GROUPS of
+    # sharding/context.py).
+    exposed: Fraction = Fraction(1, 4)
     # FLOPs that a device could do while a byte arrives: an H100 that does 400 TFLOP/s and gets
-    # 400 GB/s of the others in its node. What overlaps with other work costs nothing, and how much
-    # does is not known beforehand: none is taken to.
-    flops_per_byte: int = 1000
+    # 400 GB/s of the others in its node; a CPU core that does 40 GFLOP/s and copies 4 GB/s.
+    flops_per_byte: Mapping[str, int] = field(default_factory=lambda: {"gpu": 1000, "cpu": 10})
 
 
 GATHER_PRICE = GatherPrice()
@@ -36,11 +38,20 @@ def gathered_bytes(model: ModelConfig, phase: str) -> float:
     return float(_numbers(model, phase)) * GATHER_PRICE.number_bytes
 
 
-def gather_cost(model: ModelConfig, phase: str) -> int:
-    """Price of a row slot of another rank in forward and backward, in FLOPs that could be done meanwhile:
-    `SizingInputs.gather_cost`."""
+def flops_per_byte(platform: str) -> int:
+    """FLOPs that a device of a JAX platform could do while a byte of another rank in its node arrives."""
+    return GATHER_PRICE.flops_per_byte.get(platform, GATHER_PRICE.flops_per_byte["gpu"])
+
+
+def gather_cost(model: ModelConfig, phase: str, per_byte: float) -> int:
+    """Price of a row slot of another rank in forward and backward, in FLOPs that could be done while it is waited for:
+    `SizingInputs.gather_cost`.
+
+    Args:
+      per_byte: what `flops_per_byte` says, or what is known of the cluster.
+    """
     received = gathered_bytes(model, phase) * GATHER_PRICE.passes
-    return round(received * GATHER_PRICE.flops_per_byte)
+    return round(received * per_byte * GATHER_PRICE.exposed)
 
 
 def _numbers(model: ModelConfig, phase: str) -> Fraction:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from jaxmllm.balance.costs.gather import GATHER_PRICE, gather_cost, gathered_bytes
+from jaxmllm.balance.costs.gather import (
+    GATHER_PRICE,
+    flops_per_byte,
+    gather_cost,
+    gathered_bytes,
+)
 from jaxmllm.tools.workload import MODEL
 
 
@@ -13,7 +18,11 @@ def test_bytes_of_a_slot_are_those_of_its_keys_and_values():
     assert gathered_bytes(MODEL, "audio") == 2 * 2 * 32 * 1280 / MODEL.audio.stem_stride
 
 
-def test_the_price_counts_every_pass():
+def test_the_price_counts_what_is_waited_for_in_every_pass():
     for phase in ("vision", "audio", "language"):
         received = GATHER_PRICE.passes * gathered_bytes(MODEL, phase)
-        assert gather_cost(MODEL, phase) == received * GATHER_PRICE.flops_per_byte
+        assert gather_cost(MODEL, phase, 400) == received * 400 * GATHER_PRICE.exposed
+
+
+def test_platforms_that_are_not_known_count_as_gpus():
+    assert flops_per_byte("cpu") < flops_per_byte("gpu") == flops_per_byte("cuda")
