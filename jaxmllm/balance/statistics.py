@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxmllm.arrays import Longs, ceil_divide, sums_by
+from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.assign import item_costs, part_costs
 
 
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -48,7 +48,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
     item_cost = item_costs(spec, items.length)
-    part_cost = _part_costs(plan, item_cost, spec)
+    part_cost = part_costs(plan, item_cost, spec.ranks)
     total = int(item_cost.sum())
     if total:
         mean = total / spec.ranks
@@ -92,15 +92,3 @@ def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: Item
     np.add.at(attention, row, cost.attention(items.length.astype(float)))
     of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / plan.span
     return float((of_slots + of_rows).sum())
-
-
-def _part_costs(plan: PhasePlan, item_cost: Longs, spec: PhaseSpec) -> Longs:
-    """Cost of every rank's row, or part of one: [M, R]."""
-    row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    cost = sums_by(row, item_cost, plan.microbatches * spec.ranks).reshape(-1, spec.ranks)
-    for span in np.unique(plan.span[plan.span > 1]).tolist():
-        shared = plan.span == span
-        # A shared row is that of the first rank of its group.
-        parts = ceil_divide(cost[shared][:, ::span], span)
-        cost[shared] = np.repeat(parts, span, axis=1)
-    return cost

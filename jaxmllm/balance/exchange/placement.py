@@ -25,12 +25,11 @@ from jaxmllm.balance.exchange.row_ranks import (
     largest_share,
     match_rows,
     rank_limit,
-    shares_of_rows,
 )
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
 from jaxmllm.balance.exchange.traffic import media_of_examples, sequence_of_example
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.assign import item_costs, part_costs
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.phases import LANGUAGE
@@ -195,7 +194,7 @@ def _movable(
     """
     groups = spec.ranks // span
     all_costs = item_costs(spec, length)
-    rank_cost = shares_of_rows(plan, all_costs, spec.ranks).sum(axis=0)
+    rank_cost = part_costs(plan, all_costs, spec.ranks).sum(axis=0)
     rank_room = rank_limit(rank_cost, largest_share(plan, all_costs)) - rank_cost
 
     chosen = plan.span == span

@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.arrays import Ints, Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.assign import item_costs, part_costs
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def match_rows(
     rank_of = np.empty((plan.microbatches, spec.ranks), np.int64)
     for microbatch, span in enumerate(plan.span.tolist()):
         rank_of[microbatch] = moved(span, np.flatnonzero(plan.microbatch == microbatch))
-    row_cost = shares_of_rows(plan, cost, spec.ranks)
+    row_cost = part_costs(plan, cost, spec.ranks)
     # Rows of several ranks are left where they are now.
     alone = plan.span == 1
     shared = np.zeros(spec.ranks, np.int64)
@@ -124,21 +124,6 @@ def match_rows(
         # The widest groups, with all that lies in them.
         rank_of[:] = moved(int(plan.span.max()), np.arange(len(cost)))
     return rank_of[plan.microbatch, plan.rank].astype(np.int32)
-
-
-def shares_of_rows(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
-    """What each rank's part of each microbatch costs: [M, R]; that of a shared row, rounded up.
-
-    Args:
-      cost: [N] of each item.
-    """
-    row = plan.microbatch.astype(np.int64) * ranks + plan.rank
-    of_rows = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
-    for span in np.unique(plan.span[plan.span > 1]).tolist():
-        shared = plan.span == span
-        share = ceil_divide(of_rows[shared][:, ::span], span)
-        of_rows[shared] = np.repeat(share, span, axis=1)
-    return of_rows
 
 
 def largest_share(plan: PhasePlan, cost: Longs) -> int:

@@ -99,6 +99,22 @@ def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
     return cost
 
 
+def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
+    """What each rank's row costs, or its part of a shared one, rounded up: [M, R].
+
+    Args:
+      cost: [N] of each item.
+    """
+    row = plan.microbatch.astype(np.int64) * ranks + plan.rank
+    of_rows = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
+    for span in np.unique(plan.span[plan.span > 1]).tolist():
+        shared = plan.span == span
+        # A shared row is that of the first rank of its group.
+        parts = ceil_divide(of_rows[shared][:, ::span], span)
+        of_rows[shared] = np.repeat(parts, span, axis=1)
+    return of_rows
+
+
 def rank_floor(cost: Longs, ranks: int) -> int:
     """Lower bound on the load of the costliest rank, wherever items of these costs [N] lie."""
     return max(ceil_divide(int(cost.sum()), ranks), int(cost.max(initial=0)))

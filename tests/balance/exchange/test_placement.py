@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxmllm.balance.exchange import row_ranks
 from jaxmllm.balance.exchange.placement import place_items_near, place_rows
 from jaxmllm.balance.exchange.routes import plan_routes
-from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, shares_of_rows
+from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
 from jaxmllm.balance.exchange.traffic import media_tokens
 from jaxmllm.balance.records import StepPlan
-from jaxmllm.balance.rows.assign import item_costs
+from jaxmllm.balance.rows.assign import item_costs, part_costs
 from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.balance.validate_plan import validate
 
@@ -121,7 +121,7 @@ def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
         cost = item_costs(spec.phases[phase], batch.phases[phase].length)
         ranks = spec.phases[phase].ranks
         before, after = (
-            shares_of_rows(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], moved)
+            part_costs(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], moved)
         )
         floor = max(before.sum() / ranks, (cost / span).max(initial=0))
         allowed = floor * (1 + 1 / PLACEMENT_SEARCH.margin) + moved.microbatches
