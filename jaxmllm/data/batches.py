@@ -179,6 +179,18 @@ def sample_batches(
     ]
 
 
+def source_batches(members: Sequence[Member], corpus: Lengths, batch_size: int) -> list[BatchItems]:
+    """Lengths of a batch of each source alone; empty where there is but one source."""
+    if len(members) < 2:
+        return []
+    random = np.random.default_rng(0)  # every host must draw the same
+    return [
+        corpus.gather(random.choice(examples, batch_size))
+        for _, _, examples in members
+        if len(examples)
+    ]
+
+
 def _source_seed(seed: int, number: int) -> int:
     # grain seeds epoch e with seed + e: neighbouring seeds would replay one another's epochs.
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.config.schema import Config, ConfigError, SourceConfig
-from jaxmllm.data.batches import example_order, sample_batches
+from jaxmllm.data.batches import example_order, sample_batches, source_batches
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
@@ -47,6 +47,8 @@ class RunInputs:
     order: grain.MapDataset[int]  # of the training examples
     samples: list[BatchItems]  # batches that stand for all
     spans: Spans  # how many ranks may hold a row together
+    # Of each source alone, where there are several: a step may be unlike all samples
+    of_sources: list[BatchItems]
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -73,7 +75,8 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     order = example_order(corpus.members, config.run.seed)
     batches = min(max(SAMPLED_EXAMPLES // config.data.batch_size, FEWEST_BATCHES), MOST_BATCHES)
     samples = sample_batches(order, corpus, config.data.batch_size, batches)
-    return RunInputs(model, corpus, held_out, order, samples, spans)
+    of_sources = source_batches(corpus.members, corpus, config.data.batch_size)
+    return RunInputs(model, corpus, held_out, order, samples, spans, of_sources)
 
 
 def run_modalities(config: Config, model: MLLM, spans: Spans) -> dict[str, Modality]:

@@ -46,6 +46,7 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
         config.balance,
         nodes_of_ranks(config, model),
         exchange_backend(config, model),
+        inputs.of_sources,
     )
 
 

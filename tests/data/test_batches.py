@@ -34,6 +34,7 @@ from jaxmllm.data.batches import (
     evaluation_steps,
     example_order,
     sample_batches,
+    source_batches,
     steps,
     taken_examples,
 )
@@ -439,3 +440,12 @@ def test_real_files_reach_the_rows_through_a_worker(pictures):
     assert sum(int(row["failed"].sum()) for row in step.rows["vision"]) == 1
     targets = np.concatenate([row["targets"][row["targets"] >= 0] for row in step.rows["language"]])
     assert (targets == ord("a")).sum() == sum(range(1, 11)) and len(targets) == step.targets
+
+
+def test_batches_of_sources_hold_one_source_each():
+    corpus = make_corpus()
+    members = (("first", 0.9, np.arange(5)), ("second", 0.1, np.arange(5, 40)))
+    first, second = source_batches(members, corpus, 16)
+    assert len(first.examples) == len(second.examples) == 16
+    assert first.examples.max() < 5 <= second.examples.min()
+    assert source_batches(members[:1], corpus, 16) == []

@@ -65,6 +65,29 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
     assert waits() <= before
 
 
+@settings(max_examples=100, deadline=None)
+@given(ITEMS, st.integers(0, 20), st.sampled_from([(4, 2), (2, 1), (4, 1)]))
+def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
+    """Four ranks: rows 0 to 3 on groups of the first span, the others on those of the second."""
+    state, capacity = state_of(items, slack)
+    classes = [np.arange(4), np.arange(4, 12)]
+
+    def waits() -> list[int]:
+        load = sums_by(state.row_of, state.amounts[COST, :-1], 12)
+        return [
+            int((-(-np.sort(load[rows])[::-1].reshape(-1, 4 // span)[:, 0] // span)).sum())
+            for rows, span in zip(classes, spans, strict=True)
+        ]
+
+    before = waits()
+    of_class = state.row_of < 4
+    balance_rows(state, classes, 4, spans)
+    check(state, capacity)
+    assert ((state.row_of < 4) == of_class).all()
+    assert (state.remaining[SLOTS] >= 0).all()
+    assert sum(waits()) <= sum(before)
+
+
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]), st.booleans())
 def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
