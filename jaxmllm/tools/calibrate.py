@@ -3,8 +3,8 @@
     jaxmllm calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
 Builds the programs of the config's run and times those of every phase on made-up rows, the same on
-all ranks: filled wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Fits, without
-negative coefficients,
+all ranks: filled wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Of a row that
+several ranks hold, each takes an equal part of the items. Fits, without negative coefficients,
 
     seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
 
@@ -57,15 +57,15 @@ DIGITS = 6  # of a coefficient in the file
 # ---------------------------------------------------------------------------- the fit
 
 
-def fills(capacity: int, unit: int, max_segments: int) -> list[Fill]:
-    """Rows of one capacity to be timed; lengths are multiples of `unit` slots."""
+def fills(row_class: RowClass, unit: int, max_segments: int) -> list[Fill]:
+    """Rows of one class to be timed; lengths are multiples of `unit` slots."""
     distinct: dict[Fill, None] = {}
     for fraction in FRACTIONS:
         items = 1
         while items <= min(max_segments, MAX_ITEMS):
-            length = capacity // (fraction * items * unit) * unit
+            length = row_class.slots // (fraction * items * unit) * unit
             if length:
-                distinct[Fill(capacity, items, length)] = None
+                distinct[Fill(row_class.capacity, items, length, row_class.span)] = None
             items *= 2
     return list(distinct)
 
@@ -139,12 +139,12 @@ def time_phase(
         else math.lcm(row_format.alignment, spec.slots_per_token, row_format.stride)
     )
     chosen = [
-        fill for capacity in spec.capacities for fill in fills(capacity, unit, spec.max_segments)
+        fill for row_class in spec.classes for fill in fills(row_class, unit, spec.max_segments)
     ]
     rows = {fill: made_up_rows(run, phase, fill) for fill in chosen}
     timer = MicrobatchTimer(programs, phase, params)
     rounds = [
-        {fill: timer(fill.capacity, host) for fill, host in rows.items()}
+        {fill: timer(RowClass(fill.capacity, fill.span), host) for fill, host in rows.items()}
         for _ in range(repeats + 1)
     ][1:]
     medians = {}
@@ -164,23 +164,23 @@ class MicrobatchTimer:
         self._params = params
         self._buffers = programs.buffers(phase)
 
-    def __call__(self, capacity: int, host: HostStep) -> tuple[float, float]:
+    def __call__(self, row_class: RowClass, host: HostStep) -> tuple[float, float]:
         """Seconds of a microbatch: forward, and with backward (the same where nothing is trained)."""
         rows = self._programs.put(host).rows[self._phase][0]
-        forward = self._seconds(self._programs.forward, rows, capacity)
+        forward = self._seconds(self._programs.forward, rows, row_class)
         if self._has_loss:  # its backward program includes the forward pass
-            return forward, self._seconds(self._programs.backward, rows, capacity)
+            return forward, self._seconds(self._programs.backward, rows, row_class)
         if not self._buffers.gradients:
             return forward, forward
-        return forward, forward + self._seconds(self._programs.backward, rows, capacity)
+        return forward, forward + self._seconds(self._programs.backward, rows, row_class)
 
-    def _seconds(self, run: Callable[..., PhaseBuffers], rows: Any, capacity: int) -> float:
+    def _seconds(self, run: Callable[..., PhaseBuffers], rows: Any, row_class: RowClass) -> float:
         import jax
 
         jax.block_until_ready((self._params, rows, self._buffers))
         began = time.perf_counter()
         self._buffers = jax.block_until_ready(
-            run(self._phase, self._params, rows, RowClass(capacity), self._buffers)
+            run(self._phase, self._params, rows, row_class, self._buffers)
         )
         return time.perf_counter() - began
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.balance.costs.calibration import Fill
-from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, StepPlan, row_classes
+from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, RowClass, StepPlan
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaReference
@@ -25,13 +25,15 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
 
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
-    specs[phase] = replace(specs[phase], classes=row_classes((fill.capacity,)))
+    specs[phase] = replace(specs[phase], classes=(RowClass(fill.capacity, fill.span),))
     has_loss = specs[phase].has_loss
     tokens = fill.length // specs[phase].slots_per_token
-    batch = _equal_items(list(specs), phase, fill.length, tokens, specs[phase].ranks * fill.items)
+    groups = specs[phase].ranks // fill.span
+    batch = _equal_items(list(specs), phase, fill.length, tokens, groups * fill.items)
     plan = StepPlan({name: assign(specs[name], batch.phases[name]) for name in specs}, {})
     rows = plan.phases[phase]
-    assert rows.microbatches == 1 and (np.bincount(rows.rank) == fill.items).all(), (
+    items_of_groups = np.bincount(rows.rank // fill.span)
+    assert rows.microbatches == 1 and (items_of_groups == fill.items).all(), (
         "equal items make equal rows"
     )
     modalities: Any = {

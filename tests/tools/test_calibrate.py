@@ -13,11 +13,13 @@ import yaml
 
 from jaxmllm.balance.costs.calibration import Coefficients, Fill, load_calibration
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
+from jaxmllm.balance.records import RowClass
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools import calibrate
 from jaxmllm.tools.calibrate import fills, fit
 from jaxmllm.tools.sample_data import make_sample
@@ -26,7 +28,7 @@ from tests.support import assemble, assert_same, tiny_config
 
 KNOWN = Coefficients(row=2e-3, slot=3e-6, linear=5e-7, quadratic=2e-9, residual=0)
 FLOPS = ItemCost(1000, 3)
-ROWS = [fill for capacity in (4096, 512) for fill in fills(capacity, 8, 64)]
+ROWS = [fill for capacity in (4096, 512) for fill in fills(RowClass(capacity), 8, 64)]
 
 
 def close(found: Coefficients, tolerance: float) -> bool:
@@ -56,7 +58,15 @@ def test_rows_are_filled_in_every_way():
         256,
         128,
     }
-    assert max(fill.items for fill in fills(4096, 8, 5)) == 4
+    assert max(fill.items for fill in fills(RowClass(4096), 8, 5)) == 4
+
+
+def test_rows_of_several_ranks_are_filled_as_wholes():
+    alone, shared = fills(RowClass(4096), 8, 64), fills(RowClass(1024, 4), 8, 64)
+    assert [fill.length for fill in shared] == [fill.length for fill in alone]
+    for whole, part in zip(alone, shared, strict=True):
+        assert (part.capacity, part.span) == (1024, 4)
+        assert part.used(FLOPS) == tuple(amount / 4 for amount in whole.used(FLOPS))
 
 
 def test_the_fit_recovers_known_coefficients():
@@ -201,7 +211,12 @@ def silent(data, **changes) -> dict:
 def command(data, tmp_path_factory):
     """A config file, and the calibration that the command made of it."""
     folder = tmp_path_factory.mktemp("calibration")
-    tree = silent(data, mesh={"data": 4, "fsdp": 2}, components={"vision": {"freeze": True}})
+    tree = silent(
+        data,
+        mesh={"data": 4, "fsdp": 2},
+        components={"vision": {"freeze": True}},
+        phases__language__spans=[2],
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     out = folder / "made" / "calibration.json"
     arguments = ["--config", str(folder / "config.yaml"), "--out", str(out), "--repeats", "1"]
@@ -231,7 +246,7 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     inputs, specs = None, []
     for overrides in ([], [f"balance.calibration={calibration}"]):
         config = load_config(path, overrides)
-        inputs = prepare(config, make_mesh(config.mesh.model_dump()))
+        inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
         with caplog.at_level(logging.WARNING):
             specs.append(plan_spec(config, inputs))
     assert not caplog.records  # same device, same model
@@ -264,8 +279,8 @@ def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
     other.write_text(json.dumps(tree | {"device": "TPU v9"}))
     config = load_config(command[0], [f"balance.calibration={other}"])
     for mesh, warnings in (
-        (make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), 1),
-        (abstract_mesh({"data": 8}, 8), 0),
+        (make_mesh({"data": 8, "fsdp": 1, "tensor": 1}, spans=(2,)), 1),
+        (abstract_mesh({"data": 8}, 8, spans=(2,)), 0),
     ):
         inputs = prepare(config, mesh)
         caplog.clear()

@@ -27,15 +27,17 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Fill:
-    """What a made-up row holds: `items` of `length` slots each."""
+    """What a made-up row holds, of `capacity` slots on each of `span` ranks: `items` of `length` slots each."""
 
     capacity: int
     items: int
     length: int
+    span: int = 1
 
-    def used(self, flops: ItemCost) -> tuple[int, float]:
-        """Slots that hold something, and the sum of squares of items of these FLOPs."""
-        return self.items * self.length, self.items * flops.mean_squares(self.length)
+    def used(self, flops: ItemCost) -> tuple[float, float]:
+        """Slots that hold something, and the sum of squares of items of these FLOPs: a rank's part of each."""
+        squares = self.items * flops.mean_squares(self.length)
+        return self.items * self.length / self.span, squares / self.span
 
 
 class Coefficients(Section):
@@ -64,7 +66,7 @@ class Coefficients(Section):
 
 class PhaseCalibration(Section):
     dtype: str  # of the computation
-    capacities: tuple[int, ...]  # of the rows that were timed
+    capacities: tuple[int, ...]  # of the rows that were timed, on a rank
     flops: ItemCost  # of an item, to know the model and what of it is trained
     forward: Coefficients
     training: Coefficients  # forward and backward: what the planner reads
