@@ -13,7 +13,6 @@ from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
     PhaseItems,
-    PhasePlan,
     PhaseSpec,
     PlanSpec,
     RouteSpec,
@@ -21,6 +20,7 @@ from jaxmllm.balance.records import (
     row_classes,
 )
 from jaxmllm.phases import decoder_phase, encoder_phase
+from tests.balance.any_plan import scattered
 
 ENCODERS = {"vision": 4, "audio": 8}  # slots per language token
 
@@ -124,47 +124,6 @@ def with_spans(spec: PlanSpec, spans: tuple[int, ...]) -> PlanSpec:
         ordered = sorted(classes, key=lambda row_class: (-row_class.slots, row_class))
         phases[name] = replace(phase, classes=tuple(ordered))
     return replace(spec, phases=phases)
-
-
-def scattered(seed: int, items: PhaseItems, spec: PhaseSpec) -> PhasePlan:
-    """Any legal plan: items in random order, into random rows of a random class with random gaps. Many groups of a
-    microbatch stay empty."""
-    random = np.random.default_rng(seed)
-    rows: list[dict[int, tuple[int, int]]] = []  # of each microbatch: by first rank (slots, items)
-    classes: list[RowClass] = []
-    place = np.zeros((len(items.length), 4), np.int64)  # microbatch, rank, offset, segment
-    for item in random.permutation(len(items.length)).tolist():
-        length = int(items.length[item])
-        gap = int(random.integers(0, 3)) * spec.slots_per_token
-
-        def fits(m: int, first: int, needed: int = gap + length) -> bool:
-            used, count = rows[m].get(first, (0, 0))
-            return used + needed <= classes[m].slots and count < spec.max_segments
-
-        chosen = [
-            (m, first)
-            for m, row_class in enumerate(classes)
-            for first in range(0, spec.ranks, row_class.span)
-            if fits(m, first)
-        ]
-        if not chosen or random.random() < 0.15:
-            holding = [row_class for row_class in spec.classes if row_class.slots >= length]
-            classes.append(holding[random.integers(len(holding))])
-            rows.append({})
-            chosen = [(len(rows) - 1, int(random.integers(spec.ranks // classes[-1].span)))]
-            chosen = [(m, number * classes[m].span) for m, number in chosen]
-            gap = min(gap, classes[-1].slots - length)
-        m, first = chosen[random.integers(len(chosen))]
-        used, count = rows[m].get(first, (0, 0))
-        place[item] = m, first, used + gap, count + 1
-        rows[m][first] = (used + gap + length, count + 1)
-    order = sorted(range(len(classes)), key=lambda m: spec.classes.index(classes[m]))
-    number = np.argsort(np.array(order, np.int64))
-    place[:, 0] = number[place[:, 0]] if len(order) else 0
-    shape = np.array([classes[m] for m in order], np.int32).reshape(-1, 2)
-    zeros = np.zeros(len(order), np.int32)
-    columns = place.astype(np.int32).T
-    return PhasePlan(shape[:, 0], shape[:, 1], zeros, zeros, *columns)
 
 
 class Make:

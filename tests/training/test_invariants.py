@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.records import Mode
+from jaxmllm.data.rows import fill
+from tests.balance.any_plan import any_plan
 from tests.support import (
     ENCODER_LAYOUT,
     Result,
@@ -146,6 +148,77 @@ def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole
     assert max(step.pools["language"]) >= 1
     assert len(step.rounds["vision"]) >= 3
     assert_same(cramped.gradients(step), whole, 1e-5)
+
+
+# ---------------------------------------------------------------------------- rows that several ranks hold
+
+# Slots of whole rows that hold every item of the sample
+ROW_SLOTS = {"vision": 128, "audio": 512, "language": 192}
+
+
+def rows_of_spans(encoders, language):
+    """`phases` of a config with rows of these spans, of which only the widest hold every item."""
+    spans = {"vision": encoders, "audio": encoders, "language": language}
+    return {
+        phase: {"block": 8, "capacities": [slots // max(spans[phase])], "spans": [*spans[phase]]}
+        for phase, slots in ROW_SLOTS.items()
+    }
+
+
+SPANS = {  # devices, mesh, spans of encoders and of the language model, further changes
+    "data2": (2, {"data": 2}, (2,), (1, 2), {}),
+    "data8": (8, {"data": 8}, (1, 2, 4, 8), (1, 2, 4, 8), {}),
+    "data2-fsdp4": (8, {"data": 2, "fsdp": 4}, (2, 8), (1, 4), {}),
+    "data4-tensor2-encoders-over-tensor": (8, {"data": 4, "tensor": 2}, (2, 8), (1, 4), WIDE),
+    "only-encoders": (8, {"data": 2, "fsdp": 2, "tensor": 2}, (1, 8), (1,), WIDE),
+    "data4-context2": (8, {"data": 4, "context": 2}, (1, 4), (1, 4), {}),
+    "encoders-over-context": (8, {"data": 2, "context": 4}, (2, 8), (2,), ALONG),
+}
+
+
+def in_any_plan(setup, seed):
+    """The rows of a plan that no planner makes: groups without an item, and media wherever they come to lie."""
+    formats = setup.corpus.formats
+    alignment = {phase: formats[phase].alignment for phase in formats} | {"language": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "plan_step", lambda items, spec: any_plan(seed, items, spec, alignment))
+        return setup.step(EXAMPLES)
+
+
+def media_are_cut(step):
+    """Whether media lie on both sides of an edge between two ranks."""
+    arrived = [
+        row["arrived"].reshape(len(row["arrived"]), span, -1)
+        for row, span in zip(step.rows["language"], step.spans["language"], strict=True)
+        if span > 1
+    ]
+    return any(((slots[:, 1:, 0] >= 0) & (slots[:, :-1, -1] >= 0)).any() for slots in arrived)
+
+
+@pytest.mark.parametrize(
+    "devices, mesh, spans_of_encoders, spans_of_language, changes",
+    [
+        pytest.param(*case, id=name, marks=[] if name == "data2" else pytest.mark.slow)
+        for name, case in SPANS.items()
+    ],
+)
+def test_rows_of_several_ranks_leave_the_mathematics_alone(
+    setups, by_example, whole, devices, mesh, spans_of_encoders, spans_of_language, changes
+):
+    rows = rows_of_spans(spans_of_encoders, spans_of_language)
+    setup = setups(by_example(mesh=mesh, phases=rows, **changes), devices)
+    steps = [setup.step(EXAMPLES), *(in_any_plan(setup, seed) for seed in (0, 1))]
+    for phase, spec in setup.spec.phases.items():
+        spans = spans_of_language if phase == "language" else spans_of_encoders
+        assert {row_class.span for row_class in spec.classes} == set(spans)
+        seen = {span for step in steps for span in step.spans[phase]}
+        assert len(seen) >= min(len(spans), 2) and seen <= set(spans)
+        assert max(spec.capacities) < setup.corpus.longest(phase) or max(spans) == 1
+    assert any(map(media_are_cut, steps)) == (max(spans_of_language) > 1)
+    for step in steps:
+        assert_same(setup.gradients(step), whole, 1e-5)
+    evaluated = jax.device_get(setup.programs.evaluate(setup.params, setup.put(steps[1])))
+    np.testing.assert_allclose(evaluated.sums.loss.sum(0), whole.loss, rtol=1e-5)
 
 
 @pytest.mark.slow
