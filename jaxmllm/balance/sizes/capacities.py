@@ -101,10 +101,9 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     candidates = set(longest_sets)
     further = _Further(judge)
     spans = {span, min(inputs.spans)}
+    extended = CAPACITY_SEARCH.extended // len(inputs.spans)
     for _ in range(1, inputs.config.row_classes):
-        best = _best(
-            longest_sets, CAPACITY_SEARCH.extended, lambda classes: judge.bounds(classes).sum()
-        )
+        best = _best(longest_sets, extended, lambda classes: judge.bounds(classes).sum())
         longest_sets = list(
             dict.fromkeys(
                 (*classes, further_class)

@@ -71,8 +71,8 @@ class CapacitySearch:
     first_divisors: tuple[float, ...] = (1.5, 2, 3, 4, 6, 8, 12, 16)
     # Or it holds the longest item of these shares of the loads.
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
-    # A further class is added to the best sets so far, this many of each span.
-    extended: int = 128
+    # A further class is added to the best sets so far: this many, the same number of each span.
+    extended: int = 512
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4
