@@ -1,0 +1,129 @@
+"""Whole steps whose rows several ranks hold together, of one span or of many, against one device.
+
+All are slow; the same by single functions, in seconds: test_shared_rows.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.runtime.compilations import CompilationCounter
+from tests.support import ENCODER_LAYOUT, Result, assemble, assert_same
+from tests.training.test_windows import MODEL as WINDOWS
+
+EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
+SMALL = {"vision": 16, "audio": 64, "language": 32}  # slots of a rank; the longest items fill 8
+pytestmark = pytest.mark.slow
+WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
+
+
+def phases(spans):
+    """Rows that hold the longest items, on the longest span alone."""
+    factor = 8 // max(spans)
+    return {
+        name: {"block": 16, "capacities": [factor * capacity], "spans": spans}
+        for name, capacity in SMALL.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(alone) -> Result:
+    return alone.gradients(alone.step(EXAMPLES))
+
+
+def used_spans(step):
+    return {span for spans in step.spans.values() for span in spans}
+
+
+@pytest.fixture(scope="module")
+def mixed(setups, by_example):
+    return setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 4, 8])), 8)
+
+
+def test_rows_of_many_spans_leave_the_mathematics_alone(mixed, whole):
+    step = mixed.step(EXAMPLES)
+    assert len(used_spans(step)) >= 2
+    for phase in SMALL:
+        longest = mixed.corpus.gather(EXAMPLES).phases[phase].length.max()
+        assert longest > SMALL[phase], "some item lies on several ranks"
+    assert_same(mixed.gradients(step), whole, 1e-5)
+
+
+CASES = {  # mesh, spans, further changes
+    "span2": ({"data": 8}, [2], {}),
+    "span4": ({"data": 4, "fsdp": 2}, [4], {}),
+    "span8": ({"fsdp": 8, "data": 1}, [8], {}),
+    "data8": ({"data": 8}, [1, 8], {}),
+    "tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], {}),
+    "encoders-over-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], WIDE),
+    "context2": ({"data": 2, "fsdp": 2, "context": 2}, [1, 2, 4], {}),
+    "context2-span2": ({"data": 4, "context": 2}, [2], {}),
+}
+
+
+@pytest.mark.parametrize("mesh, spans, changes", CASES.values(), ids=CASES)
+def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, spans, changes):
+    setup = setups(by_example(mesh=mesh, phases=phases(spans), **changes), 8)
+    step = setup.step(EXAMPLES)
+    assert used_spans(step) <= set(spans) and max(used_spans(step)) > 1
+    assert_same(setup.gradients(step), whole, 1e-5)
+
+
+def test_layers_with_windows(setups, by_example):
+    one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)
+    many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **WINDOWS), 8)
+    step = many.step(EXAMPLES)
+    assert max(used_spans(step)) > 1
+    assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)
+
+
+def test_ranks_without_any_item(mixed, alone):
+    """One example: most ranks compute padding, alone or in groups."""
+    for kind in ((), ("vision",), ("audio",), ("vision", "audio")):
+        examples = alone.of_kind(kind)[:1]
+        expected = alone.gradients(alone.step(examples))
+        actual = mixed.gradients(mixed.step(examples))
+        np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+        for name, tree in expected.grads.items():
+            if any(np.any(leaf) for leaf in jax.tree.leaves(tree)):
+                assert_same(
+                    Result({name: actual.grads[name]}, actual.loss, actual.targets, 0),
+                    Result({name: tree}, expected.loss, expected.targets, 0),
+                    1e-5,
+                )
+
+
+def test_batches_compile_nothing_anew(mixed):
+    random = np.random.default_rng(2)
+    state = mixed.programs.init(0)
+    # warm-up: transfers compile, too
+    state, _ = mixed.programs.train(state, mixed.put(mixed.step(range(96))))
+    state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))
+    counter = CompilationCounter()
+    seen = set()
+    for _ in range(20):
+        step = mixed.step(random.permutation(96)[: random.integers(1, 49)])
+        seen |= used_spans(step)
+        state, metrics = mixed.programs.train(state, mixed.put(step))
+        assert np.isfinite(jax.device_get(metrics["loss"]))
+    assert counter.names == []
+    counter.close()
+    assert len(seen) >= 3
+
+
+def test_float64_agrees_to_ten_digits(by_example):
+    wide = {name: {"compute_dtype": "float64"} for name in SMALL} | {
+        "projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}
+    }
+    double = {"run__param_dtype": "float64", "components": wide}
+    with jax.enable_x64(True):
+        one = assemble(by_example(**double), 1)
+        many = assemble(
+            by_example(
+                mesh={"data": 2, "fsdp": 2, "context": 2}, phases=phases([1, 2, 4]), **double
+            ),
+            8,
+        )
+        step = many.step(EXAMPLES)
+        assert max(used_spans(step)) > 1
+        assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-10)
