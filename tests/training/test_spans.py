@@ -9,6 +9,7 @@ import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
 from tests.support import ENCODER_LAYOUT, Result, assemble, assert_same
+from tests.training.test_precision import COMPUTE, LEAF_TOLERANCE, LOSS_TOLERANCE, assert_near
 from tests.training.test_windows import MODEL as WINDOWS
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
@@ -127,3 +128,10 @@ def test_float64_agrees_to_ten_digits(by_example):
         step = many.step(EXAMPLES)
         assert max(used_spans(step)) > 1
         assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-10)
+
+
+def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, whole):
+    many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([2, 8]), **COMPUTE), 8)
+    found = many.gradients(many.step(EXAMPLES))
+    assert found.mean_loss == pytest.approx(whole.mean_loss, rel=LOSS_TOLERANCE)
+    assert_near(found.grads, whole.grads, LEAF_TOLERANCE)
