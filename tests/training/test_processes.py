@@ -43,6 +43,15 @@ LAYOUTS = {
     "context": {"mesh": {"data": 1, "fsdp": 1, "context": 8}},
     "context2": {"mesh": {"data": 2, "fsdp": 2, "context": 2}},
     "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2, "layout": "chain"}},
+    # Rows of 8 ranks lie on both processes, which fill them whole
+    "spans": {
+        "mesh": {"data": 4, "fsdp": 2},
+        "phases": {
+            name: {"block": 16, "capacities": [capacity], "spans": [1, 2, 8]}
+            for name, capacity in {"vision": 16, "audio": 64, "language": 32}.items()
+        },
+        "balance": {"spans_cross_nodes": True},
+    },
 }
 
 
