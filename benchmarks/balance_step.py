@@ -139,7 +139,12 @@ def main(command: Sequence[str] | None = None) -> int:
     if min(options.processes, options.devices, options.per_rank, options.steps) < 1:
         parser.error("--processes, --devices, --per-rank and --steps must be positive")
     devices = options.processes * options.devices
-    if PROCESS_ID not in os.environ:
+    if options.processes == 1:
+        # Before JAX looks for devices. One process needs no coordinator, and its collectives no sockets.
+        flags = os.environ.get("XLA_FLAGS", "")
+        count = f"--xla_force_host_platform_device_count={options.devices}"
+        os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+    elif PROCESS_ID not in os.environ:
         arguments = sys.argv[1:] if command is None else command
         return run_local(
             [sys.executable, "-m", "benchmarks.balance_step", *arguments],
@@ -150,7 +155,8 @@ def main(command: Sequence[str] | None = None) -> int:
     if options.processes > 1:
         pin_to_core(int(os.environ[PROCESS_ID]))
     reserve_cpu_threads()
-    initialize_distributed()
+    if options.processes > 1:
+        initialize_distributed()
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     mesh = ["mesh.data=1", f"mesh.fsdp={devices}", "mesh.tensor=1"]
     size = [f"data.batch_size={devices * options.per_rank}"]
