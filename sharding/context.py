@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from sharding.rules import Layout
 
 # Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap with
-# the attention of the group before.
+# the attention of the group before. A gather of a few megabytes costs its start alone, and each group
+# loops over the tiles once more: small rows are gathered at once.
 HEAD_GROUPS = 4
+GROUP_BYTES = 4 * 2**20  # that a device receives at least for a group, where there are several
 SLOTS = ("batch", "sequence")  # logical axes of [R / g, g * C, ...]
 RANKS = ("rank",)  # logical axes of [R, ...]
 
@@ -119,24 +121,25 @@ def gathered_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    block: int,
     axes: Sequence[str],
 ) -> jax.Array:
     """Inside shard_map: attention of this device's queries to the keys of all parts of the row.
 
     Args:
-      attend: attention of q [B, C/X, h, K] to k and v [B, C, g, K], for any number of heads h / g = H / G.
-      q: [B, C/X, H, K], this device's.
-      k: [B, C/X, G, K], this device's.
-      v: [B, C/X, G, K], this device's.
+      attend: attention of q [1, C/X, h, K] to k and v [1, C, g, K], for any number of heads h / g = H / G.
+      q: [1, C/X, H, K], this device's.
+      k: [1, C/X, G, K], this device's.
+      v: [1, C/X, G, K], this device's.
+      block: slots of a block of attention; parts hold whole blocks.
       axes: mesh axes that rows are split over; none: nothing is gathered.
     """
     if not axes:
         return attend(q, k, v)
-    key_heads = k.shape[2]
-    groups = next(n for n in range(min(HEAD_GROUPS, key_heads), 0, -1) if key_heads % n == 0)
+    groups = _head_groups(k, axes)
     queries, keys, values = (jnp.split(x, groups, axis=2) for x in (q, k, v))
     outs: list[jax.Array] = []
-    ready = _gathered(keys[0], values[0], axes)
+    ready = _gathered(keys[0], values[0], block, axes)
     for group in range(groups):
         k_all, v_all = ready
         if group + 1 < groups:
@@ -145,10 +148,28 @@ def gathered_attention(
             # once: the gather waits for the group before the current one.
             if outs:
                 following = jax.lax.optimization_barrier((following, outs[-1]))[0]
-            ready = _gathered(*following, axes)
+            ready = _gathered(*following, block, axes)
         outs.append(attend(queries[group], k_all, v_all))
     return jnp.concatenate(outs, axis=2)
 
 
-def _gathered(k: jax.Array, v: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    return gather_parts(k, axes), gather_parts(v, axes)
+def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:
+    """In how many groups of heads the keys k [1, C/X, G, K] and their values are gathered."""
+    received = 2 * k.size * k.dtype.itemsize * jax.lax.axis_size(tuple(axes))
+    most = max(1, min(HEAD_GROUPS, k.shape[2], received // GROUP_BYTES))
+    return next(n for n in range(most, 0, -1) if k.shape[2] % n == 0)
+
+
+def _gathered(
+    k: jax.Array, v: jax.Array, block: int, axes: Sequence[str]
+) -> tuple[jax.Array, jax.Array]:
+    """Both in one collective, and so are their gradients.
+
+    They travel block by block, each head's slots together, as a kernel that loops over blocks wants
+    them: then only the device's own part is transposed, for the compiler drops what undoes itself.
+    """
+    heads = k.shape[2]
+    parts = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
+    whole = gather_parts(parts.swapaxes(1, 2), axes, axis=0).swapaxes(1, 2)
+    both = whole.reshape(1, -1, 2 * heads, k.shape[3])
+    return both[:, :, :heads], both[:, :, heads:]

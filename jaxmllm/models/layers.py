@@ -202,7 +202,8 @@ def _attend(
     keys = ids.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
-    return gathered_attention(partial(attention, mask=mask, kernel=kernel), q, k, v, split)
+    attend = partial(attention, mask=mask, kernel=kernel)
+    return gathered_attention(attend, q, k, v, mask.block, split)
 
 
 class GatedMLP(nnx.Module):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime, phase_flops
 from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
+from jaxmllm.balance.costs.microbatch import microbatch_cost
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
@@ -105,7 +106,9 @@ def sizing_inputs(
     flops = model_flops(config, model)
     times = measured_times(config, model, flops)
     shapes = resolved_shapes(config, model)
-    per_byte = _flops_per_byte(config, model)
+    platform = platform_of(model.layout(LANGUAGE).mesh)
+    chosen = config.balance.flops_per_gathered_byte
+    per_byte = flops_per_byte(platform) if chosen == "auto" else chosen
     return [
         SizingInputs(
             phase=phase,
@@ -117,6 +120,7 @@ def sizing_inputs(
             config=getattr(config.phases, name),
             time=times.get(name),
             gather_cost=gather_cost(shapes, name, per_byte),
+            microbatch_cost=microbatch_cost(shapes, name, platform),
             fitting=slots_that_fit(config, model, name),
             spans=spans[name] if config.may_share_rows else (1,),
         )
@@ -125,12 +129,6 @@ def sizing_inputs(
 
 
 # ---------------------------------------------------------------------------- costs
-
-
-def _flops_per_byte(config: Config, model: MLLM) -> float:
-    """What gathering is priced by; `auto` is that of the devices' platform."""
-    chosen = config.balance.flops_per_gathered_byte
-    return flops_per_byte(platform_of(model.layout(LANGUAGE).mesh)) if chosen == "auto" else chosen
 
 
 def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:

@@ -1,10 +1,12 @@
-"""Slots of rows in another order, against numpy."""
+"""Slots of rows in another order, against numpy; attention over parts, against one device."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.context import permute, permute_back, take_slots
+from sharding import context
+from sharding.context import gathered_attention, permute, permute_back, take_slots
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
@@ -49,3 +51,32 @@ def test_packed_tokens_come_to_the_ranks_that_hold_them(sizes):
     packed = np.take_along_axis(x, slots[..., None], axis=1)
     np.testing.assert_array_equal(tokens, packed.reshape(layout.ranks, 12, 3))
     np.testing.assert_array_equal(pulled, x)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_heads_change_nothing(groups, monkeypatch):
+    """Four key heads, whose keys and values are gathered at once or in groups."""
+    layout = make_layout(make_mesh({"data": 2, "fsdp": 1, "context": 4}))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 32, heads, 8)).astype(np.float32) for heads in (8, 4, 4))
+    received = 2 * k[0].nbytes  # keys and values of a row
+    monkeypatch.setattr(context, "GROUP_BYTES", received // groups)
+    seen = []
+
+    def attend(q, k, v):
+        seen.append(k.shape[2])
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        weights = jax.nn.softmax(jnp.einsum("bqhk,bthk->bhqt", q, k), axis=-1)
+        return jnp.einsum("bhqt,bthk->bqhk", weights, v)
+
+    def in_parts(q, k, v):
+        return gathered_attention(attend, q, k, v, 4, layout.mesh_axes("sequence"))
+
+    slots = ("batch", "sequence", None, None)
+    parted = layout.local(in_parts, (slots, slots, slots), slots)
+    out, pull = jax.vjp(jax.jit(parted), q, k, v)
+    assert seen == [4 // groups] * groups
+    want, pull_whole = jax.vjp(attend, q, k, v)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    for gradient, wanted in zip(pull(out), pull_whole(want), strict=True):
+        np.testing.assert_allclose(gradient, wanted, atol=1e-5)

@@ -396,7 +396,7 @@ EFFECTS: dict[str, Effect] = {
         ("phases.language.spans=auto", "balance.ranks_per_node=2"),
         spans_cross_nodes="true",
     ),
-    **effects("balance", prices, flops_per_gathered_byte="400.0"),
+    **effects("balance", prices, flops_per_gathered_byte="4000.0"),
     **effects("mesh", mesh, ("mesh.data=-1",), data="2", fsdp="2", context="2", tensor="2"),
     **effects("pipeline", mesh, ("pipeline.layout=chain",), stages="2"),
     **effects(

@@ -21,12 +21,14 @@ class GatherPrice:
 
     number_bytes: int = 2  # of a key's or a value's element: bfloat16
     passes: int = 3  # forward, again in the backward pass, and the gradients
-    # Of four groups of heads, the first is waited for; the others arrive during attention (HEAD_GROUPS of
-    # sharding/context.py).
+    # Of four groups of heads, the first is waited for; the others arrive during attention
+    # (sharding/context.py).
     exposed: Fraction = Fraction(1, 4)
-    # FLOPs that a device could do while a byte arrives: an H100 that does 400 TFLOP/s and gets
-    # 400 GB/s of the others in its node; a CPU core that does 40 GFLOP/s and copies 4 GB/s.
-    flops_per_byte: Mapping[str, int] = field(default_factory=lambda: {"gpu": 1000, "cpu": 10})
+    # FLOPs that a device could do while a byte arrives. GPU: an H100 that does 400 TFLOP/s and gets
+    # 400 GB/s of the others in its node. CPU: rows of span 8 beside those of span 1 with the same
+    # attention, in `jaxmllm calibrate` of configs/real-small.yaml on 8 forced devices of two cores;
+    # nothing overlaps there, numbers have 4 bytes, and what is gathered is copied again.
+    flops_per_byte: Mapping[str, int] = field(default_factory=lambda: {"gpu": 1000, "cpu": 400})
 
 
 GATHER_PRICE = GatherPrice()

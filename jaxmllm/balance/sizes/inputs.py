@@ -33,6 +33,8 @@ class SizingInputs:
     # What gathering the keys and values of a slot of another rank takes, in FLOPs that could be
     # done meanwhile
     gather_cost: int = 0
+    # What a microbatch takes besides its slots, in FLOPs; a calibration knows better
+    microbatch_cost: int = 0
     fitting: int | None = None  # slots that the memory of a rank holds; none: not known
 
     @property
@@ -84,8 +86,8 @@ class CapacitySearch:
     judged_examples: int = 1 << 19
     # In the bound rows get as full as this; it would favour rows that exactly hold the mean load.
     expected_fill: float = 0.99
-    # Where no calibration says what a microbatch takes besides its slots: a share of the load.
-    microbatch_overhead: float = 0.002
+    # What a microbatch takes besides its slots at least, as a share of the load.
+    least_overhead: float = 0.002
     # What gathering a slot takes at least, in slots: rows that ranks share must save something.
     least_gather: float = 0.001
 

@@ -120,10 +120,13 @@ def _load(
 def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) -> float:
     """What a microbatch takes besides its slots, expressed in slots of average cost: each is a
     dispatch of its own and gathers sharded parameters anew."""
-    if inputs.time is None or not inputs.time.row:
-        return CAPACITY_SEARCH.microbatch_overhead * slots
+    if inputs.time is not None and inputs.time.row:
+        overhead, cost = inputs.time.row, inputs.time.item
+    else:
+        overhead, cost = inputs.microbatch_cost, inputs.flops
     slots_of_items = items.length.astype(float).sum()
-    return float(inputs.time.row * slots_of_items / inputs.time.item.total(items.length))
+    least = CAPACITY_SEARCH.least_overhead * slots
+    return max(float(overhead * slots_of_items / cost.total(items.length)), least)
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:

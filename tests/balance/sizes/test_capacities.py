@@ -69,7 +69,7 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
                 dataclasses.replace(spec, classes=row_classes((capacity,))), items
             ).microbatches
             total += rows * (
-                capacity + CAPACITY_SEARCH.microbatch_overhead * -(-items.length.sum() // 2)
+                capacity + CAPACITY_SEARCH.least_overhead * -(-items.length.sum() // 2)
             )
         return total
 
@@ -148,6 +148,24 @@ def test_a_high_price_of_gathering_keeps_rows_apart():
 
     assert gathered(0) > 0
     assert gathered(100_000) == 0
+
+
+def test_a_high_price_of_microbatches_makes_fewer_of_them():
+    samples = [generate([0, n], 24) for n in range(6)]
+
+    def microbatches(cost: int) -> int:
+        config = PhaseConfig(row_classes=3)
+        inputs = SizingInputs(
+            *(decoder_phase(), 8, 128, 1, 10_256, ItemCost(1000, 1), config, None, (1, 2, 4, 8)),
+            microbatch_cost=cost,
+        )
+        spec = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"]
+        return sum(
+            assign(spec, batch.phases["language"]).microbatches
+            for batch in [*samples, generate([0, 6], 24), generate([0, 7], 24)]
+        )
+
+    assert microbatches(0) > microbatches(10**8) >= 8
 
 
 def test_given_capacities_have_every_span():
