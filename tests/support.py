@@ -73,7 +73,10 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
         "mesh": {"data": -1},
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
         # One class of rows, of one rank each: few programs to compile
-        "phases": {name: {"block": 32, "spans": [1]} for name in ("vision", "audio", "language")},
+        "phases": {
+            name: {"block": 32, "spans": [1], "row_classes": 1}
+            for name in ("vision", "audio", "language")
+        },
         "logging": {"tensorboard": False},
     }
     for key, value in changes.items():

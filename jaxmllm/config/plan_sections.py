@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -16,7 +16,7 @@ class PhaseConfig(Section):
     """Row shapes of one phase: `capacities`, the slots (patches, frames, tokens) of a row on one rank,
     and `spans`, how many neighbouring ranks may hold a row together. Each pair is one program.
 
-    `auto` capacities are chosen from the lengths of the data, `row_classes` of them, none above
+    `auto` capacities are chosen from the lengths of the data, up to `row_classes` of them, none above
     `max_capacity`, each with the span that suits it. Capacities that are given come with every span
     that is given; `auto` spans are then 1.
     """
@@ -24,7 +24,8 @@ class PhaseConfig(Section):
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: those of 1, 2, 4 and 8 that divide the ranks and stay on a node (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    row_classes: int = Field(1, ge=1, le=4)
+    # auto: up to 3; with pipeline.stages 1
+    row_classes: Annotated[int, Field(ge=1, le=4)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     block: PositiveInt = 128  # attention block; capacities are multiples of it

@@ -116,7 +116,13 @@ class Config(Section):
                     f"components.{name}.remat ({remat}): with pipeline.stages, layers are computed "
                     "again except where pipeline.kept_residuals says; set that, and leave remat out"
                 )
-            spans = getattr(self.phases, name).spans
+            rows = getattr(self.phases, name)
+            if self.pipeline.stages > 1 and rows.row_classes not in ("auto", 1):
+                raise ValueError(
+                    f"phases.{name}.row_classes ({rows.row_classes}): with pipeline.stages "
+                    f"({self.pipeline.stages}), a phase has rows of one class; leave it out, or set it to 1"
+                )
+            spans = rows.spans
             if spans not in ("auto", (1,)) and not self.may_share_rows:
                 reason = (
                     f"pipeline.stages ({self.pipeline.stages})"

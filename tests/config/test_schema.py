@@ -220,6 +220,15 @@ def test_with_stages_the_pipeline_says_what_is_computed_again(path):
     load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])
 
 
+def test_with_stages_rows_have_one_class(path):
+    two = "phases.vision.row_classes=2"
+    assert load_config(path, [two]).phases.vision.row_classes == 2
+    assert "phases.vision.row_classes (2): with pipeline.stages (4)" in refusal(
+        path, two, "pipeline.stages=4"
+    )
+    load_config(path, ["phases.vision.row_classes=1", "pipeline.stages=4"])
+
+
 def test_an_override_fills_a_section_left_empty(path):
     path.write_text(MINIMAL + "mesh:\n")
     assert load_config(path, ["mesh.tensor=2"]).mesh.tensor == 2

@@ -102,7 +102,7 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     further = _Further(judge)
     spans = {span, min(inputs.spans)}
     extended = CAPACITY_SEARCH.extended // len(inputs.spans)
-    for _ in range(1, inputs.config.row_classes):
+    for _ in range(1, inputs.row_classes):
         best = _best(longest_sets, extended, lambda classes: judge.bounds(classes).sum())
         longest_sets = list(
             dict.fromkeys(

@@ -42,6 +42,12 @@ class SizingInputs:
         return self.phase.name
 
     @property
+    def row_classes(self) -> int:
+        """Most row classes that may be chosen."""
+        chosen = self.config.row_classes
+        return CAPACITY_SEARCH.usual_classes if chosen == "auto" else chosen
+
+    @property
     def largest_capacity(self) -> int:
         """Most slots of a rank that `max_capacity` and the alignment allow."""
         return self._most_slots() // self.alignment * self.alignment
@@ -75,6 +81,8 @@ class CapacitySearch:
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to the best sets so far: this many, the same number of each span.
     extended: int = 512
+    # A third class is what few examples per rank gain most by; each is a program to compile.
+    usual_classes: int = 3
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4

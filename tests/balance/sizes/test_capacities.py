@@ -57,7 +57,7 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
 def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
     """Every legal capacity is tried; the chosen one may be at most 2 % worse by the stated objective."""
     samples = [make.batch(k, 24) for k in range(8)]
-    config = PhaseConfig(max_capacity=2048, max_segments=1000)
+    config = PhaseConfig(row_classes=1, max_capacity=2048, max_segments=1000)
     inputs = inputs_of(2, vision=config)
     spec = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig()).phases["vision"]
 
