@@ -13,6 +13,7 @@ from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.waste import main
 from sharding.mesh import abstract_mesh
@@ -82,7 +83,8 @@ def measured(report):
 def drawn(config_file):
     """(items, plan with balance.mode phases, with none) of every step, and the specs of the phases by mode."""
     config = load_config(config_file)
-    inputs = prepare(config, abstract_mesh({"data": RANKS, "fsdp": 1, "tensor": 1}, RANKS))
+    sizes = {"data": RANKS, "fsdp": 1, "tensor": 1}
+    inputs = prepare(config, abstract_mesh(sizes, RANKS, spans=mesh_spans(config)))
     specs = {}
     for mode in ("phases", "none"):
         with_mode = load_config(config_file, [f"balance.mode={mode}"])
