@@ -2,7 +2,7 @@
 
     visible(q, k)    the rule, for tokens in arrays of any kind: numpy on the host, jax in the kernels
     seen_spans       the same as one interval per token, for rows in the order in which the planner packs them
-    cut_pieces       the same for runs of tokens, in any row
+    cut_documents    the same for runs of tokens, in any row
 
 A new rule of masking enters here, as another column of `TokenIds` that these three read. Tiles, parts and kernels
 derive from them, and know no rule of their own.
@@ -129,7 +129,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     return spans[0], spans[1]
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Runs of tokens whose visibility is told by their ends: in no particular order, [P] each, padding left out."""
 
     slot: Longs  # of its first token
@@ -152,7 +152,7 @@ class Pieces(NamedTuple):
         return visible(widest, nearest), visible(narrowest, earliest) & visible(narrowest, latest)
 
 
-def cut_pieces(ids: TokenIds, block: int) -> Pieces:
+def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
     """The pieces of a row, by document: runs of tokens of one document and group within a block.
 
     Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible if the last query
@@ -169,7 +169,7 @@ def cut_pieces(ids: TokenIds, block: int) -> Pieces:
     slot = cuts[order]
     first = ids.map(lambda column: np.minimum.reduceat(column, cuts)[order])
     last = ids.map(lambda column: np.maximum.reduceat(column, cuts)[order])
-    return Pieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
+    return DocumentPieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
 
 
 def _starts(changes: Bools) -> Ints:

@@ -1,8 +1,8 @@
-"""Token order for context parallelism: a long row is spread over ranks so that all of them do equal work.
+"""Which device computes which blocks of a row that several hold, so that all of them do equal work.
 
     ids of the tokens [T] --block_work--> work [N] --assign_blocks--> owner [N]
 
-Keys and values are gathered by every rank, so any rank may hold any query block. What a block costs in attention is
+Keys and values are gathered by every device, so any of them may compute any query block. What a block costs in attention is
 uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly N / R blocks,
 and among all such shares one is sought whose heaviest rank is as light as can be.
 

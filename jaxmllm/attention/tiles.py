@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Bools, Ints, Longs
-from jaxmllm.attention.mask import TileLists, TokenIds, cut_pieces, seen_spans
+from jaxmllm.attention.mask import TileLists, TokenIds, cut_documents, seen_spans
 
 LARGEST_LIST = 2**20  # tiles that the lists of one row have room for, at most
 PAIRS_AT_ONCE = 2**22  # pairs of pieces of an irregular row that are compared at one time
@@ -127,7 +127,7 @@ def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
 def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     """The tiles of any row, from all pairs of pieces of a document."""
     blocks = len(ids.document) // block
-    pieces = cut_pieces(ids, block)
+    pieces = cut_documents(ids, block)
     document = pieces.first.document
     at_block = pieces.slot // block
     begin = np.searchsorted(document, document, side="left")
