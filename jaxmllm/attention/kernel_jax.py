@@ -80,10 +80,8 @@ def backward(
 
     # One pass makes all three gradients from each tile's weights. A second pass for dq alone would recompute the
     # weights: measured 1.4 times slower on CPU than adding to dq where it lies.
-    def key_block(n: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        dq, dk, dv = gradients
-        j = seen[n]
-        k_j, v_j, ids_j = k[j], v[j], key_ids[:, j]
+    def key_block(dq: Array, block: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
+        k_j, v_j, ids_j, span = block
 
         def query_block(
             partial: Array, i: Array, sums: tuple[Array, Array, Array]
@@ -101,15 +99,12 @@ def backward(
             return dq, dk, dv
 
         sums = dq, jnp.zeros_like(k_j, dtype=dtype), jnp.zeros_like(v_j, dtype=dtype)
-        dq, dk_j, dv_j = _over_tiles(tiles.spans[j], tiles.blocks, query_block, sums)
-        dk = dk.at[j].set((scale * dk_j).astype(k.dtype))
-        return dq, dk, dv.at[j].set(dv_j.astype(v.dtype))
+        dq, dk, dv = _over_tiles(span, tiles.blocks, query_block, sums)
+        return dq, ((scale * dk).astype(k.dtype), dv.astype(v.dtype))
 
-    # Of a row in many parts, a device's queries see few blocks of keys.
-    unseen = tiles.spans[:, 1:].sum(axis=1) == 0
-    seen = jnp.argsort(unseen)  # stable: those that are seen come first
-    gradients = jnp.zeros_like(q, dtype=dtype), jnp.zeros_like(k), jnp.zeros_like(v)
-    dq, dk, dv = lax.fori_loop(0, len(unseen) - unseen.sum(), key_block, gradients)
+    dq, (dk, dv) = lax.scan(
+        key_block, jnp.zeros_like(q, dtype=dtype), (k, v, key_ids.swapaxes(0, 1), tiles.spans)
+    )
     dq = (scale * dq).astype(q.dtype)
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 

@@ -77,7 +77,8 @@ def history(data, tmp_path_factory):
     process.kill()
     # Ends when its data worker does, which holds the other end of the pipe
     process.communicate(timeout=60)
-    shutil.copytree(base / "killed", base / "moved")
+    for name in ("moved", "shared"):
+        shutil.copytree(base / "killed", base / name)
 
     process = begin("killed")
     wait_for_step(process, base / "killed", stopped_after)
@@ -89,7 +90,8 @@ def history(data, tmp_path_factory):
     both = [begin("killed"), begin("moved", "mesh.data=2", "mesh.context=2", devices=4)]
     for process in (*both, begin("whole")):
         finish(process)
-    return base, {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
+    facts = {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
+    return base, facts | {"killed_after": killed_after, "begin": begin}
 
 
 # On the same devices, too: on a busy machine norms of one program's gradients were seen to differ by 3e-6.
@@ -115,6 +117,24 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
         summaries[0]["eval"]["loss"], rel=tolerance
     )
     assert summaries[1]["eval"]["exact_match"] == summaries[0]["eval"]["exact_match"]
+
+
+@pytest.mark.slow
+def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
+    """The killed run, resumed in which 8 ranks hold rows together, killed again, and resumed on half of the devices."""
+    base, facts = history
+    phases = ("vision", "audio", "language")
+
+    def spans(widest: int) -> list[str]:
+        return [f"phases.{phase}.spans=[{widest}]" for phase in phases]
+
+    process = facts["begin"]("shared", *spans(8))
+    wait_for_step(process, base / "shared", facts["killed_after"] + 4)
+    process.kill()
+    process.communicate(timeout=60)
+    assert all(record["language/shared_rows"] > 0 for record in records(base / "shared")[-1:])
+    finish(facts["begin"]("shared", *spans(4), devices=4))
+    test_history_is_that_of_an_uninterrupted_run(history, "shared", 2e-4)
 
 
 def test_sigterm_saves_and_leaves(history):
