@@ -287,7 +287,7 @@ class StagedPrograms(Programs):
             for component in model.components.values()
             for name, axes in component.layout.rules
             for axis in axes
-            if name != "batch"
+            if name not in ("batch", "rank")
         }
         return tuple(axis for axis in self.layouts[LANGUAGE].batch_axes if axis not in used)
 
