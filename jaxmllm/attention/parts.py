@@ -2,9 +2,9 @@
 
     ids of the tokens [T] --block_work--> work [N] --assign_blocks--> owner [N]
 
-Keys and values are gathered by every device, so any of them may compute any query block. What a block costs in attention is
-uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly N / R blocks,
-and among all such shares one is sought whose heaviest rank is as light as can be.
+Keys and values are gathered by every device, so any of them may compute any query block. What a block costs in
+attention is uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly
+N / R blocks, and among all such shares one is sought whose heaviest rank is as light as can be.
 
     ranks 2, work 1 2 3 4 | 1 2 3 4         owner 0 1 1 0 | 1 0 0 1         10 on each
 
