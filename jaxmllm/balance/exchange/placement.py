@@ -29,7 +29,7 @@ from jaxmllm.balance.exchange.row_ranks import (
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
 from jaxmllm.balance.exchange.traffic import media_of_examples, sequence_of_example
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs, part_costs
+from jaxmllm.balance.rows.assign import attention_costs, item_costs, part_costs
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.phases import LANGUAGE
@@ -203,24 +203,40 @@ def _movable(
     items = np.flatnonzero(chosen[plan.microbatch])
     group = plan.rank[items] // span
     row_of = number[plan.microbatch[items]].astype(np.int64) * groups + group
-    length = length[items].astype(np.int64)
     cost = all_costs[items]
+    attention = attention_costs(spec, length)[items]
+    length = length[items].astype(np.int64)
 
     # Each row may cost as much as the costliest of its microbatch, and has its part of what its
-    # ranks may take on.
+    # ranks may take on. It may attend as much as the one that attends most.
     rows = len(microbatches) * groups
     row_cost = sums_by(row_of, cost, rows).reshape(-1, groups)
     mean = row_cost.sum(axis=1, keepdims=True) // groups
-    costliest = row_cost.max(axis=1, initial=0, keepdims=True)
-    microbatch_limit = np.maximum(costliest, mean + mean // PLACEMENT_SEARCH.margin)
+    microbatch_limit = _most(row_cost, mean // PLACEMENT_SEARCH.margin)
     group_room = rank_room.reshape(groups, span).min(axis=1) * span // max(len(microbatches), 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, group_room)
+    row_attention = sums_by(row_of, attention, rows).reshape(-1, groups)
+    most_attention = _most(row_attention, mean // PLACEMENT_SEARCH.attention_margin)
+    attention_limit = np.repeat(most_attention, groups)
 
     slots = np.repeat(plan.capacity[chosen].astype(np.int64) * span, groups)
-    amounts = [length, np.ones_like(length), cost]
-    limits: list[Longs | int] = [slots, spec.max_segments, cost_limit.reshape(-1)]
+    amounts = [length, np.ones_like(length), cost, attention]
+    limits: list[Longs | int] = [
+        slots,
+        spec.max_segments,
+        cost_limit.reshape(-1),
+        attention_limit,
+    ]
     if tokens is not None:
         amounts.append(tokens[items])
         limits.append(0)
     state = RowState.from_limits(row_of, amounts, limits, rows)
     return _Movable(items, state, microbatches, span, groups)
+
+
+def _most(amount: Longs, margin: Longs) -> Longs:
+    """What a row of each microbatch may have of an amount [M, G]: as much as the one that has most,
+    or a margin [M, 1] above the mean. [M, 1]"""
+    mean = amount.sum(axis=1, keepdims=True) // amount.shape[1]
+    most: Longs = np.maximum(amount.max(axis=1, initial=0, keepdims=True), mean + margin)
+    return most

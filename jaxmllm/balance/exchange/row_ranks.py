@@ -32,8 +32,10 @@ class PlacementSearch:
     # The exact assignment takes cubic time: more ranks are placed greedily.
     exact_ranks: int = 128
     # The costliest rank may be 1/128 above its lower bound, the costliest row of a microbatch 1/128
-    # above the mean.
+    # above the mean. The row that attends most may have 1/400 of the mean cost above mean attention:
+    # empty slots do not make up for it.
     margin: int = 128
+    attention_margin: int = 400
     # Items are swapped for as long as a sweep gains 1/33 of all routed tokens.
     least_benefit: int = 33
 

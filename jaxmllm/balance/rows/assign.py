@@ -18,7 +18,13 @@ import numpy as np
 
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.level import RowState, balance_rows, fix_overflow
+from jaxmllm.balance.rows.level import (
+    RowsByClass,
+    RowState,
+    balance_attention,
+    balance_rows,
+    fix_overflow,
+)
 from jaxmllm.balance.rows.pack import best_fit, fill_by_cost, first_fit, lay_out
 from jaxmllm.balance.rows.row_counts import ROW_SEARCH, row_counts, row_needs, wanted_slots
 
@@ -39,26 +45,29 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         return _phase_plan(spec, np.zeros(len(spec.classes), np.int64), cost, cost, cost)
     within = ROW_SEARCH.stop_within
     good_enough = ceil_divide(int(cost.sum()) * (within + 1), within * spec.ranks)
-    best: tuple[int, Longs, _Placing] | None = None  # score, rows, placing
+    best: tuple[int, _Filled] | None = None  # score, rows
     max_slots = 0
     tries = 0
     for row_set in _row_sets(spec, items.length, cost):
         if best is not None and (row_set.slots > max_slots or tries == ROW_SEARCH.tries):
             break
-        placing = _fill(spec, items.length, cost, row_set)
-        if placing is None:
+        filled = _fill(spec, items.length, cost, row_set)
+        if filled is None:
             continue
         if best is None:
             max_slots = row_set.slots * (ROW_SEARCH.extra_slots + 1) // ROW_SEARCH.extra_slots
         tries += 1
+        placing = _arrange(filled, cost, spec)
         score = row_set.slots * placing.waits * _imbalance(placing)
         if best is None or score < best[0]:
-            best = score, row_set.counts, placing
+            best = score, filled
         if placing.waits <= good_enough:
             break
     assert best is not None, "one row for every item always suffices"
-    _, counts, placing = best
-    return _phase_plan(spec, counts, placing.microbatch, placing.rank, items.length)
+    _, filled = best
+    balance_attention(filled.state, filled.classes)
+    placing = _arrange(filled, cost, spec)
+    return _phase_plan(spec, filled.counts, placing.microbatch, placing.rank, items.length)
 
 
 def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePlan:
@@ -92,11 +101,23 @@ def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
     They are shifted right until the sum of all is below 2**53. Sums are then exact both as int64
     and as float64, and so the same on every host.
     """
-    largest = spec.cost.of(int(length.max(initial=0)))
-    shift_before = max(0, largest.bit_length() - 62)  # a product must fit int64
-    shift_after = max(0, (len(length) * largest).bit_length() - 53 - shift_before)
-    cost: Longs = spec.cost.shifted(shift_before).of(length) >> shift_after
+    before, after = _shifts(spec, length)
+    cost: Longs = spec.cost.shifted(before).of(length) >> after
     return cost
+
+
+def attention_costs(spec: PhaseSpec, length: Longs) -> Longs:
+    """The part of `item_costs` that is attention: [N]."""
+    before, after = _shifts(spec, length)
+    cost: Longs = spec.cost.shifted(before).attention(length) >> after
+    return cost
+
+
+def _shifts(spec: PhaseSpec, length: Longs) -> tuple[int, int]:
+    """Bits that costs are shifted by before they are multiplied by lengths, and after."""
+    largest = spec.cost.of(int(length.max(initial=0)))
+    before = max(0, largest.bit_length() - 62)  # a product must fit int64
+    return before, max(0, (len(length) * largest).bit_length() - 53 - before)
 
 
 def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
@@ -160,7 +181,16 @@ def _imbalance(placing: _Placing) -> int:
 # ---------------------------------------------------------------------------- rows and their places
 
 
-def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Placing | None:
+@dataclass(frozen=True)
+class _Filled:
+    """Rows that hold all items."""
+
+    counts: Longs  # [K] microbatches of each class
+    state: RowState
+    classes: RowsByClass  # those of which there are rows
+
+
+def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Filled | None:
     """Place all items in a set of rows; None where they do not fit."""
     span = np.array([row_class.span for row_class in spec.classes])
     row_slots = np.array([row_class.slots for row_class in spec.classes], np.int64)
@@ -169,10 +199,10 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Pla
     if state is None:
         return None
     end = np.cumsum(rows_of_classes)
-    classes = [rows for rows in np.split(np.arange(end[-1]), end[:-1]) if len(rows)]
-    spans = span[rows_of_classes > 0].tolist()
-    balance_rows(state, classes, spec.ranks, spans)
-    return _arrange(state.row_of, cost, row_set.counts, spec)
+    rows = [rows for rows in np.split(np.arange(end[-1]), end[:-1]) if len(rows)]
+    classes = RowsByClass(rows, span[rows_of_classes > 0].tolist(), spec.ranks)
+    balance_rows(state, classes)
+    return _Filled(row_set.counts, state, classes)
 
 
 def _pack(
@@ -180,9 +210,11 @@ def _pack(
 ) -> RowState | None:
     """Rows filled by cost or, where that overflows, as tightly as possible."""
 
+    attention = attention_costs(spec, length)
+
     def state_of(row_of: Longs) -> RowState:
-        amounts = (length, np.ones_like(length), cost)
-        limits = (capacity, spec.max_segments, 0)  # costs are balanced, not limited
+        amounts = (length, np.ones_like(length), cost, attention)
+        limits = (capacity, spec.max_segments, 0, 0)  # costs are balanced, not limited
         return RowState.from_limits(row_of, amounts, limits, len(capacity))
 
     row_of = fill_by_cost(length, cost, capacity, spec.max_segments)
@@ -203,9 +235,10 @@ class _Placing:
     rank_floor: int  # and what it can not be below, with every item in the class of its row
 
 
-def _arrange(row_of: Longs, cost: Longs, counts: Longs, spec: PhaseSpec) -> _Placing:
+def _arrange(filled: _Filled, cost: Longs, spec: PhaseSpec) -> _Placing:
     """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of
     each to the group of ranks with the least total so far."""
+    counts, row_of = filled.counts, filled.state.row_of
     span_of_class = np.array([row_class.span for row_class in spec.classes])
     span = np.repeat(span_of_class, counts)  # [M]
     rows_of_classes = counts * (spec.ranks // span_of_class)

@@ -22,8 +22,8 @@ import numpy as np
 from jaxmllm.arrays import INT64_MAX, Longs, ceil_divide, sums_by
 from jaxmllm.balance.compiled import compiled
 
-# The amounts of a `RowState` that every caller has.
-SLOTS, SEGMENTS, COST = range(3)
+# The amounts of a `RowState`. All callers have the first three; attention is a part of the cost.
+SLOTS, SEGMENTS, COST, ATTENTION = range(4)
 
 # A row offers this many items, among which those that it swaps are chosen. Compiled code needs
 # constants of the module.
@@ -52,6 +52,8 @@ class SwapSearch:
     # Stop after 6 sweeps in a row that gain less than 1/1024 each.
     least_gain: int = 1024
     patience: int = 6
+    # To balance attention: 2 sweeps, which gain most of what 6 do.
+    attention_sweeps: int = 2
     # To fix overflow: 24 further sweeps for the last rows, where the search may take long.
     further_sweeps: int = 24
     # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8
@@ -65,7 +67,7 @@ SWAP_SEARCH = SwapSearch()
 
 class RowState(NamedTuple):
     """Which row every item lies in, and what rows can still take. Of the K amounts that items take
-    of rows, the first are slots, segments and cost.
+    of rows, the first are slots, segments and cost; the next one is attention where rows run.
 
     Item index N is a sentinel for "no item": it takes nothing, and lies nowhere.
     """
@@ -122,29 +124,63 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
     return not (room < 0).any()
 
 
-def balance_rows(
-    state: RowState, classes: Sequence[Longs], ranks: int, spans: Sequence[int] = ()
-) -> None:
+@dataclass(frozen=True)
+class RowsByClass:
+    """The rows of each class, of which `ranks / span` of similar cost run together: a microbatch."""
+
+    rows: Sequence[Longs]
+    spans: Sequence[int]  # of the classes, how many ranks hold a row together
+    ranks: int
+
+    def microbatches(self, load: Longs) -> list[Longs]:
+        """The rows of each class by microbatch, heaviest first: [M, R / span]."""
+        return [
+            rows[np.argsort(-load[rows], kind="stable")].reshape(-1, self.ranks // span)
+            for rows, span in zip(self.rows, self.spans, strict=True)
+        ]
+
+
+def balance_rows(state: RowState, classes: RowsByClass) -> None:
     """Make rows that run together cost nearly the same, without overflow.
 
     Args:
       state: without overflow; its costs are not limited (0). Changed in place.
-      classes: rows of one class each; `ranks / span` of them, of similar cost, run together.
-      spans: of the classes, how many ranks hold a row together; empty: one.
     """
+    _balance(state, classes, COST, SWAP_SEARCH.sweeps)
+
+
+def balance_attention(state: RowState, classes: RowsByClass) -> None:
+    """Make rows that run together attend to nearly as much, where `balance_rows` came before.
+
+    Slots take their time empty or full, for programs have fixed shapes. So the slowest of the rows
+    that run together is not the costliest, which may just be full, but the one that attends most.
+    No row comes to cost more than the costliest did, or 1/100 over the mean.
+
+    Args:
+      state: as for `balance_rows`; its costs are limited afterwards.
+    """
+    cost = -state.remaining[COST]
+    for microbatches in classes.microbatches(cost):
+        of_rows = cost[microbatches]
+        mean = of_rows.sum(axis=1, keepdims=True) // of_rows.shape[1]
+        limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.stop_within)
+        state.remaining[COST, microbatches] = limit - of_rows
+    _balance(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
+
+
+def _balance(state: RowState, classes: RowsByClass, weight: int, sweeps: int) -> None:
+    """Make rows that run together have nearly the same of the amount `weight`, which nothing limits
+    (0); those before it are limited."""
     order = state.in_order(COST)
-    spans = spans or [1] * len(classes)
-    load = -state.remaining[COST]
+    load = -state.remaining[weight]
     last_slowest = INT64_MAX
     patience = SWAP_SEARCH.patience
-    for sweep in range(SWAP_SEARCH.sweeps):
+    for sweep in range(sweeps):
         slowest = 0
         slow_enough = 0
         heavy_rows: list[Longs] = []
         light_rows: list[Longs] = []
-        for rows, span in zip(classes, spans, strict=True):
-            by_load = rows[np.argsort(-load[rows], kind="stable")]
-            microbatches = by_load.reshape(-1, ranks // span)  # [M, R / span], heaviest first
+        for microbatches, span in zip(classes.microbatches(load), classes.spans, strict=True):
             pairs = _uneven_pairs(load, microbatches, sweep)
             heavy_rows.append(pairs.heavy)
             light_rows.append(pairs.light)
@@ -160,8 +196,8 @@ def balance_rows(
         light = np.concatenate(light_rows)
         if not len(heavy):
             return
-        _swap_items(state, order, heavy, light, sweep, COST, limited=COST)
-        load = -state.remaining[COST]
+        _swap_items(state, order, heavy, light, sweep, weight, limited=weight)
+        load = -state.remaining[weight]
 
 
 class _Pairs(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.rows.level import RowState, balance_rows
+from jaxmllm.balance.rows.level import RowsByClass, RowState, balance_rows
 from jaxmllm.balance.rows.pack import fill_by_cost
 
 
@@ -33,7 +33,7 @@ def packed(costs: Longs, ranks: int) -> Longs:
     # A rank is a row without slots or segments to run out of.
     amounts = (np.zeros_like(costs), np.ones_like(costs), costs)
     state = RowState.from_limits(rank, amounts, (0, len(costs), 0), ranks)
-    balance_rows(state, [np.arange(ranks)], ranks)
+    balance_rows(state, RowsByClass([np.arange(ranks)], [1], ranks))
     return state.row_of
 
 

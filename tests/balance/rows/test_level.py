@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from jaxmllm.arrays import sums_by
 from jaxmllm.balance.rows.level import (
+    ATTENTION,
     COST,
     SEGMENTS,
     SLOTS,
+    RowsByClass,
     RowState,
+    balance_attention,
     balance_ranks,
     balance_rows,
     fix_overflow,
@@ -59,10 +62,43 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
         )
 
     before = waits()
-    balance_rows(state, classes, ranks)
+    balance_rows(state, RowsByClass(classes, [1] * len(classes), ranks))
     check(state, capacity, most)
     assert (state.remaining[SLOTS] >= 0).all()
     assert waits() <= before
+
+
+@settings(max_examples=200, deadline=None)
+@given(ITEMS, st.integers(0, 20))
+def test_balancing_attention_leaves_slots_and_the_costliest_row(items, slack):
+    row_of, length = np.array(items, np.int64).T
+    capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
+    attention = length**2
+    amounts = (length, np.ones_like(length), 3 * length + attention, attention)
+    state = RowState.from_limits(row_of, amounts, (capacity, 60, 0, 0), 12)
+    cost = sums_by(row_of, amounts[COST], 12)
+    most_cost = max(int(cost.max()), int(cost.sum()) // 12 * 101 // 100)
+    most_attention = sums_by(row_of, attention, 12).max()
+
+    balance_attention(state, RowsByClass([np.arange(12)], [1], 12))
+
+    assert (sums_by(state.row_of, length, 12) <= capacity).all()
+    assert sums_by(state.row_of, amounts[COST], 12).max() <= most_cost
+    assert sums_by(state.row_of, attention, 12).max() <= most_attention
+    assert (-state.remaining[ATTENTION] == sums_by(state.row_of, attention, 12)).all()
+
+
+def test_rows_of_equal_cost_come_to_attend_equally():
+    """Two rows cost the same, but one holds the long items, and the other leaves slots empty."""
+    row_of = np.array([0, 0, 1, 1])
+    length = np.array([20, 20, 2, 2])
+    attention = length**2
+    amounts = (length, np.ones_like(length), np.full(4, 1000), attention)
+    state = RowState.from_limits(row_of, amounts, (np.array([40, 40]), 60, 0, 0), 2)
+
+    balance_attention(state, RowsByClass([np.arange(2)], [1], 2))
+
+    assert sums_by(state.row_of, attention, 2).tolist() == [404, 404]
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,7 +117,7 @@ def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
 
     before = waits()
     of_class = state.row_of < 4
-    balance_rows(state, classes, 4, spans)
+    balance_rows(state, RowsByClass(classes, spans, 4))
     check(state, capacity)
     assert ((state.row_of < 4) == of_class).all()
     assert (state.remaining[SLOTS] >= 0).all()
@@ -152,6 +188,6 @@ def test_full_rows_trade_cost_without_slots():
     """No single swap fits, but 8 against 5 and, for the slots, 5 against 2 does: both rows become 8 5 5 2."""
     length = np.array([8, 8, 2, 2, 5, 5, 5, 5])
     state = state_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
-    balance_rows(state, [np.arange(2)], 2)
+    balance_rows(state, RowsByClass([np.arange(2)], [1], 2))
     assert state.remaining[SLOTS].tolist() == [0, 0]
     assert sums_by(state.row_of, length**2, 2).tolist() == [118, 118]
