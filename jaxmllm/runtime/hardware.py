@@ -97,6 +97,9 @@ def device_memory(device: jax.Device) -> int | None:
     if device.platform == "cpu":
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return machine // len(jax.local_devices(backend="cpu"))
-    statistics = device.memory_stats() or {}
+    try:
+        statistics = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # of another process, or of a machine that is not there
+        return None
     limit = statistics.get("bytes_limit")
     return None if limit is None else int(limit)

@@ -39,8 +39,11 @@ def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
 
 def _memory(model: MLLM) -> int:
     mesh = model.layout(LANGUAGE).mesh
-    known = device_memory(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
-    return known or PLANNED_MEMORY
+    if not isinstance(mesh, Mesh):
+        return PLANNED_MEMORY
+    # A device of this process: those of others do not tell theirs
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return device_memory(own[0] if own else mesh.devices.flat[0]) or PLANNED_MEMORY
 
 
 def _state_bytes(config: Config, model: MLLM) -> int:

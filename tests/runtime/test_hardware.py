@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmllm.runtime.hardware import measured_cpu_flops, peak_flops, table_flops
+from jaxmllm.runtime.hardware import device_memory, measured_cpu_flops, peak_flops, table_flops
 
 
 def chip(kind: str) -> Any:
@@ -60,3 +60,20 @@ def test_cpu_is_measured_once() -> None:
     # All devices together can't be slower than one plain loop of additions over as many numbers.
     assert first * jax.device_count("cpu") > 1e9
     assert np.isfinite(measured_cpu_flops("bfloat16", size=64, repeats=1))
+
+
+def test_memory_of_devices_that_do_not_tell_it_is_not_known():
+    """Those of other processes, and those that are only compiled for."""
+
+    class Elsewhere:
+        platform = "gpu"
+
+        def memory_stats(self):
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: only for addressable devices")
+
+    class Here(Elsewhere):
+        def memory_stats(self):
+            return {"bytes_limit": 5}
+
+    assert device_memory(Elsewhere()) is None
+    assert device_memory(Here()) == 5
