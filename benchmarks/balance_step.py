@@ -80,7 +80,7 @@ def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
         )
         programs[variant] = PhasedPrograms(
             functions, spec, inputs.corpus.formats, attention, config.run.param_dtype
-        )
+        ).compile()
         share = programs[variant].local_share
         fillers[variant] = StepFiller(inputs.corpus, spec, share, attention)
 

@@ -84,6 +84,12 @@ def build_run(config: Config) -> Run:
 
 def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
+    programs, sizes = plan_programs(config, inputs)
+    return programs.compile(), sizes
+
+
+def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
+    """The same with nothing compiled yet: its devices may be of a machine that is not there."""
     model = inputs.model
     formats = inputs.corpus.formats
     sources = len(inputs.corpus.sources)

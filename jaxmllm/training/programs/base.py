@@ -4,7 +4,8 @@
     state, batch --gradients (of each kind)--> gradients, sums --update--> state, metrics
 
 Everything is compiled ahead of the first step, so that no step waits for a compiler and a program
-that does not fit the devices is known at once.
+that does not fit the devices is known at once. The jobs need only a mesh, whose devices may be of a
+machine that is not there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -92,9 +93,10 @@ class Evaluated(NamedTuple):
 
 
 class Programs(abc.ABC):
-    """The compiled programs of a run: `put` a batch on the devices, `train` on it or `evaluate` it.
+    """The programs of a run: `compile` them, then `put` a batch on the devices, `train` on it or
+    `evaluate` it.
 
-    Compiling happens here, once, in threads. What `put` returns is each kind's own.
+    `jobs` is there from the start: what is compiled, by name. What `put` returns is each kind's own.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class Programs(abc.ABC):
         # Shapes of what is trained, and of gradients
         self.trained, _ = functions.model.trainable.split(self.params)
         self.state = self._abstract_state(self.params)
-        self.compiled = compile_jobs(self._jobs(formats))
+        self.jobs = self._jobs(formats)
+        self.compiled: dict[ProgramName, Callable[..., Any]] = {}
 
     @property
     def local_share(self) -> LocalRanks:
@@ -210,6 +213,11 @@ class Programs(abc.ABC):
         return saved
 
     # ------------------------------------------------------------------ compiling
+
+    def compile(self) -> Self:
+        """Compile all jobs in threads, once: nothing runs before. Returns these programs."""
+        self.compiled = compile_jobs(self.jobs)
+        return self
 
     @abc.abstractmethod
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
