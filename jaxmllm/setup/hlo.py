@@ -1,0 +1,397 @@
+"""What a compiled program sends between devices, read from the HLO text that XLA prints of it.
+
+    text --parse--> instructions of every computation --executed--> those that run, and how often --> Collectives
+
+Loops count as often as XLA says (`known_trip_count`); fusions, calls, branches and asynchronous pairs are followed.
+Bytes are those of one device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxmllm.arrays import Longs
+
+# Bytes that each device sends in the usual ring or pairwise algorithm, in sizes of the whole array,
+# for groups of n devices
+SENT = {
+    "all-gather": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    # At most: how much of the operand is sent is data
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+    "collective-broadcast": lambda n: 1.0,
+}
+PAIRS = "collective-permute"
+START = "-start"
+NAME = r"%?([\w.\-]+)"
+HEADER = re.compile(rf"^(ENTRY )?{NAME} (?:\(.*\) -> .*)?\{{$")
+INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?{NAME} = ")
+OPCODE = re.compile(r"\s*([\w\-]+)\(")
+ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+COMMENT = re.compile(r"/\*.*?\*/")
+CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=" + NAME)
+CALLED_LISTS = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+SCOPE = re.compile(r'\bop_name="([^"]*)"')
+TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+LISTED = re.compile(r"=\{((?:\{[\d,]*\},?)*)\}")
+IOTA = re.compile(r"=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+MESH = re.compile(r"=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([\d,]*\))?)\))? \{([^}]*)\}")
+MESH_AXIS = re.compile(r"'?([\w.]+)'?=(\d+)")
+# An axis, or of an axis cut in three the middle part: its name, the size of the outer part, its own
+MESH_PART = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")
+MESH_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+NARROW = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}  # bits of odd names
+
+
+class HloError(ValueError):
+    """A text that is not understood: XLA prints something new."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shape: str  # of what it computes, tuples in parentheses
+    operands: tuple[str, ...]  # names
+    attributes: str  # the rest of the line
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that run when this does, each as often as this or, of a loop, `trips` times."""
+        if self.opcode.endswith(("-done", "-update")):
+            return ()  # names what the start has begun
+        attributes = QUOTED.sub("", self.attributes)
+        kinds = CALLED.findall(attributes)
+        # Otherwise `to_apply` is how two numbers are combined
+        names = [name for kind, name in kinds if kind != "to_apply" or self.opcode == "call"]
+        for names_in_list in CALLED_LISTS.findall(attributes):
+            names += [name.strip(" %") for name in names_in_list.split(",") if name.strip()]
+        return tuple(names)
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop's body runs; 1 for what is no loop, none where only the data tell."""
+        if self.opcode != "while":
+            return None if self.opcode == "conditional" else 1
+        known = TRIPS.search(self.attributes)
+        return int(known[1]) if known else None
+
+    @property
+    def scope(self) -> str:
+        """Where in the traced program it comes from; empty where XLA does not say."""
+        scope = SCOPE.search(self.attributes)
+        return scope[1] if scope else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        target = TARGET.search(self.attributes)
+        return target[1] if target else ""
+
+    @property
+    def collective(self) -> str | None:
+        """The operation of a collective or of its start; none for anything else, also for its end."""
+        operation = self.opcode.removesuffix(START)
+        return operation if operation in SENT else None
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An instruction that runs.
+
+    `trips` is the product of the loops around it. It is `exact` unless one of them ends by the data
+    (which counts as one trip) or a branch decides (whose every side counts).
+    """
+
+    instruction: Instruction
+    arrays: tuple[tuple[str, int], ...]  # of a collective: type and bytes of every operand
+    trips: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """The computations of a program by name, and which of them is run."""
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+
+    def executed(self) -> Iterator[Execution]:
+        """All instructions that run, those of called computations once for each call."""
+        yield from self._executed(self.entry, 1, True)
+
+    def _executed(self, computation: str, trips: int, exact: bool) -> Iterator[Execution]:
+        instructions = self.computations[computation]
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
+        for instruction in instructions:
+            arrays: list[tuple[str, int]] = []
+            if instruction.collective:
+                for operand in _data(instruction):
+                    if operand not in shapes:
+                        raise HloError(f"{instruction.name} reads {operand}, which is not there")
+                    arrays += array_bytes(shapes[operand])
+            yield Execution(instruction, tuple(arrays), trips, exact)
+            if instruction.collective:
+                continue  # an asynchronous one may name a computation that is itself again
+            inner = instruction.trips
+            for name in instruction.called:
+                if name not in self.computations:
+                    raise HloError(f"{instruction.name} calls {name}, which is not there")
+                yield from self._executed(name, trips * (inner or 1), exact and inner is not None)
+
+
+def _data(instruction: Instruction) -> tuple[str, ...]:
+    """Operands that hold what is sent: a ragged exchange has offsets and the receiver's buffer, too."""
+    ragged = instruction.collective == "ragged-all-to-all"
+    return instruction.operands[:1] if ragged else instruction.operands
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one collective moves, of one element type.
+
+    `groups` are the devices that exchange something, [groups, devices of a group], or of a permute
+    the pairs (source, target), as positions in the mesh.
+    """
+
+    operation: str
+    dtype: str  # as XLA names it: f32, bf16
+    bytes: (
+        int  # of the whole array: where it is gathered, or before it is reduced, scattered or sent
+    )
+    groups: tuple[tuple[int, ...], ...]
+    trips: int
+    exact: bool  # see `Execution`
+    scope: str
+
+    @cached_property
+    def group_size(self) -> int:
+        """Devices that exchange something."""
+        return len(self.groups[0])
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all trips."""
+        return self.bytes * self.trips
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a device sends in all trips, in a ring."""
+        return self.total_bytes * SENT[self.operation](self.group_size)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def parse(text: str) -> Module:
+    """The computations of an HLO module's text.
+
+    Raises:
+      HloError: there is no entry, or a line of a computation is not understood.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    current: list[Instruction] | None = None
+    entry = None
+    for line in text.splitlines():
+        if line.startswith("}"):
+            current = None
+        elif current is None:
+            header = None if line.startswith("HloModule") else HEADER.match(line)
+            if header:
+                current = computations[header[2]] = []
+                entry = header[2] if header[1] else entry
+        elif INSTRUCTION.match(line):
+            current.append(_instruction(COMMENT.sub("", line)))
+    if entry is None:
+        raise HloError("the text has no ENTRY computation: it is no HLO module")
+    return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
+
+
+def _instruction(line: str) -> Instruction:
+    head = INSTRUCTION.match(line)
+    assert head is not None
+    begin = head.end()
+    end = _closed(line, begin) if line[begin] == "(" else line.index(" ", begin)
+    opcode = OPCODE.match(line, end)
+    if opcode is None:
+        raise HloError(f"no operation in {line.strip()[:200]!r}")
+    closed = _closed(line, opcode.end() - 1)
+    operands = _split(line[opcode.end() : closed - 1])
+    # Some printers put its shape before the name of an operand
+    names = tuple(operand.split()[-1].lstrip("%") for operand in operands)
+    return Instruction(head[1], opcode[1], line[begin:end], names, line[closed:])
+
+
+def _closed(line: str, begin: int) -> int:
+    """Where the parenthesis that opens at `begin` is closed: the index after it."""
+    depth = 0
+    for index in range(begin, len(line)):
+        depth += (line[index] == "(") - (line[index] == ")")
+        if not depth:
+            return index + 1
+    raise HloError(f"a parenthesis is not closed in {line.strip()[:200]!r}")
+
+
+def _split(operands: str) -> list[str]:
+    """Operands, which are apart by commas outside of all brackets."""
+    parts = [""]
+    depth = 0
+    for character in operands:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]
+
+
+def array_bytes(shape: str) -> list[tuple[str, int]]:
+    """Element type and bytes of each array of a shape, those of tuples one after another."""
+    return [
+        (dtype, -(-_bits(dtype) * math.prod(_numbers(sizes)) // 8))
+        for dtype, sizes in ARRAY.findall(shape)
+    ]
+
+
+def _bits(dtype: str) -> int:
+    if dtype in NARROW:
+        return NARROW[dtype]
+    bits = re.match(r"(?:bf|f|s|u)(\d+)", dtype)  # f8e4m3fn has 8
+    if bits is None:
+        raise HloError(f"how many bits has {dtype}?")
+    return int(bits[1])
+
+
+def collectives(module: Module, devices: int) -> list[Collective]:
+    """What a program sends, in the order of the text: one record for each collective that runs, and
+    each element type of what it sends. One whose groups are single devices moves nothing and is left
+    out: XLA's CPU backend keeps those that others remove.
+
+    Args:
+      devices: that the program runs on; a collective without groups is one of all.
+
+    Raises:
+      HloError: devices of a collective are written in an unknown way.
+    """
+    sent = []
+    for execution in module.executed():
+        instruction = execution.instruction
+        operation = instruction.collective
+        if operation is None:
+            continue
+        groups = device_groups(instruction.attributes, operation, devices)
+        if len(groups[0]) == 1:
+            continue
+        bytes_of: dict[str, int] = {}
+        for dtype, size in execution.arrays:
+            bytes_of[dtype] = bytes_of.get(dtype, 0) + size
+        # Its operands are the shares of the devices
+        factor = len(groups[0]) if operation == "all-gather" else 1
+        sent += [
+            Collective(
+                operation=operation,
+                dtype=dtype,
+                bytes=size * factor,
+                groups=groups,
+                trips=execution.trips,
+                exact=execution.exact,
+                scope=instruction.scope,
+            )
+            for dtype, size in bytes_of.items()
+        ]
+    return sent
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+def device_groups(attributes: str, operation: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The devices of a collective, from the attributes of its instruction; see `Collective`."""
+    key = "source_target_pairs" if operation == PAIRS else "replica_groups"
+    start = attributes.find(key)
+    if start < 0:
+        raise HloError(f"a {operation} without {key}: {attributes[:200]!r}")
+    rest = attributes[start + len(key) :]
+    if listed := LISTED.match(rest):
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+        return tuple(group for group in groups if group) or (tuple(range(devices)),)
+    if iota := IOTA.match(rest):
+        order = _transposed(iota[3], iota[4])
+        return _rows(order.reshape(int(iota[1]), int(iota[2])))
+    if mesh := MESH.match(rest):
+        return _mesh_groups(mesh[1], mesh[2], mesh[3])
+    raise HloError(f"devices of a {operation}: {rest[:200]!r}")
+
+
+def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along some axes, or parts of axes, of a mesh that the text brings along."""
+    sizes = {name: int(size) for name, size in MESH_AXIS.findall(axes)}
+    devices = np.arange(math.prod(sizes.values()))
+    if order:
+        iota = MESH_ORDER.match(order)
+        devices = _transposed(iota[1], iota[2]) if iota else np.array(_numbers(order))
+    # Every axis as [outer, grouped, inner] parts
+    parts = [(name, outer, part) for name, outer, part in MESH_PART.findall(grouped)]
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size in sizes.items():
+        cuts = sorted(
+            (int(outer or 1), int(part or size))
+            for part_of, outer, part in parts
+            if part_of == name
+        )
+        before = 1
+        for outer, part in cuts:
+            shape += [outer // before, part]
+            inside.append(len(shape) - 1)
+            before = outer * part
+        shape.append(size // before)
+    outside = [dimension for dimension in range(len(shape)) if dimension not in inside]
+    group = math.prod(shape[dimension] for dimension in inside)
+    return _rows(devices.reshape(shape).transpose(outside + inside).reshape(-1, group))
+
+
+def _transposed(shape: str, order: str | None) -> Longs:
+    """0, 1, .. in a shape, its dimensions reordered."""
+    sizes = _numbers(shape)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
+
+
+def _numbers(listed: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in listed.split(",") if number)
+
+
+def _rows(groups: Longs) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, groups.tolist()))
+
+
+def mesh_axes(collective: Collective, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which a collective moves something, in the mesh's order.
+
+    Groups that hold only some of the devices along these axes have "part of" before the first.
+
+    Args:
+      sizes: of the mesh's axes, outermost first.
+    """
+    devices = np.array(collective.groups)
+    places = np.stack(np.unravel_index(devices, tuple(sizes.values())), axis=-1)
+    differ = (places != places[:, :1]).any(axis=(0, 1))  # [axes]
+    axes = tuple(axis for axis, differs in zip(sizes, differ, strict=True) if differs)
+    if collective.operation == PAIRS or not axes:
+        return axes
+    whole = math.prod(sizes[axis] for axis in axes) == collective.group_size
+    return axes if whole else (f"part of {axes[0]}", *axes[1:])
