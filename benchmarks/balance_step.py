@@ -38,15 +38,13 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
+from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
-from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
-from jaxmllm.training.step_functions import StepFunctions
 from launch.local import run_local
 from sharding.mesh import make_mesh
 
@@ -74,15 +72,11 @@ def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
     fillers = {}
     for variant in variants:
         spec = variant_spec(config, inputs, variant)
-        attention = attention_spec(config, inputs.model, inputs.corpus.formats, spec)
-        functions = StepFunctions(
-            inputs.model, config.optimizer, config.decay_steps, len(inputs.corpus.sources)
-        )
-        programs[variant] = PhasedPrograms(
-            functions, spec, inputs.corpus.formats, attention, config.run.param_dtype
+        programs[variant] = phased_programs(
+            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
         ).compile()
         share = programs[variant].local_share
-        fillers[variant] = StepFiller(inputs.corpus, spec, share, attention)
+        fillers[variant] = StepFiller(inputs.corpus, spec, share, programs[variant].attention)
 
     state = programs[variants[0]].init(config.run.seed)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}

@@ -8,6 +8,7 @@ batches   MapDatasets whose element k is this host's share of step k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jaxmllm.data.batches import evaluation_steps, steps
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.row_format import RowFormat
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.compilations import CompilationCounter
@@ -93,20 +95,37 @@ def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     model = inputs.model
     formats = inputs.corpus.formats
     sources = len(inputs.corpus.sources)
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     if config.pipeline.stages == 1:
         spec = plan_spec(config, inputs)
         hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
-        attention = attention_spec(config, model, formats, spec)
-        return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype), None
+        return phased_programs(config, model, formats, spec, sources), None
     sizes = pipeline_sizes(config, inputs)
 
     def facts() -> dict[str, str]:
         return plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}
 
     hosts.compare("plan", facts, SAME_PLAN)
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype), sizes
+
+
+def phased_programs(
+    config: Config,
+    model: MLLM,
+    formats: Mapping[str, RowFormat],
+    spec: PlanSpec,
+    sources: int,
+) -> PhasedPrograms:
+    """The programs of a run without stages, not compiled yet, for rows of sizes that are chosen.
+
+    Args:
+      formats: by encoder phase.
+      sources: whose losses are told apart.
+    """
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
+    attention = attention_spec(config, model, formats, spec)
+    return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype)
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmllm.balance.records import BatchItems, Mode, PlanSpec
-from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.config.schema import Config, ModelConfig
-from jaxmllm.tools.workload import MODEL, generate, longest, make_spec, mix_for
+from jaxmllm.config.schema import Config
+from jaxmllm.tools.workload import MODEL, generated_batches, make_spec
 
 AFTER: Mode = "phases"
 RANKS = 64  # of generated batches, unless the config or the caller says otherwise
 PER_RANK = 32  # examples per rank of generated batches
 NODE = 8  # ranks per node of generated batches
-# Are generated to choose the sizes from, in as many batches as they fill ...
-SAMPLED_EXAMPLES = 8192
-FEWEST_BATCHES = 2  # ... but not fewer than this
-MOST_BATCHES = 16  # ... and not more
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Comparison:
 
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
     """A generated batch on the generator's own model."""
-    samples, items = _generate(ranks * per_rank, seed)
+    samples, items = generated_batches(ranks * per_rank, seed)
 
     def spec(mode: Mode) -> PlanSpec:
         return make_spec(ranks, samples, mode, ranks_per_node=NODE)
@@ -78,35 +73,19 @@ def compare_on_generated(
     config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
 ) -> Comparison:
     """A generated batch on the model, layouts and rows of a config; arguments as `compare_on_data`."""
-    from jaxmllm.data.media.modalities import row_formats
-    from jaxmllm.data.text.tokenizers import load_tokenizer
-    from jaxmllm.models.mllm import build_model
-    from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
     from jaxmllm.setup.planning_mesh import planning_mesh
-    from jaxmllm.setup.prepare import run_modalities, vocabulary
-    from jaxmllm.setup.sizing import sizing_inputs
-    from jaxmllm.setup.spans import spans_of_phases
+    from jaxmllm.tools.generated_lengths import generated_lengths
     from sharding.mesh import axis_sizes
 
     mesh = planning_mesh(config, ranks)
     config = _with_batch(config, axis_sizes(mesh), per_rank)
-    words = vocabulary(config, load_tokenizer(config.data.tokenizer))
-    model = build_model(config.model, words, config.components, mesh)
-    samples, items = _generate(config.data.batch_size, seed, config.model)
-    largest = {phase: longest(phase, mix_for(config.model), config.model) for phase in items.phases}
-    spans = spans_of_phases(config, model)
-    formats = row_formats(run_modalities(config, model, spans))
-    grids = exchange_grids(model)
-    nodes = nodes_of_ranks(config, model)
-    backend = exchange_backend(config, model)
+    lengths = generated_lengths(config, mesh, seed)
+    title = f"{name} on generated lengths, {_sizes_in_words(config, axis_sizes(mesh))}, seed {seed}"
 
     def spec(mode: Mode) -> PlanSpec:
-        in_mode = with_mode(config, mode)
-        inputs = sizing_inputs(in_mode, model, formats, largest, spans)
-        return choose_sizes(samples, inputs, grids, in_mode.balance, nodes, backend)
+        return replace(lengths, config=with_mode(config, mode)).spec
 
-    title = f"{name} on generated lengths, {_sizes_in_words(config, axis_sizes(mesh))}, seed {seed}"
-    return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
+    return Comparison(title, lengths.items, spec(before), spec(AFTER), _token_bytes(config))
 
 
 def with_mode(config: Config, mode: Mode) -> Config:
@@ -137,14 +116,3 @@ def _token_bytes(config: Config) -> int:
     return (
         config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
     )
-
-
-def _generate(
-    examples: int, seed: int, model: ModelConfig = MODEL
-) -> tuple[list[BatchItems], BatchItems]:
-    """Batches to choose sizes from, and another one to plan."""
-    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
-    batches = [
-        generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)
-    ]
-    return batches[:-1], batches[-1]

@@ -68,6 +68,10 @@ ALIGNMENTS: Final = {
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
+# Are generated to choose the sizes from, in as many batches as they fill ...
+SAMPLED_EXAMPLES: Final = 8192
+FEWEST_BATCHES: Final = 2  # ... but not fewer than this
+MOST_BATCHES: Final = 16  # ... and not more
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,17 @@ def generate(
                 tokens += seconds * task.speech.draw(random, len(members))
         text[members] = np.rint(tokens)
     return _batch(text, images.ordered(), clips.ordered(), model)
+
+
+def generated_batches(
+    examples: int, seed: int, model: ModelConfig = MODEL
+) -> tuple[list[BatchItems], BatchItems]:
+    """Batches to choose sizes from, and another one to plan."""
+    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
+    batches = [
+        generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)
+    ]
+    return batches[:-1], batches[-1]
 
 
 def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
