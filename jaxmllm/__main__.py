@@ -34,6 +34,10 @@ VERBS = {
     "waste": Verb(
         "jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"
     ),
+    "check": Verb(
+        "jaxmllm.tools.check",
+        "compile a config's programs for devices that are not there: memory, and what they send",
+    ),
     "sample-data": Verb(
         "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
     ),

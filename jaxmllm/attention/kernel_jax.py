@@ -22,7 +22,11 @@ from jax import Array, lax
 
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds, visible
 
+# Of what runs here, in the names of a compiled program's operations
+LOOP_SCOPE = "attention_loop"
 
+
+@jax.named_scope(LOOP_SCOPE)
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
     """q [B, C, H, K], k and v [B, T, G, K] -> out [B, C, H, K] and logsumexp [B, C, H] of the visible logits, infinite
     where nothing is visible."""
@@ -59,6 +63,7 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     return _slots(out, block, shape), _slots(logsumexp[..., None], block, (*shape[:3], 1))[..., 0]
 
 
+@jax.named_scope(LOOP_SCOPE)
 def backward(
     scale: float,
     q: Array,

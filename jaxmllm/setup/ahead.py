@@ -1,0 +1,201 @@
+"""The programs of a run, compiled for devices that are not there, and what the compiler says of them.
+
+    config, chip, devices --target_mesh--> mesh --prepare, plan_programs--> jobs --check_job--> CheckedProgram
+
+Nothing runs. The jobs are those of a run, so that what they send and keep is what a run would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+from jax.stages import Compiled
+
+from jaxmllm.attention import kernel_gpu
+from jaxmllm.attention.kernel_jax import LOOP_SCOPE
+from jaxmllm.config.schema import Config
+from jaxmllm.setup.chips import Chip, chip_devices
+from jaxmllm.setup.hlo import Collective, Module, collectives, mesh_axes, parse
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.training.programs.base import Job, ProgramName, Programs
+from sharding.mesh import make_mesh, whole_axis
+
+RAGGED = "ragged-all-to-all"
+HOPS = ("hop", "hop_back")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a program takes on one device, by what they are."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # of the outputs, that lie where arguments lay
+    temporaries: int
+    code: int
+
+    @property
+    def needed(self) -> int:
+        """All at once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one program that agree in everything but their place."""
+
+    operation: str
+    axes: tuple[str, ...]  # of the mesh
+    dtype: str
+    bytes: int  # of one; see `Collective`
+    trips: int
+    exact: bool
+    count: int  # places
+    sent_bytes: float  # by a device, in all of them
+    scopes: tuple[str, ...]  # where they come from
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all places and trips."""
+        return self.bytes * self.trips * self.count
+
+
+@dataclass(frozen=True)
+class CheckedProgram:
+    """What the compiler says of one program."""
+
+    name: ProgramName
+    lower_seconds: float
+    compile_seconds: float
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+    kernels: Mapping[str, int]  # custom calls by what they call
+    fallbacks: tuple[str, ...]  # what did not become what was asked, in words
+
+
+def target_mesh(config: Config, chip: Chip, devices: int) -> Mesh:
+    """The config's mesh over devices of a chip.
+
+    Raises:
+      ChipError: there are no such devices to compile for.
+      MeshError: the mesh has another number of devices.
+    """
+    return make_mesh(config.mesh_sizes, chip_devices(chip, devices), spans=mesh_spans(config))
+
+
+def check_job(
+    config: Config, programs: Programs, name: ProgramName, job: Job, chip: Chip
+) -> CheckedProgram:
+    """Compile one of `programs.jobs` and read what became of it."""
+    began = time.perf_counter()
+    lowered = job.lower()
+    traced = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(chip.compiler_options))
+    ended = time.perf_counter()
+    mesh = programs.mesh
+    assert isinstance(mesh, Mesh)
+    text = compiled.as_text()
+    assert text is not None
+    module = parse(text)
+    return CheckedProgram(
+        name=name,
+        lower_seconds=traced - began,
+        compile_seconds=ended - traced,
+        memory=_memory(compiled),
+        transfers=transfers(collectives(module, mesh.size), mesh),
+        kernels=_kernels(module),
+        fallbacks=(
+            *_slow_attention(config, programs, name, module, chip),
+            *_other_exchange(programs, name, module),
+        ),
+    )
+
+
+def _memory(compiled: Compiled) -> Memory:
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "every platform's compiler has one"
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+    )
+
+
+def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
+    """Collectives by what they do, those that move most first."""
+    alike: dict[tuple[str, tuple[str, ...], str, int, int, bool], list[Collective]] = {}
+    for one in sent:
+        axes = whole_axes(mesh_axes(one, mesh.shape), mesh)
+        key = (one.operation, axes, one.dtype, one.bytes, one.trips, one.exact)
+        alike.setdefault(key, []).append(one)
+    records = (
+        Transfer(
+            *key,
+            count=len(group),
+            sent_bytes=sum(one.sent_bytes for one in group),
+            scopes=tuple(sorted({one.scope for one in group})),
+        )
+        for key, group in alike.items()
+    )
+    return tuple(sorted(records, key=lambda record: -record.sent_bytes))
+
+
+def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Axes of a mesh that spans have cut, those that are there with all their parts under one name."""
+    parts: dict[str, list[str]] = {}
+    for axis, size in mesh.shape.items():
+        if size > 1:
+            parts.setdefault(whole_axis(axis), []).append(axis)
+    names = (
+        whole_axis(axis) if set(parts.get(whole_axis(axis), [axis])) <= set(axes) else axis
+        for axis in axes
+    )
+    return tuple(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------------------- what became of kernels
+
+
+def _kernels(module: Module) -> dict[str, int]:
+    targets = (execution.instruction.target for execution in module.executed())
+    return dict(Counter(target for target in targets if target))
+
+
+def _slow_attention(
+    config: Config, programs: Programs, name: ProgramName, module: Module, chip: Chip
+) -> list[str]:
+    """Where a GPU's program has the loop that every platform can run, though nobody asked for it."""
+    loop = any(LOOP_SCOPE in execution.instruction.scope for execution in module.executed())
+    if chip.platform != "cuda" or not loop:
+        return []
+    phases = [name.subject] if name.subject in programs.spec.phases else list(programs.spec.phases)
+    lines = []
+    for phase in phases:
+        component = getattr(config.components, phase)
+        if component.attention == "jax":
+            continue
+        needs = kernel_gpu.unsupported_reason(
+            programs.functions.model.components[phase].dtype,
+            getattr(config.model, phase).head_size,
+            programs.attention.blocks[phase],
+        )
+        if needs or len(phases) == 1:
+            reason = f"its kernel for GPUs needs {needs}" if needs else "for no reason known here"
+            lines.append(f"attention of {phase} is the loop for every platform: {reason}")
+    return lines
+
+
+def _other_exchange(programs: Programs, name: ProgramName, module: Module) -> list[str]:
+    """A ragged exchange that became something else."""
+    if name.function not in HOPS or programs.spec.routes[name.subject].backend != "ragged":
+        return []
+    operations = {execution.instruction.collective for execution in module.executed()} - {None}
+    if RAGGED in operations:
+        return []
+    return [f"the ragged exchange of {name.subject} became {', '.join(map(str, operations))}"]

@@ -1,0 +1,178 @@
+"""Devices of machines that are not there, as XLA's compilers describe them: for compiling, not for running.
+
+A chip has a compiler in a package of its own: the GPU's in that of JAX's CUDA plugin, without CUDA itself, the TPU's
+in libtpu. `cpu` is this machine's own, with as many devices as are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import jax
+from jax.experimental import topologies
+
+INSTALL = "pip install 'jaxmllm[ahead]'"
+# Near the limit of the device's memory XLA computes again what it could keep, and says nothing: what
+# a program needs is then hidden. So programs are compiled as if a device had this much.
+UNLIMITED_BYTES = 1 << 46
+CPU_DEVICES = "--xla_force_host_platform_device_count"
+MEMORY_SIZE = re.compile(r"(device_memory_size:) \d+")
+
+# What XLA's GPU compiler asks of a device (its GpuTargetConfigProto as text), of an H100 with 80 GB
+H100 = """\
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class ChipError(ValueError):
+    """A chip that is not known, or whose compiler is not installed."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What programs are compiled for."""
+
+    name: str
+    platform: str  # of JAX: cuda, tpu, cpu
+    devices_per_host: int
+    packages: tuple[str, ...] = ()  # of which one holds the compiler
+    target: str = ""  # text that describes a GPU to its compiler
+    dimensions: int = 0  # of a TPU's torus
+    compiler_options: Mapping[str, str | bool] = field(default_factory=dict)
+
+
+CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# Kernels are not timed, for there is no device to time them on
+UNTIMED = {"xla_gpu_autotune_level": "0"}
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("h100", "cuda", 8, CUDA_PLUGINS, target=H100, compiler_options=UNTIMED),
+        Chip("v5p", "tpu", 4, ("libtpu",), dimensions=3),
+        Chip("v6e", "tpu", 4, ("libtpu",), dimensions=2),
+        Chip("cpu", "cpu", 1 << 20),
+    )
+}
+
+
+def chip_of(name: str) -> Chip:
+    """The chip of a name.
+
+    Raises:
+      ChipError: there is none.
+    """
+    if name not in CHIPS:
+        raise ChipError(f"there is no chip {name!r}; chips: {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
+def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
+    """So many devices of a chip, which can be compiled for; only those of `cpu` can run anything.
+
+    Must come before anything else of JAX looks for devices, which `cpu` is then given.
+
+    Raises:
+      ChipError: its compiler is not installed or is of another version, or there are no machines of
+        so many devices.
+    """
+    if chip.platform == "cpu":
+        return _cpu_devices(count)
+    if not any(map(_installed, chip.packages)):
+        raise ChipError(
+            f"compiling for {chip.name} needs {' or '.join(chip.packages)}: {_installation(chip)}"
+        )
+    options: dict[str, str] = {}
+    name = chip.name
+    if chip.platform == "cuda":
+        target = MEMORY_SIZE.sub(rf"\1 {UNLIMITED_BYTES}", chip.target)
+        options = {"target_config": target, "topology": _gpu_topology(chip, count)}
+    else:
+        name = f"{chip.name}:{_torus(chip, count)}"
+    try:
+        # The name goes before the platform: TPUs have no other options
+        topology = topologies.get_topology_desc(name, chip.platform, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ChipError(
+            f"compiling for {count} devices of {chip.name} with jax {jax.__version__}: {reason}; "
+            f"install its compiler anew: {_installation(chip)}"
+        ) from error
+    return topology.devices
+
+
+def _installation(chip: Chip) -> str:
+    return INSTALL if chip.platform == "cuda" else "pip install 'jaxmllm[tpu]'"
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _cpu_devices(count: int) -> Sequence[jax.Device]:
+    if CPU_DEVICES not in os.environ.get("XLA_FLAGS", ""):  # JAX takes one of both
+        with suppress(RuntimeError):  # it has its devices already
+            jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ChipError(
+            f"this process has {len(devices)} CPU devices, not {count}; raise {CPU_DEVICES} of "
+            "XLA_FLAGS, or leave it out"
+        )
+    return devices[:count]
+
+
+def _gpu_topology(chip: Chip, count: int) -> str:
+    """SLICES x HOSTS x DEVICES of a host, all hosts of one network."""
+    if count <= chip.devices_per_host:
+        return f"1x1x{count}"
+    hosts, rest = divmod(count, chip.devices_per_host)
+    if rest:
+        raise ChipError(
+            f"{count} devices of {chip.name} are no whole hosts of {chip.devices_per_host}"
+        )
+    return f"1x{hosts}x{chip.devices_per_host}"
+
+
+def _torus(chip: Chip, count: int) -> str:
+    """Sides of a TPU slice, as even as powers of two allow: 2x2x4 for 16 devices in three dimensions."""
+    power = count.bit_length() - 1
+    if count < chip.devices_per_host or count != 1 << power:
+        raise ChipError(
+            f"{count} devices of {chip.name}: a slice has a power of two, {chip.devices_per_host} or more"
+        )
+    sides = sorted(
+        1 << (power + dimension) // chip.dimensions for dimension in range(chip.dimensions)
+    )
+    # One host of four chips is 2x2x1
+    return "x".join(map(str, sides if count > 4 else reversed(sides)))

@@ -1,0 +1,226 @@
+"""Compile the programs of a config for devices that are not there, and tell what each of them keeps and sends.
+
+    jaxmllm check --config configs/quickstart.yaml --devices 8 --chip h100 [--generated] [--only NAMES] [key=value ...]
+
+Needs no device of that kind. GPUs: `pip install 'jaxmllm[ahead]'`; TPUs: `pip install 'jaxmllm[tpu]'`; `--chip cpu`
+compiles for this machine, and needs nothing. Rows and pools are chosen from the config's data, as a run would, or
+(`--generated`) from lengths of the generator in jaxmllm/tools/workload.py.
+
+    memory, by program, on one device (as much as it likes: XLA is told of no limit)
+    needed          arguments + outputs - aliased + temporaries + code
+    aliased         of the outputs, what lies where an argument lay
+    seconds         to compile
+
+    collectives, by program and kind
+    axes            of the mesh, along which devices exchange something
+    bytes           of the whole array on one device: gathered, or before it is reduced, scattered or sent
+    places          in the program that send as much of the same
+    trips           of the loops around them; ">=" where the data decide how often a loop runs or which branch
+    total           bytes * places * trips
+    sent            what a device sends in all of them, in a ring
+
+A line for everything that did not become what was asked: attention without its kernel, another exchange. Exit code 2
+where the chip is not known or its compiler is missing, 3 where there are such lines.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxmllm.config.command_line import add_config, parse
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.setup.ahead import CheckedProgram, check_job, target_mesh
+from jaxmllm.setup.build import phased_programs, plan_programs
+from jaxmllm.setup.chips import CHIPS, ChipError, chip_of
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.generated_lengths import generated_lengths
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.training.programs.base import ProgramName, Programs
+from jaxmllm.training.run import USER_ERRORS
+from sharding.mesh import axis_sizes
+
+FELL_BACK = 3  # the exit code
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+MEMORY = [
+    "program",
+    "needed",
+    "arguments",
+    "outputs",
+    "aliased",
+    "temporaries",
+    "code",
+    "kernels",
+    "seconds",
+]
+SENT = ["program", "operation", "axes", "type", "bytes", "places", "trips", "total", "sent"]
+GENERATOR = "sizes from batches of the config's data, as a run of it chooses them"
+GENERATED = "sizes from lengths of jaxmllm/tools/workload.py, data.batch_size examples a step"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__, "jaxmllm check")
+    add_config(parser)
+    parser.add_argument("--devices", type=int, help="of the mesh; as many as it names, if none")
+    parser.add_argument("--chip", default="h100", help=f"one of {', '.join(CHIPS)}")
+    parser.add_argument(
+        "--only", metavar="NAMES", help="functions, apart by commas, such as encode,update"
+    )
+    parser.add_argument(
+        "--generated", action="store_true", help="generated lengths instead of the config's data"
+    )
+    options = parse(parser, arguments)
+    if options.devices is not None and options.devices < 1:
+        parser.error("--devices must be positive")
+    _keep_to_cpu()
+    try:
+        chip = chip_of(options.chip)
+        config = load_config(options.config, options.overrides)
+        mesh = target_mesh(config, chip, _devices(config, options.devices))
+        programs = _programs(config, mesh, options.seed if options.generated else None)
+        names = _chosen(programs.jobs, options.only)
+    except ChipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    checked = []
+    for name in names:
+        checked.append(check_job(config, programs, name, programs.jobs[name], chip))
+        print(f"{in_words(name)}: {checked[-1].compile_seconds:.1f} s", file=sys.stderr)
+    title = f"{options.config} on {mesh.size} of {chip.name}"
+    print_table(f"{title}: memory of one device", MEMORY, map(_memory_row, checked), left_aligned=1)
+    rows = [row for program in checked for row in _sent_rows(program)]
+    print_table(f"{title}: collectives of one device", SENT, rows, left_aligned=4)
+    fallbacks = [
+        f"{in_words(program.name)}: {line}" for program in checked for line in program.fallbacks
+    ]
+    for line in fallbacks:
+        print(f"warning: {line}", file=sys.stderr)
+    write_json(
+        options.json,
+        "check",
+        options.seed if options.generated else config.run.seed,
+        GENERATED if options.generated else GENERATOR,
+        config=options.config,
+        overrides=options.overrides,
+        chip=chip.name,
+        devices=mesh.size,
+        mesh=axis_sizes(mesh),
+        rows=[row for program in checked for row in records(program)],
+    )
+    return FELL_BACK if fallbacks else 0
+
+
+def _keep_to_cpu() -> None:
+    """Let JAX run what it must on this machine's CPU, also where it has devices of the chip that is compiled for."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _devices(config: Config, devices: int | None) -> int:
+    """As many as are asked for, or as the mesh names."""
+    if devices is not None:
+        return devices
+    sizes = config.mesh_sizes
+    if open_axes := [axis for axis, size in sizes.items() if size == -1]:
+        raise ConfigError(f"mesh.{open_axes[0]} is -1: say how many --devices there are")
+    return math.prod(sizes.values())
+
+
+def _programs(config: Config, mesh: Mesh, seed: int | None) -> Programs:
+    """The programs of a run on the config's data, or (with a seed) on generated lengths."""
+    if seed is None:
+        return plan_programs(config, prepare(config, mesh))[0]
+    if config.pipeline.stages > 1:
+        raise ConfigError(
+            f"pipeline.stages ({config.pipeline.stages}): stages are planned from data; leave out --generated"
+        )
+    lengths = generated_lengths(config, mesh, seed)
+    sources = len(config.data.sources)
+    return phased_programs(config, lengths.model, lengths.formats, lengths.spec, sources)
+
+
+def _chosen(names: Iterable[ProgramName], only: str | None) -> list[ProgramName]:
+    """All programs, or those of some functions."""
+    if only is None:
+        return list(names)
+    names = list(names)
+    functions = only.split(",")
+    known = list(dict.fromkeys(name.function for name in names))
+    if unknown := [function for function in functions if function not in known]:
+        raise ChipError(f"--only: no program {', '.join(unknown)}; programs: {', '.join(known)}")
+    return [name for name in names if name.function in functions]
+
+
+def in_words(name: ProgramName) -> str:
+    """What a program does, for what, and the rows that it does it for."""
+    rows = f" {name.capacity}" if name.capacity else ""
+    span = f" x {name.span}" if name.span > 1 else ""
+    return f"{name.function} {name.subject}".strip() + rows + span
+
+
+def amount(size: float) -> str:
+    """Bytes in the largest unit that leaves three digits."""
+    for unit, symbol in UNITS:
+        if size >= unit:
+            return f"{size / unit:.3g} {symbol}"
+    return f"{size:.0f} B"
+
+
+def records(program: CheckedProgram) -> list[dict[str, Any]]:
+    """One record with what a program keeps, and one for each kind of collective."""
+    name = {"program": in_words(program.name)}
+    memory = asdict(program.memory) | {"needed": program.memory.needed}
+    kept = name | {
+        "memory": memory,
+        "kernels": dict(program.kernels),
+        "fallbacks": list(program.fallbacks),
+        "lower_seconds": program.lower_seconds,
+        "compile_seconds": program.compile_seconds,
+    }
+    sent = [
+        name | asdict(transfer) | {"total_bytes": transfer.total_bytes}
+        for transfer in program.transfers
+    ]
+    return [kept, *sent]
+
+
+def _memory_row(program: CheckedProgram) -> list[Any]:
+    memory = program.memory
+    sizes = (
+        memory.needed,
+        memory.arguments,
+        memory.outputs,
+        memory.aliased,
+        memory.temporaries,
+        memory.code,
+    )
+    kernels = sum(program.kernels.values())
+    return [in_words(program.name), *map(amount, sizes), kernels, program.compile_seconds]
+
+
+def _sent_rows(program: CheckedProgram) -> list[list[Any]]:
+    return [
+        [
+            in_words(program.name),
+            transfer.operation,
+            ", ".join(transfer.axes),
+            transfer.dtype,
+            amount(transfer.bytes),
+            transfer.count,
+            transfer.trips if transfer.exact else f">= {transfer.trips}",
+            amount(transfer.total_bytes),
+            amount(transfer.sent_bytes),
+        ]
+        for transfer in program.transfers
+    ]

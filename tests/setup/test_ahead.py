@@ -1,0 +1,123 @@
+"""The programs of a run compiled for other devices: what they send follows from the parameters, and what fell back is
+named."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.setup import chips
+from jaxmllm.setup.ahead import check_job, target_mesh, transfers, whole_axes
+from jaxmllm.setup.build import plan_programs
+from jaxmllm.setup.chips import CHIPS
+from jaxmllm.setup.hlo import Collective
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.sample_data import make_sample
+from sharding.mesh import make_mesh
+from tests.support import tiny_config
+
+WHEELS = any(map(chips._installed, chips.CUDA_PLUGINS))
+LAYERS = 2  # of the language model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample(folder, seed=1, train=64, test=8)
+    return folder
+
+
+def checked(data, chip, functions, **changes):
+    """The config, the programs, and by function what became of its programs."""
+    config = parse_config(tiny_config(data, mesh={"data": 2, "fsdp": 4}, **changes))
+    programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS[chip], 8)))
+    assert not programs.compiled
+    return programs, {
+        (name.function, name.subject): check_job(config, programs, name, job, CHIPS[chip])
+        for name, job in programs.jobs.items()
+        if name.function in functions
+    }
+
+
+def sharded_bytes(tree):
+    """Bytes of the whole arrays of a tree that are split over devices."""
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    )
+
+
+def gathered(program, **facts):
+    return sum(
+        transfer.total_bytes
+        for transfer in program.transfers
+        if transfer.operation == "all-gather"
+        and all(getattr(transfer, name) == value for name, value in facts.items())
+    )
+
+
+def test_evaluation_gathers_every_sharded_weight_once(data):
+    programs, results = checked(data, "cpu", {"evaluate"})
+    program = results["evaluate", "language"]
+    layers = programs.params["language"]["layers"]
+    assert gathered(program, axes=("fsdp",), trips=LAYERS) == sharded_bytes(layers)
+    assert gathered(program, axes=("fsdp",)) == sharded_bytes(programs.params["language"])
+    assert gathered(program) == gathered(program, axes=("fsdp",), dtype="f32", exact=True)
+    # No loss leaves its rank before the end
+    assert {transfer.operation for transfer in program.transfers} == {"all-gather"}
+
+
+def test_memory_of_arguments_and_outputs_is_that_of_the_shards(data):
+    programs, results = checked(data, "cpu", {"zero"})
+    gradients = results["zero", "gradients"].memory
+    shards = [
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(programs.trained)
+    ]
+    assert gradients.arguments == gradients.aliased == 0
+    assert sum(shards) <= gradients.outputs <= sum(shards) + 64 * len(shards)  # and pointers
+
+
+def test_collectives_that_agree_are_one_record():
+    mesh = make_mesh({"data": 4, "fsdp": 2}, jax.devices()[:8], spans=(1, 2))
+    assert tuple(mesh.shape) == ("data", "data.1", "fsdp", "fsdp.1")
+    everyone = (tuple(range(8)),)
+
+    def collective(scope, dtype="f32", trips=3, groups=everyone):
+        return Collective("all-reduce", dtype, 80, groups, trips, True, scope)
+
+    sent = [collective("a"), collective("b"), collective("a", "bf16"), collective("a", trips=1)]
+    first, *others = transfers([*sent, collective("c", groups=((0, 2), (1, 3)))], mesh)
+    assert (first.axes, first.count, first.scopes) == (("data", "fsdp"), 2, ("a", "b"))
+    assert first.total_bytes == 80 * 3 * 2 and first.sent_bytes == 2 * 480 * 7 / 8
+    assert [(record.dtype, record.trips, record.axes) for record in others] == [
+        ("bf16", 3, ("data", "fsdp")),
+        ("f32", 3, ("data.1",)),
+        ("f32", 1, ("data", "fsdp")),
+    ]
+    assert whole_axes(("data", "fsdp.1"), mesh) == ("data", "fsdp")
+
+
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
+    wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+    programs, results = checked(data, "h100", {"evaluate", "hop", "encode"}, **wide)
+    program = results["evaluate", "language"]
+    assert program.kernels == {"__gpu$xla.gpu.triton": 1} and not program.fallbacks
+    assert gathered(program, axes=("fsdp",)) == sharded_bytes(programs.params["language"])
+    assert {transfer.operation for transfer in results["hop", "vision"].transfers} == {
+        "ragged-all-to-all"
+    }
+    # Heads of the towers have 8 numbers
+    (line,) = results["encode", "vision"].fallbacks
+    assert "attention of vision is the loop" in line and "heads of 16 numbers" in line
+
+
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+def test_an_attention_that_was_asked_for_is_no_fallback(data):
+    _, results = checked(data, "h100", {"evaluate"}, components__language__attention="jax")
+    assert not results["evaluate", "language"].fallbacks
+    assert not results["evaluate", "language"].kernels

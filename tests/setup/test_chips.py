@@ -1,0 +1,66 @@
+"""Chips that are not there: what is said where one cannot be compiled for, and how many devices hosts have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxmllm.setup import chips
+from jaxmllm.setup.chips import CHIPS, ChipError, chip_devices, chip_of
+
+WHEELS = any(map(chips._installed, chips.CUDA_PLUGINS))
+
+
+@pytest.mark.parametrize(
+    "name, extra", [("h100", "jaxmllm[ahead]"), ("v5p", "jaxmllm[tpu]"), ("v6e", "jaxmllm[tpu]")]
+)
+def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
+    monkeypatch.setattr(chips, "_installed", lambda package: False)
+    with pytest.raises(ChipError, match=re.escape(f"pip install '{extra}'")):
+        chip_devices(chip_of(name), 8)
+
+
+def test_unknown_chips_name_the_known_ones():
+    with pytest.raises(ChipError, match="'a100'; chips: h100, v5p, v6e, cpu"):
+        chip_of("a100")
+
+
+@pytest.mark.parametrize("count, words", [(1, "1x1x1"), (8, "1x1x8"), (2560, "1x320x8")])
+def test_hosts_of_gpus(count, words):
+    assert chips._gpu_topology(CHIPS["h100"], count) == words
+
+
+def test_half_a_host_besides_whole_ones_is_refused():
+    with pytest.raises(ChipError, match="12 devices of h100 are no whole hosts of 8"):
+        chips._gpu_topology(CHIPS["h100"], 12)
+
+
+@pytest.mark.parametrize(
+    "name, count, words",
+    [
+        ("v5p", 4, "2x2x1"),
+        ("v5p", 8, "2x2x2"),
+        ("v5p", 16, "2x2x4"),
+        ("v5p", 2048, "8x16x16"),
+        ("v6e", 4, "2x2"),
+        ("v6e", 8, "2x4"),
+        ("v6e", 256, "16x16"),
+    ],
+)
+def test_sides_of_slices(name, count, words):
+    assert chips._torus(CHIPS[name], count) == words
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_slices_that_are_not_built_are_refused(count):
+    with pytest.raises(ChipError, match=f"{count} devices of v5p"):
+        chips._torus(CHIPS["v5p"], count)
+
+
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+def test_gpus_that_are_not_there():
+    devices = chip_devices(CHIPS["h100"], 16)
+    assert [device.process_index for device in devices] == [0] * 8 + [1] * 8
+    assert {device.platform for device in devices} == {"gpu"}
+    assert "H100" in devices[0].device_kind

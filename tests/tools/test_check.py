@@ -1,0 +1,93 @@
+"""What `check` prints and refuses, and what it says of programs whose collectives follow from the parameters."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from jaxmllm.setup.chips import CHIPS
+from jaxmllm.tools.check import amount, main
+from jaxmllm.tools.sample_data import make_sample
+from tests.support import tiny_config
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    data = tmp_path_factory.mktemp("sample")
+    make_sample(data, seed=1, train=64, test=8)
+    path = data / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": 2, "fsdp": 4})))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch):
+    """`main` hides GPUs from its process, and would from later tests."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+
+
+def check(config_file, *arguments, chip="cpu", devices=8):
+    counted = [] if devices is None else ["--devices", str(devices)]
+    return main(["--config", str(config_file), "--chip", chip, *counted, *arguments])
+
+
+def test_tables_and_records_of_two_programs(config_file, capsys):
+    path = config_file.with_name("check.json")
+    arguments = ("--only", "totals,hop", "--json", str(path))
+    assert check(config_file, *arguments, devices=None) == 0
+    out = capsys.readouterr().out
+    assert "memory of one device" in out and "collectives of one device" in out
+    record = json.loads(path.read_text())
+    assert record["chip"] == "cpu" and record["devices"] == 8
+    kept = {row["program"]: row for row in record["rows"] if "memory" in row}
+    assert kept.keys() == {"totals", "hop vision"}
+    for row in kept.values():
+        memory = row["memory"]
+        parts = ("arguments", "outputs", "temporaries", "code")
+        assert memory["needed"] == sum(memory[part] for part in parts) - memory["aliased"]
+        assert row["fallbacks"] == []
+    (summed,) = (row for row in record["rows"] if row.get("operation") == "all-reduce")
+    # Four sums in float32 for each of the sample's four sources
+    assert (summed["axes"], summed["dtype"], summed["trips"]) == (["data", "fsdp"], "f32", 1)
+    assert summed["bytes"] * summed["count"] == summed["total_bytes"] == 4 * 4 * 4
+    assert summed["sent_bytes"] == pytest.approx(2 * 7 / 8 * 64)
+    exchanged = [row for row in record["rows"] if row.get("operation") == "all-to-all"]
+    assert exchanged and all(row["program"] == "hop vision" for row in exchanged)
+
+
+def test_generated_lengths_take_the_place_of_data(config_file, capsys):
+    nowhere = "data.sources=[{name: sample, path: /nowhere.jsonl}]"
+    changed = ("phases.language.max_capacity=16384", "data.batch_size=64")
+    assert check(config_file, "--generated", "--only", "totals", nowhere, *changed) == 0
+    assert "totals" in capsys.readouterr().out
+    assert check(config_file, "--only", "totals", nowhere) == 1
+    assert "/nowhere.jsonl" in capsys.readouterr().err
+    assert check(config_file, "--generated", "pipeline.stages=2", "mesh.data=1") == 1
+    assert "leave out --generated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, chip, devices, code, words",
+    [
+        ((), "h1000", 8, 2, f"there is no chip 'h1000'; chips: {', '.join(CHIPS)}"),
+        (("--only", "sing"), "cpu", 8, 2, "no program sing; programs: zero, totals, update"),
+        ((), "cpu", 4096, 2, "8 CPU devices, not 4096"),
+        ((), "cpu", 4, 1, "mesh {'data': 2, 'fsdp': 4"),
+        (("mesh.data=-1",), "cpu", None, 1, "mesh.data is -1: say how many --devices"),
+        (("mesh.colour=2",), "cpu", 8, 1, "mesh.colour"),
+    ],
+)
+def test_mistakes_are_one_line(config_file, capsys, arguments, chip, devices, code, words):
+    assert check(config_file, *arguments, chip=chip, devices=devices) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "size, words",
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (16.8e6, "16.8 MB"), (6.98e11, "698 GB")],
+)
+def test_amounts_have_units(size, words):
+    assert amount(size) == words
