@@ -15,7 +15,8 @@ compiles for this machine, and needs nothing. Rows and pools are chosen from the
     axes            of the mesh, along which devices exchange something
     bytes           of the whole array on one device: gathered, or before it is reduced, scattered or sent
     places          in the program that send as much of the same
-    trips           of the loops around them; ">=" where the data decide how often a loop runs or which branch
+    trips           of the loops around them; "data" where data decide how often one runs (once counts) or which branch
+                    is taken (all count)
     total           bytes * places * trips
     sent            what a device sends in all of them, in a ring
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser, arguments)
     if options.devices is not None and options.devices < 1:
         parser.error("--devices must be positive")
-    _keep_to_cpu()
+    _only_compile()
     try:
         chip = chip_of(options.chip)
         config = load_config(options.config, options.overrides)
@@ -121,10 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FELL_BACK if fallbacks else 0
 
 
-def _keep_to_cpu() -> None:
-    """Let JAX run what it must on this machine's CPU, also where it has devices of the chip that is compiled for."""
+def _only_compile() -> None:
+    """Let JAX run what it must on this machine's CPU, also where it has devices of the chip that is compiled for,
+    and compile everything anew."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     jax.config.update("jax_platforms", "cpu")
+    # Its programs cannot be read for other devices, and do not hold the names that this process gives
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _devices(config: Config, devices: int | None) -> int:
@@ -218,7 +222,7 @@ def _sent_rows(program: CheckedProgram) -> list[list[Any]]:
             transfer.dtype,
             amount(transfer.bytes),
             transfer.count,
-            transfer.trips if transfer.exact else f">= {transfer.trips}",
+            transfer.trips if transfer.exact else f"{transfer.trips} x data",
             amount(transfer.total_bytes),
             amount(transfer.sent_bytes),
         ]

@@ -31,7 +31,7 @@ def data(tmp_path_factory):
 
 def checked(data, chip, functions, **changes):
     """The config, the programs, and by function what became of its programs."""
-    config = parse_config(tiny_config(data, mesh={"data": 2, "fsdp": 4}, **changes))
+    config = parse_config(tiny_config(data, **{"mesh": {"data": 2, "fsdp": 4}} | changes))
     programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS[chip], 8)))
     assert not programs.compiled
     return programs, {
@@ -121,3 +121,34 @@ def test_an_attention_that_was_asked_for_is_no_fallback(data):
     _, results = checked(data, "h100", {"evaluate"}, components__language__attention="jax")
     assert not results["evaluate", "language"].fallbacks
     assert not results["evaluate", "language"].kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+@pytest.mark.parametrize(
+    "changes, functions",
+    [
+        ({"phases__language__spans": [1, 2]}, {"language_loss_and_grad", "hop_back"}),
+        (
+            {"pipeline": {"stages": 2, "layout": "chain"}, "mesh": {"data": 2, "fsdp": 2}},
+            {"gradients"},
+        ),
+    ],
+    ids=["spans", "stages"],
+)
+def test_shared_rows_and_stages_compile_for_gpus(data, changes, functions):
+    wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+    towers = {f"model__{tower}__heads": 1 for tower in ("vision", "audio")}
+    programs, results = checked(data, "h100", functions, **wide, **towers, **changes)
+    assert {function for function, _ in results} == functions
+    assert not any(program.fallbacks for program in results.values())
+    for (function, _), program in results.items():
+        assert bool(program.kernels) == (function != "hop_back")
+    if "pipeline" in changes:
+        sent = results["gradients", ""].transfers
+        wires = [transfer for transfer in sent if transfer.operation == "collective-permute"]
+        assert wires and {transfer.axes for transfer in wires} == {("stage",)}
+        assert not any(transfer.exact for transfer in wires)  # a schedule is data
+    else:
+        spans = {row_class.span for row_class in programs.spec.phases["language"].classes}
+        assert spans <= {1, 2}

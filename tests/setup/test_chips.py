@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jaxmllm.setup import chips
 from jaxmllm.setup.chips import CHIPS, ChipError, chip_devices, chip_of
@@ -56,6 +60,27 @@ def test_sides_of_slices(name, count, words):
 def test_slices_that_are_not_built_are_refused(count):
     with pytest.raises(ChipError, match=f"{count} devices of v5p"):
         chips._torus(CHIPS["v5p"], count)
+
+
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+def test_memory_has_no_limit(monkeypatch, capfd):
+    """Near that of a device XLA computes again what it could keep, and says so only where this is in vain."""
+
+    def products(x):
+        kept = [jnp.sin(row)[:, None] * jnp.cos(row) for row in x]  # 16 of 4 MB
+        for array in [*kept, *kept]:
+            x = x @ array
+        return x
+
+    def complaints():
+        sharding = SingleDeviceSharding(chip_devices(CHIPS["h100"], 1)[0])
+        x = jax.ShapeDtypeStruct((16, 1024), np.float32, sharding=sharding)
+        jax.jit(products).lower(x).compile(compiler_options=dict(chips.UNTIMED))
+        return capfd.readouterr().err.count("rematerialization")
+
+    assert not complaints()
+    monkeypatch.setattr(chips, "UNLIMITED_BYTES", 32 << 20)
+    assert complaints()
 
 
 @pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 import yaml
 
@@ -24,8 +25,11 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def same_environment(monkeypatch):
-    """`main` hides GPUs from its process, and would from later tests."""
+    """`main` hides GPUs from its process and takes no cache, which later tests may want."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    cached = jax.config.jax_enable_compilation_cache
+    yield
+    jax.config.update("jax_enable_compilation_cache", cached)
 
 
 def check(config_file, *arguments, chip="cpu", devices=8):
