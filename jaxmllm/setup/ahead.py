@@ -73,7 +73,7 @@ class CheckedProgram:
     compile_seconds: float
     memory: Memory
     transfers: tuple[Transfer, ...]
-    kernels: Mapping[str, int]  # custom calls by what they call
+    custom_calls: Mapping[str, int]  # by what they call, such as kernels of Pallas
     fallbacks: tuple[str, ...]  # what did not become what was asked, in words
 
 
@@ -107,7 +107,7 @@ def check_job(
         compile_seconds=ended - traced,
         memory=_memory(compiled),
         transfers=transfers(collectives(module, mesh.size), mesh),
-        kernels=_kernels(module),
+        custom_calls=_custom_calls(module),
         fallbacks=(
             *_slow_attention(config, programs, name, module, chip),
             *_other_exchange(programs, name, module),
@@ -162,7 +162,7 @@ def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------- what became of kernels
 
 
-def _kernels(module: Module) -> dict[str, int]:
+def _custom_calls(module: Module) -> dict[str, int]:
     targets = (execution.instruction.target for execution in module.executed())
     return dict(Counter(target for target in targets if target))
 

@@ -69,6 +69,12 @@ class Chip:
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict)
 
 
+# What libtpu would otherwise ask a machine for that it is not on, and complain
+NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "true",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-16",
+}
 CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # Kernels are not timed, for there is no device to time them on
 UNTIMED = {"xla_gpu_autotune_level": "0"}
@@ -116,6 +122,8 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
         options = {"target_config": target, "topology": _gpu_topology(chip, count)}
     else:
         name = f"{chip.name}:{_torus(chip, count)}"
+        for variable, value in NO_TPU.items():
+            os.environ.setdefault(variable, value)
     try:
         # The name goes before the platform: TPUs have no other options
         topology = topologies.get_topology_desc(name, chip.platform, **options)

@@ -2,8 +2,8 @@
 
     text --parse--> instructions of every computation --executed--> those that run, and how often --> Collectives
 
-Loops count as often as XLA says (`known_trip_count`); fusions, calls, branches and asynchronous pairs are followed.
-Bytes are those of one device.
+Loops count as often as XLA says (`known_trip_count`) or, where it does not, as their condition does. Fusions, calls,
+branches and asynchronous pairs are followed. Bytes are those of one device.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ OPCODE = re.compile(r"\s*([\w\-]+)\(")
 ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 COMMENT = re.compile(r"/\*.*?\*/")
+INDEX = re.compile(r"\bindex=(\d+)")
+CONDITION = re.compile(rf"\bcondition={NAME}")
+BODY = re.compile(rf"\bbody={NAME}")
+# Passes its first operand on
+SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=" + NAME)
 CALLED_LISTS = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -65,8 +70,9 @@ class Instruction:
     name: str
     opcode: str
     shape: str  # of what it computes, tuples in parentheses
-    operands: tuple[str, ...]  # names
+    operands: tuple[str, ...]  # names; of a constant its value
     attributes: str  # the rest of the line
+    root: bool = False  # what its computation returns
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -82,12 +88,16 @@ class Instruction:
         return tuple(names)
 
     @property
-    def trips(self) -> int | None:
-        """How often a loop's body runs; 1 for what is no loop, none where only the data tell."""
-        if self.opcode != "while":
-            return None if self.opcode == "conditional" else 1
+    def known_trips(self) -> int | None:
+        """How often a loop's body runs, where XLA says it."""
         known = TRIPS.search(self.attributes)
         return int(known[1]) if known else None
+
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple it takes."""
+        index = INDEX.search(self.attributes)
+        return int(index[1]) if index and self.opcode == "get-tuple-element" else None
 
     @property
     def scope(self) -> str:
@@ -146,11 +156,68 @@ class Module:
             yield Execution(instruction, tuple(arrays), trips, exact)
             if instruction.collective:
                 continue  # an asynchronous one may name a computation that is itself again
-            inner = instruction.trips
+            inner = self._trips(instruction, computation)
+            often = 1 if inner is None else inner
+            known = exact and inner is not None
             for name in instruction.called:
                 if name not in self.computations:
                     raise HloError(f"{instruction.name} calls {name}, which is not there")
-                yield from self._executed(name, trips * (inner or 1), exact and inner is not None)
+                yield from self._executed(name, trips * often, known)
+
+    def _trips(self, instruction: Instruction, computation: str) -> int | None:
+        """How often what an instruction calls runs; none where only the data tell."""
+        if instruction.opcode == "conditional":
+            return None
+        if instruction.opcode != "while":
+            return 1
+        known = instruction.known_trips
+        return self._counted_trips(instruction, computation) if known is None else known
+
+    def _counted_trips(self, loop: Instruction, computation: str) -> int | None:
+        """Trips of a loop whose condition is `counter < constant`, whose counter begins at a constant
+        and grows by 1."""
+        condition = CONDITION.search(loop.attributes)
+        body = BODY.search(loop.attributes)
+        if not condition or not body:
+            return None
+        ends = self._root(condition[1])
+        returned = self._root(body[1])
+        if ends.opcode != "compare" or "direction=LT" not in ends.attributes:
+            return None
+        counter, limit = (self._source(name, condition[1]) for name in ends.operands)
+        end = _constant(limit)
+        if counter is None or counter.index is None or end is None or returned.opcode != "tuple":
+            return None
+        position = counter.index
+        begun = self._source(loop.operands[0], computation)
+        if begun is None or begun.opcode != "tuple":
+            return None
+        begin = _constant(self._source(begun.operands[position], computation))
+        step = self._source(returned.operands[position], body[1])
+        if begin is None or step is None or step.opcode != "add":
+            return None
+        parts = [self._source(name, body[1]) for name in step.operands]
+        indices = {part.index for part in parts if part} - {None}
+        steps = {_constant(part) for part in parts} - {None}
+        return max(end - begin, 0) if indices == {position} and steps == {1} else None
+
+    def _root(self, computation: str) -> Instruction:
+        return next(line for line in self.computations[computation] if line.root)
+
+    def _source(self, name: str, computation: str) -> Instruction | None:
+        """The instruction of a name, or the one that it is a copy of."""
+        lines = {line.name: line for line in self.computations[computation]}
+        line = lines.get(name)
+        while line is not None and line.opcode in SAME:
+            line = lines.get(line.operands[0])
+        return line
+
+
+def _constant(line: Instruction | None) -> int | None:
+    """The value of an integer constant; none for anything else."""
+    if line is None or line.opcode != "constant" or not line.shape.startswith(("s32[]", "s64[]")):
+        return None
+    return int(line.operands[0])
 
 
 def _data(instruction: Instruction) -> tuple[str, ...]:
@@ -232,7 +299,8 @@ def _instruction(line: str) -> Instruction:
     operands = _split(line[opcode.end() : closed - 1])
     # Some printers put its shape before the name of an operand
     names = tuple(operand.split()[-1].lstrip("%") for operand in operands)
-    return Instruction(head[1], opcode[1], line[begin:end], names, line[closed:])
+    root = line.lstrip().startswith("ROOT ")
+    return Instruction(head[1], opcode[1], line[begin:end], names, line[closed:], root)
 
 
 def _closed(line: str, begin: int) -> int:

@@ -9,6 +9,7 @@ compiles for this machine, and needs nothing. Rows and pools are chosen from the
     memory, by program, on one device (as much as it likes: XLA is told of no limit)
     needed          arguments + outputs - aliased + temporaries + code
     aliased         of the outputs, what lies where an argument lay
+    custom calls    kernels of our own, and calls of the compiler's libraries
     seconds         to compile
 
     collectives, by program and kind
@@ -20,8 +21,8 @@ compiles for this machine, and needs nothing. Rows and pools are chosen from the
     total           bytes * places * trips
     sent            what a device sends in all of them, in a ring
 
-A line for everything that did not become what was asked: attention without its kernel, another exchange. Exit code 2
-where the chip is not known or its compiler is missing, 3 where there are such lines.
+A line for everything that did not become what was asked: attention without its kernel, another exchange. Exit code 1
+where a program does not compile, 2 where the chip is unknown or its compiler is missing, 3 where there are such lines.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ MEMORY = [
     "aliased",
     "temporaries",
     "code",
-    "kernels",
+    "custom calls",
     "seconds",
 ]
 SENT = ["program", "operation", "axes", "type", "bytes", "places", "trips", "total", "sent"]
@@ -95,9 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     checked = []
+    failed = False
     for name in names:
-        checked.append(check_job(config, programs, name, programs.jobs[name], chip))
-        print(f"{in_words(name)}: {checked[-1].compile_seconds:.1f} s", file=sys.stderr)
+        try:
+            program = check_job(config, programs, name, programs.jobs[name], chip)
+        except jax.errors.JaxRuntimeError as error:  # too large for a TPU, or a kernel for a GPU
+            print(f"error: {in_words(name)}: {str(error).splitlines()[0]}", file=sys.stderr)
+            failed = True
+            continue
+        checked.append(program)
+        print(f"{in_words(name)}: {program.compile_seconds:.1f} s", file=sys.stderr)
     title = f"{options.config} on {mesh.size} of {chip.name}"
     print_table(f"{title}: memory of one device", MEMORY, map(_memory_row, checked), left_aligned=1)
     rows = [row for program in checked for row in _sent_rows(program)]
@@ -119,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh=axis_sizes(mesh),
         rows=[row for program in checked for row in records(program)],
     )
-    return FELL_BACK if fallbacks else 0
+    return 1 if failed else FELL_BACK if fallbacks else 0
 
 
 def _only_compile() -> None:
@@ -187,7 +195,7 @@ def records(program: CheckedProgram) -> list[dict[str, Any]]:
     memory = asdict(program.memory) | {"needed": program.memory.needed}
     kept = name | {
         "memory": memory,
-        "kernels": dict(program.kernels),
+        "custom_calls": dict(program.custom_calls),
         "fallbacks": list(program.fallbacks),
         "lower_seconds": program.lower_seconds,
         "compile_seconds": program.compile_seconds,
@@ -209,8 +217,8 @@ def _memory_row(program: CheckedProgram) -> list[Any]:
         memory.temporaries,
         memory.code,
     )
-    kernels = sum(program.kernels.values())
-    return [in_words(program.name), *map(amount, sizes), kernels, program.compile_seconds]
+    calls = sum(program.custom_calls.values())
+    return [in_words(program.name), *map(amount, sizes), calls, program.compile_seconds]
 
 
 def _sent_rows(program: CheckedProgram) -> list[list[Any]]:

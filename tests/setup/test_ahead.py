@@ -106,7 +106,7 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
     wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
     programs, results = checked(data, "h100", {"evaluate", "hop", "encode"}, **wide)
     program = results["evaluate", "language"]
-    assert program.kernels == {"__gpu$xla.gpu.triton": 1} and not program.fallbacks
+    assert program.custom_calls == {"__gpu$xla.gpu.triton": 1} and not program.fallbacks
     assert gathered(program, axes=("fsdp",)) == sharded_bytes(programs.params["language"])
     assert {transfer.operation for transfer in results["hop", "vision"].transfers} == {
         "ragged-all-to-all"
@@ -120,7 +120,19 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
 def test_an_attention_that_was_asked_for_is_no_fallback(data):
     _, results = checked(data, "h100", {"evaluate"}, components__language__attention="jax")
     assert not results["evaluate", "language"].fallbacks
-    assert not results["evaluate", "language"].kernels
+    assert not results["evaluate", "language"].custom_calls
+
+
+@pytest.mark.skipif(not chips._installed("libtpu"), reason="needs jaxmllm[tpu]")
+def test_tpus_gather_as_much_and_their_layers_are_counted(data):
+    programs, results = checked(data, "v5p", {"evaluate", "hop"})
+    layers = programs.params["language"]["layers"]
+    gathers = gathered(results["evaluate", "language"], axes=("fsdp",), trips=LAYERS, exact=True)
+    # The compiler gathers in bfloat16 what its matrix units read so
+    assert sharded_bytes(layers) / 2 <= gathers <= sharded_bytes(layers)
+    hop = results["hop", "vision"]
+    assert {transfer.operation for transfer in hop.transfers} == {"ragged-all-to-all"}
+    assert not hop.fallbacks
 
 
 @pytest.mark.slow
@@ -143,7 +155,7 @@ def test_shared_rows_and_stages_compile_for_gpus(data, changes, functions):
     assert {function for function, _ in results} == functions
     assert not any(program.fallbacks for program in results.values())
     for (function, _), program in results.items():
-        assert bool(program.kernels) == (function != "hop_back")
+        assert bool(program.custom_calls) == (function != "hop_back")
     if "pipeline" in changes:
         sent = results["gradients", ""].transfers
         wires = [transfer for transfer in sent if transfer.operation == "collective-permute"]

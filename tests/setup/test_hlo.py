@@ -136,6 +136,66 @@ def test_loops_multiply_and_those_that_end_by_the_data_are_marked():
     assert second.sent_bytes == 5 * 4 * BYTES / 2 * 3 / 4
 
 
+# What TPUs have: a loop from 1 to 8 whose condition must be read
+COUNTED = (
+    """\
+HloModule jit_counted
+
+"""
+    + ADD
+    + """
+%layer (p: (f32[8,16], s32[], s32[])) -> (f32[8,16], s32[], s32[]) {
+  %one = s32[]{:T(128)} constant(1)
+  %p = (f32[8,16]{1,0}, s32[]{:T(128)}, s32[]) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %n = s32[] get-tuple-element(%p), index=2
+  %r = f32[8,16]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add
+  %next = s32[] add(%i, %one)
+  ROOT %t = (f32[8,16]{1,0}, s32[], s32[]) tuple(%r, %next, %n)
+}
+
+%ends (q: (f32[8,16], s32[], s32[])) -> pred[] {
+  %eight = s32[] constant(8)
+  %q = (f32[8,16]{1,0}, s32[], s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%q), index=1
+  %n.1 = s32[] get-tuple-element(%q), index=2
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %eight), direction=LT, backend_config={}
+}
+
+ENTRY %main (y: f32[8,16], m: s32[]) -> f32[8,16] {
+  %y = f32[8,16]{1,0} parameter(0)
+  %m = s32[] parameter(1)
+  %first = s32[] constant(1)
+  %copy.1 = s32[] copy(%first)
+  %begun = (f32[8,16]{1,0}, s32[], s32[]) tuple(%y, %copy.1, %m)
+  %w = (f32[8,16]{1,0}, s32[], s32[]) while(%begun), condition=%ends, body=%layer
+  ROOT %out = f32[8,16]{1,0} get-tuple-element(%w), index=0
+}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "change, trips",
+    [
+        (("", ""), (7, True)),
+        (("constant(8)", "constant(1)"), (0, True)),
+        # Where it begins, ends or goes is data
+        (("tuple(%y, %copy.1, %m)", "tuple(%y, %m, %m)"), (1, False)),
+        (("compare(%i.1, %eight)", "compare(%i.1, %n.1)"), (1, False)),
+        (("add(%i, %one)", "add(%i, %n)"), (1, False)),
+        (("add(%i, %one)", "add(%n, %one)"), (1, False)),
+        (("add(%i, %one)", "subtract(%i, %one)"), (1, False)),
+        (("direction=LT", "direction=NE"), (1, False)),
+    ],
+)
+def test_loops_are_counted_by_their_condition_where_the_compiler_does_not(change, trips):
+    text = COUNTED.replace(*change) if change[0] else COUNTED
+    (reduced,) = collectives(parse(text), 4)
+    assert (reduced.trips, reduced.exact) == trips
+
+
 def test_asynchronous_called_and_mixed_collectives_count_once():
     everyone = ((0, 1, 2, 3),)
     assert facts(ASYNCHRONOUS) == [

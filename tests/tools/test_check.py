@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from jaxmllm.setup.chips import CHIPS
+from jaxmllm.tools import check as tools_check
 from jaxmllm.tools.check import amount, main
 from jaxmllm.tools.sample_data import make_sample
 from tests.support import tiny_config
@@ -87,6 +89,25 @@ def test_mistakes_are_one_line(config_file, capsys, arguments, chip, devices, co
     assert check(config_file, *arguments, chip=chip, devices=devices) == code
     err = capsys.readouterr().err
     assert err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+def test_programs_that_do_not_compile_and_fallbacks_are_named(config_file, capsys, monkeypatch):
+    path = config_file.with_name("failed.json")
+    check_job = tools_check.check_job
+
+    def half(config, programs, name, job, chip):
+        if name.function == "totals":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 TB\nand more")
+        program = check_job(config, programs, name, job, chip)
+        return dataclasses.replace(program, fallbacks=("attention of nobody",))
+
+    monkeypatch.setattr(tools_check, "check_job", half)
+    assert check(config_file, "--only", "totals,hop", "--json", str(path)) == 1
+    err = capsys.readouterr().err
+    assert "error: totals: RESOURCE_EXHAUSTED: 3 TB\n" in err
+    assert "warning: hop vision: attention of nobody\n" in err
+    assert {row["program"] for row in json.loads(path.read_text())["rows"]} == {"hop vision"}
+    assert check(config_file, "--only", "hop") == tools_check.FELL_BACK
 
 
 @pytest.mark.parametrize(
