@@ -62,7 +62,7 @@ class Chip:
 
     name: str
     platform: str  # of JAX: cuda, tpu, cpu
-    devices_per_host: int
+    devices_per_host: int = 0  # none: all are on this one
     packages: tuple[str, ...] = ()  # of which one holds the compiler
     target: str = ""  # text that describes a GPU to its compiler
     dimensions: int = 0  # of a TPU's torus
@@ -84,7 +84,7 @@ CHIPS = {
         Chip("h100", "cuda", 8, CUDA_PLUGINS, target=H100, compiler_options=UNTIMED),
         Chip("v5p", "tpu", 4, ("libtpu",), dimensions=3),
         Chip("v6e", "tpu", 4, ("libtpu",), dimensions=2),
-        Chip("cpu", "cpu", 1 << 20),
+        Chip("cpu", "cpu"),
     )
 }
 

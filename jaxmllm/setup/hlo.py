@@ -76,7 +76,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run when this does, each as often as this or, of a loop, `trips` times."""
+        """Computations that run when this does, each as often as this or, of a loop, as its trips."""
         if self.opcode.endswith(("-done", "-update")):
             return ()  # names what the start has begun
         attributes = QUOTED.sub("", self.attributes)
@@ -231,14 +231,13 @@ class Collective:
     """What one collective moves, of one element type.
 
     `groups` are the devices that exchange something, [groups, devices of a group], or of a permute
-    the pairs (source, target), as positions in the mesh.
+    the pairs (source, target), as positions in the mesh. `bytes` are those of the array where it is
+    gathered, or before it is reduced, scattered or sent.
     """
 
     operation: str
     dtype: str  # as XLA names it: f32, bf16
-    bytes: (
-        int  # of the whole array: where it is gathered, or before it is reduced, scattered or sent
-    )
+    bytes: int  # of the whole array
     groups: tuple[tuple[int, ...], ...]
     trips: int
     exact: bool  # see `Execution`
