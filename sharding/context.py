@@ -37,13 +37,11 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
 
     Args:
       layout: that of the rows, of span g.
-      x: [R / g, g * T, D] in parts.
+      x: [R / g, g * T, D] in another order, perhaps in parts.
       slots: int32 [R / g, g * T], which slot of x each is; in parts where ranks share the row.
     """
     axes = layout.mesh_axes("sequence")
-    if not axes:
-        return x  # a row in one part is in order
-    if layout.span > 1:
+    if layout.span > 1 or not axes:
         return by_rank(layout, permute(layout, x, slots))
 
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
@@ -78,7 +76,7 @@ def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
     axes = layout.mesh_axes("sequence")
 
     def on_device(x: Any, index: jax.Array) -> Any:
-        return jax.tree.map(lambda leaf: gather_parts(leaf, axes)[:, index[0]], x)
+        return jax.tree.map(lambda leaf: _of_rows(gather_parts(leaf, axes), index), x)
 
     return _permuted(layout, on_device, x, index)
 
@@ -88,14 +86,22 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
     axes = layout.mesh_axes("sequence")
 
     def on_device(y: Any, index: jax.Array) -> Any:
-        whole = gather_parts(index, axes)[0]
-        slots = jnp.arange(whole.size, dtype=index.dtype)
-        inverse = jnp.zeros_like(whole).at[whole].set(slots, unique_indices=True)
+        inverse = jax.vmap(_inverse)(gather_parts(index, axes))
         first = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
-        held = jax.lax.dynamic_slice_in_dim(inverse, first, index.shape[1])
-        return jax.tree.map(lambda leaf: gather_parts(leaf, axes)[:, held], y)
+        held = jax.lax.dynamic_slice_in_dim(inverse, first, index.shape[1], axis=1)
+        return jax.tree.map(lambda leaf: _of_rows(gather_parts(leaf, axes), held), y)
 
     return _permuted(layout, on_device, y, index)
+
+
+def _of_rows(x: jax.Array, slots: jax.Array) -> jax.Array:
+    """x[row, slots[row]] of every row."""
+    return jax.vmap(lambda of_row, slots: of_row[slots])(x, slots)
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    slots = jnp.arange(permutation.size, dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(slots, unique_indices=True)
 
 
 def _permuted(

@@ -148,7 +148,10 @@ class MLLM:
         tokens = checkpointed(tokens_of, component.settings.remat)(
             {component.name: params[component.name]}, features
         )
-        return take_slots(component.layout, tokens, places)
+        layout = component.layout
+        if not layout.mesh_axes("sequence") and phase not in self.config.windows:
+            return tokens  # rows in one part are in order, unless that is the order of windows
+        return take_slots(layout, tokens, places)
 
     def hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]

@@ -95,17 +95,21 @@ def attention_block(
     config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int
 ) -> int:
     """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row would otherwise have too few
-    blocks to even out their work."""
+    blocks to even out their work, and in towers that attend in windows, of which a larger block would hold several."""
     block: int = getattr(config.phases, rows.name).block
     stride = 1
     multiple = 1
     if rows.name in formats:
         stride = formats[rows.name].stride
         multiple = formats[rows.name].alignment
-    if block % SMALLER_BLOCK or SMALLER_BLOCK * stride % multiple:
-        return block  # the smaller block does not divide it, or does not hold whole tokens
-    split_rows = [(row_class.slots, row_class.span * parts) for row_class in rows.classes]
-    blocks = [
-        block_size(slots // stride, shares, block) for slots, shares in split_rows if shares > 1
+    split_rows = [
+        (row_class.slots, row_class.span * parts)
+        for row_class in rows.classes
+        if row_class.span * parts > 1
     ]
+    if block % SMALLER_BLOCK or (split_rows and SMALLER_BLOCK * stride % multiple):
+        return block  # the smaller block does not divide it, or does not hold whole tokens
+    if rows.name in formats and rows.name in config.model.windows:
+        return SMALLER_BLOCK
+    blocks = [block_size(slots // stride, shares, block) for slots, shares in split_rows]
     return min(blocks, default=block)

@@ -294,10 +294,11 @@ def test_vision_tower_and_projector(encoders):
         close(tokens[row, start // 4 : stop // 4], want)
 
 
-@pytest.mark.parametrize("full_layers", [(), (1,)])
-def test_vision_tower_in_windows(full_layers):
-    """Images of several sizes, whose windows at the edges are cut."""
-    config = VISION.model_copy(update={"window": 3, "full_layers": full_layers})
+@pytest.mark.parametrize(("window", "full_layers"), [(2, ()), (4, (1,)), (3, (1,))])
+def test_vision_tower_in_windows(window, full_layers):
+    """Images of several sizes, whose windows at the edges are cut, and cut merged cells where they are 3 wide: features
+    and tokens are those of dense attention, in the order of the image, and so is the derivative in some direction."""
+    config = VISION.model_copy(update={"window": window, "full_layers": full_layers})
     shapes = [(0, 0, 6, 4), (0, 24, 4, 8), (1, 0, 8, 8), (3, 4, 2, 2)]  # row, start, height, width
     rng = np.random.default_rng(4)
     segments = packed(
@@ -314,13 +315,49 @@ def test_vision_tower_in_windows(full_layers):
     with jax.enable_x64(True):
         model = build(language=TIED, vision=config)
         params = randomized(model)
-        rows = encoder_rows(pixels, positions, segments, 4, block=16, windows=config)
-        features = np.asarray(
-            jax.jit(lambda params, rows: model.features(params, "vision", rows))(params, rows)
+        # Filled rows are moved in place
+        rows = encoder_rows(
+            pixels.copy(), positions.copy(), segments.copy(), 4, block=16, windows=config
         )
-    for row, start, height, width in shapes:
-        here = row, slice(start, start + height * width)
-        close(features[here], vision_tower(params["vision"], config, pixels[here], positions[here]))
+        features, tokens = encode((model, params), "vision", rows)
+        weights = rng.standard_normal(tokens.shape)
+
+        def loss(params):
+            features = model.features(params, "vision", rows)
+            tokens = model.project(params, "vision", features, rows.places)
+            real = jnp.repeat(segments[:, ::4, None] > 0, tokens.shape[2], axis=2)
+            return jnp.sum(jnp.where(real, weights * tokens, 0))
+
+        gradients = jax.device_get(jax.jit(jax.grad(loss))(params))
+    assert any((np.diff(places) != 1).any() for places in rows.places)
+    features = np.take_along_axis(
+        features.reshape(4, -1, 4, config.width), rows.places[:, :, None, None], axis=1
+    ).reshape(features.shape)
+
+    def expected(params):
+        for row, start, height, width in shapes:
+            here = row, slice(start, start + height * width)
+            of_tower = vision_tower(params["vision"], config, pixels[here], positions[here])
+            merged = of_tower.reshape(-1, 4 * config.width)
+            of_tokens = row, slice(start // 4, (start + height * width) // 4)
+            yield here, of_tokens, of_tower, mlp(merged, params["projector.vision"]["mlp"])
+
+    for here, of_tokens, of_tower, of_projector in expected(params):
+        close(features[here], of_tower)
+        close(tokens[of_tokens], of_projector)
+    direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), params)
+    ahead, behind = (
+        sum(
+            (weights[at] * out).sum()
+            for _, at, _, out in expected(
+                jax.tree.map(lambda leaf, d, step=step: leaf + step * d, params, direction)
+            )
+        )
+        for step in (1e-6, -1e-6)
+    )
+    products = jax.tree.map(lambda g, d: (g * d).sum(), gradients, direction)
+    used = [products[name] for name in ("vision", "projector.vision")]
+    assert sum(jax.tree.leaves(used)) == pytest.approx((ahead - behind) / 2e-6, rel=1e-6)
 
 
 def audio_rows(clips, slots=128):

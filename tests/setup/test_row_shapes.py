@@ -49,6 +49,16 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     )
 
 
+@pytest.mark.parametrize("block, expected", [(128, 64), (256, 64), (32, 32), (96, 96)])
+def test_towers_with_windows_get_blocks_that_hold_few_of_them(tmp_path, block, expected):
+    windows = {"model__vision__layers": 2, "model__vision__window": 8}
+    config = parse_config(tiny_config(tmp_path, phases__vision__block=block, **windows))
+    vision = make_phases(config.model)["vision"]
+    rows = PhaseSpec(vision, 4, row_classes([768 * 8]), 8, 1, ItemCost(1, 1))
+    formats = row_formats(modalities(config.model, config.data, ()))
+    assert attention_block(config, rows, formats, 1) == expected
+
+
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole_chunks(tmp_path):
     """Chunks are of 32 frames, tokens of 8."""
 

@@ -4,8 +4,10 @@ the ranks of its group, and the devices of each of these with context parallelis
     segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block goes to
     row --dealt--> the same row, its slots in the order of the parts, with tile lists for each part
 
-With one part nothing moves. Letters: r ranks, C slots of a row, A attention tokens of it, N blocks,
-X parts.
+Where a tower attends in windows, the slots of each item are first put in the order of its windows,
+so that a window is a run of slots (`window_order`). In all other rows of one part nothing moves.
+
+Letters: r ranks, C slots of a row, T language tokens of it, A attention tokens of it, N blocks, X parts.
 """
 
 from __future__ import annotations
@@ -48,35 +50,36 @@ def finish_encoder_row(
     row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat, span: int = 1
 ) -> None:
     """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to
-    a row of both directions, and deal its slots to the parts. A block of attention tokens holds
-    whole language tokens.
+    a row of both directions, put its slots in the order of windows, and deal them to the parts. A
+    block of attention tokens holds whole language tokens where there are several parts.
 
     Args:
       span: ranks that hold the row together; each has the usual parts.
     """
     block, parts = attention.of(phase)
     parts *= span
+    slots_per_token = row_format.slots_per_token
     stride = row_format.stride
-    segments = row["segments"][:, ::stride]
-    ids = [item_ids(of_rank) for of_rank in segments]
-    blocks = deal_blocks([(1, ids)], segments.shape[1], block, parts)
-    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    order = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(row["valid"]), 1))
     moved = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
     if window is not None:
-        moved.append("windows")
+        order = window_order(
+            row["segments"], row["positions"], window, slots_per_token, block * stride
+        )
+        _reorder(row, moved, _expand(order, slots_per_token))
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
+        moved.append("windows")
+    ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
+    blocks = deal_blocks([(1, ids)], row["segments"].shape[1] // stride, block, parts)
+    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    if window is not None:
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
-        row["places"] = _expand(
-            np.argsort(blocks, axis=1), block * stride // row_format.slots_per_token
-        )
         _reorder(row, moved, _expand(blocks, block * stride))
-    else:
-        row["places"] = np.tile(
-            np.arange(row["valid"].shape[1], dtype=np.int32), (len(segments), 1)
-        )
+        order = np.take_along_axis(order, _expand(blocks, block * stride // slots_per_token), 1)
+    row["places"] = np.argsort(order, axis=1).astype(np.int32)
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> None:
@@ -105,22 +108,57 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
         )
 
 
+def window_order(
+    segments: Ints, positions: Ints, side: int, slots_per_token: int, block: int
+) -> Ints:
+    """Which language token of each row stands at each place, so that the slots of a window are
+    neighbours: [r, T]. Each item keeps the slots that it has.
+
+    A token goes with the window of its first slot. Where windows are no multiple of what becomes a
+    token, its other slots may belong to other windows; masks go by the number of each slot's.
+
+    Windows that fill blocks come first, and what lies before the first block's edge is filled with
+    the end of the item, so that these windows begin where blocks do.
+
+    Args:
+      segments: [r, C] item of each slot, those of an item in a run.
+      positions: [r, C, 2] (row, column) inside the item.
+      block: slots of a block of attention.
+    """
+    document = segments[:, ::slots_per_token]
+    corner = positions[:, ::slots_per_token] // side * (document > 0)[:, :, None]
+    order = np.empty_like(document)
+    for rank, (items, (rows, columns)) in enumerate(
+        zip(document, corner.transpose(0, 2, 1), strict=True)
+    ):
+        starts = np.flatnonzero(np.append(True, items[1:] != items[:-1]))
+        item = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(items)))
+        key = (item * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
+        window, tokens = np.unique(key, return_inverse=True, return_counts=True)[1:]
+        slots = tokens[window] * slots_per_token
+        # By the last key first; equal ones stay in their order
+        of_row = np.lexsort((window, -slots, slots % block != 0, item)).astype(np.int32)
+        before = -starts * slots_per_token % block // slots_per_token
+        ends = np.append(starts[1:], len(items))
+        for start, end, shift in zip(starts, ends, before, strict=True):
+            if items[start] and 0 < shift < end - start:
+                of_row[start:end] = np.roll(of_row[start:end], shift)
+        order[rank] = of_row
+    return order
+
+
 def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
-    """Number of each slot's window in its row, from 1, as runs of a segment count on; 0 at padding:
-    [r, C].
+    """Number of each slot's window in its row, from 1; 0 at padding: [r, C].
 
     Args:
       segments: [r, C] item of each slot.
       positions: [r, C, 2] (row, column) inside the item.
     """
-    keys = np.concatenate([segments[:, :, None], positions // side], axis=2).astype(np.int64)
+    rows, columns = np.moveaxis(positions.astype(np.int64) // side, 2, 0)
+    key = (segments * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
     numbers = np.zeros_like(segments)
-    for rank, of_rank in enumerate(keys):
-        real = segments[rank] > 0
-        if real.any():
-            numbers[rank, real] = (
-                np.unique(of_rank[real], axis=0, return_inverse=True)[1].reshape(-1) + 1
-            )
+    for rank, real in enumerate(segments > 0):
+        numbers[rank, real] = np.unique(key[rank, real], return_inverse=True)[1] + 1
     return numbers
 
 

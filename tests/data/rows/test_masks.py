@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jaxmllm.attention.mask import causal_ids
 from jaxmllm.attention.tiles import visible_tiles
 from jaxmllm.config.schema import LayerWindows
+from jaxmllm.data.media.images import Images
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
 from jaxmllm.row_format import RowFormat
 
@@ -101,6 +102,83 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
     tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))
     np.testing.assert_array_equal(row["segments"][0], slots[row["features"][0, :, 0].astype(int)])
+
+
+def image_row(images, merge, slots, start=0):
+    """Images of (height, width) patches behind one another, as the modality cuts them."""
+    segments, positions = np.zeros((1, slots), np.int32), np.zeros((1, slots, 2), np.int32)
+    modality = Images(patch_size=2, merge=merge, min_pixels=1, max_pixels=10**6)
+    for number, (height, width) in enumerate(images, 1):
+        end = start + height * width
+        segments[0, start:end] = number
+        positions[0, start:end] = modality.positions((1, height, width))[:, 1:]
+        start = end
+    return {
+        "features": np.arange(slots, dtype=np.float32)[None, :, None],
+        "segments": segments,
+        "positions": positions,
+        "valid": np.ones((1, slots // merge**2), bool),
+        "failed": np.zeros(1, np.int32),
+    }
+
+
+def in_windows(row, merge, side, block, parts=1):
+    """The row finished; the visible pairs and those of listed tiles, in layers with windows."""
+    vision = LayerWindows(layers=2, window=side, full_layers=(1,))
+    row_format = RowFormat(1, np.dtype(np.float32), merge**2, 1, merge**2, axes=(1, 2))
+    attention = AttentionSpec({"vision": block}, {"vision": parts}, windows={"vision": vision})
+    finish_encoder_row(row, attention, "vision", row_format)
+    visible = (np.bincount(row["windows"][0])[1:].astype(np.int64) ** 2).sum()
+    return visible, int(row["window_tiles"]["query_spans"][..., 1:].sum()) * block**2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 9),
+    st.sampled_from([1, 2]),
+    st.integers(0, 5),
+)
+def test_windows_move_tokens_inside_their_items_alone(grids, merge, side, parts, start):
+    images = [(height * merge, width * merge) for height, width in grids]
+    unit = 36 * parts  # a block; it holds whole tokens of every merge
+    used = start * merge**2 + sum(height * width for height, width in images)
+    before = image_row(images, merge, -(-used // unit) * unit, start * merge**2)
+    row = {name: values.copy() for name, values in before.items()}
+    in_windows(row, merge, side, 36, parts)
+    tokens = row["features"].reshape(-1, merge**2).astype(int)
+    assert (tokens == tokens[:, :1] + np.arange(merge**2)).all()  # patches of a token stay together
+    np.testing.assert_array_equal(tokens[row["places"][0], 0] // merge**2, np.arange(len(tokens)))
+    origin = tokens.reshape(-1)
+    np.testing.assert_array_equal(row["segments"][0], before["segments"][0][origin])
+    np.testing.assert_array_equal(row["positions"][0], before["positions"][0][origin])
+    if parts == 1:
+        np.testing.assert_array_equal(row["segments"], before["segments"])
+    real = row["segments"][0] > 0
+    keys = np.column_stack([row["segments"][0], row["positions"][0] // side])
+    np.testing.assert_array_equal(row["windows"][0] > 0, real)
+    _, expected = np.unique(keys[real], axis=0, return_inverse=True)
+    np.testing.assert_array_equal(row["windows"][0][real], expected.reshape(-1) + 1)
+
+
+@pytest.mark.parametrize(
+    ("images", "merge", "most"),
+    [
+        ([(37, 37)], 1, 1.6),
+        ([(74, 74)], 1, 1.1),
+        ([(74, 74)], 2, 1.1),
+        ([(36, 36), (20, 52), (74, 74), (30, 44)], 2, 1.3),
+        ([(37, 37)] * 5, 1, 1.7),
+    ],
+)
+def test_windows_compute_little_more_than_they_see(images, merge, most):
+    """In raster order, 8 to 13 times as many pairs as are visible."""
+    slots = -(-sum(height * width for height, width in images) // 64) * 64
+    visible, computed = in_windows(image_row(images, merge, slots), merge, side=8, block=64)
+    sides = [[min(8, n - first) for first in range(0, n, 8)] for image in images for n in image]
+    both = zip(sides[::2], sides[1::2], strict=True)
+    assert visible == sum((h * w) ** 2 for rows, columns in both for h in rows for w in columns)
+    assert visible < computed <= most * visible
 
 
 def test_parts_share_the_work_of_a_long_causal_document():
