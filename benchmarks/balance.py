@@ -203,15 +203,17 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
     """Balance and fill of one phase, from the plan's arrays alone; empty without items."""
     if not len(items.length):
         return {}
-    cost = row_costs(plan, items.length, spec)
+    cost = row_costs(plan, items, spec)
     by_rank = cost.sum(axis=0)
-    mean = float(item_costs(spec, items.length).sum()) / spec.ranks
+    mean = float(item_costs(spec, items).sum()) / spec.ranks
     span = plan.span.astype(np.int64)
-    largest = float((item_costs(spec, items.length) / span[plan.microbatch]).max())
+    largest = float((item_costs(spec, items) / span[plan.microbatch]).max())
     gathered = (span - 1) * plan.capacity * spec.ranks
     proxy = phase_proxy(plan, items, spec)
     return {
-        "over_ideal": proxy["step_proxy_padded"] * spec.ranks / spec.flops.total(items.real),
+        "over_ideal": proxy["step_proxy_padded"]
+        * spec.ranks
+        / spec.flops.total(items.real, items.extra),
         "gap_to_floor": float(by_rank.max()) / max(mean, largest),
         "max_over_mean": float(by_rank.max()) / mean,
         "floor": max(mean, largest) / mean,
@@ -225,10 +227,10 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
     }
 
 
-def row_costs(plan: PhasePlan, length: np.ndarray, spec: PhaseSpec) -> np.ndarray:
+def row_costs(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> np.ndarray:
     """Cost of every rank's row, or of its part of one, rounded up: [M, R] integers."""
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    cost = sums_by(row, item_costs(spec, length), plan.microbatches * spec.ranks).reshape(
+    cost = sums_by(row, item_costs(spec, items), plan.microbatches * spec.ranks).reshape(
         -1, spec.ranks
     )
     span = plan.span.astype(np.int64)[:, None]
@@ -244,9 +246,9 @@ def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str,
         items = batch.phases[name]
         figures = phase_figures(plan.phases[name], items, phase)
         if figures:
-            mean = phase.flops.total(items.length) / phase.ranks
+            mean = phase.flops.total(items.length, items.extra) / phase.ranks
             real = phase.flops.linear * float(items.real.sum())
-            amounts["ideal"] += phase.flops.total(items.real) / phase.ranks
+            amounts["ideal"] += phase.flops.total(items.real, items.extra) / phase.ranks
             amounts["mean"] += mean
             amounts["slowest"] += figures["synchronised"] * mean
             amounts["real"] += real
@@ -276,7 +278,7 @@ def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str
     attention = np.zeros((plan.microbatches, spec.ranks))
     part = length / plan.span[plan.microbatch]
     np.add.at(slots, (plan.microbatch, plan.rank), part)
-    share = spec.flops.attention(length) / plan.span[plan.microbatch]
+    share = spec.flops.attention(length, items.extra) / plan.span[plan.microbatch]
     np.add.at(attention, (plan.microbatch, plan.rank), share)
     linear = spec.flops.linear
     bare = linear * slots + attention

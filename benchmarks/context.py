@@ -214,7 +214,7 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
     """
     layer = phase_layers(MODEL, "language")[1]
     # That of a causal sequence counts half of its pairs
-    pair = 2 * layer.attention(slots=1, squares=(1, 0))
+    pair = 2 * layer.attention(squares=(1, 0))
     return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
 
 

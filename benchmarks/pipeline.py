@@ -207,7 +207,7 @@ def chains(trainable: frozenset[str], images: int, squares: int) -> dict[str, li
             Layer(
                 component=layer.component,
                 linear=layer.linear(slots[name]) // UNIT,
-                attention=layer.attention(slots[name], (lengths[name], 0)) // UNIT,
+                attention=layer.attention((lengths[name], 0)) // UNIT,
                 parameters=layer.parameters,
                 trainable=layer.component in trainable,
             )

@@ -39,6 +39,29 @@ class PhaseItems:
     example: Ints
     tokens: Ints
     slot: Ints
+    # [N, 2] what attention sees of them besides what follows from their lengths (`VisiblePairs`);
+    # none: nothing is known of it
+    extra_squares: Longs | None = None
+
+    @property
+    def extra(self) -> tuple[Any, ...]:
+        """`extra_squares` by kind of layer, as `ItemCost` takes them."""
+        return (0, 0) if self.extra_squares is None else tuple(self.extra_squares.T)
+
+    @property
+    def most(self) -> tuple[int, list[int]]:
+        """The largest length and `extra`, at least 0: an item of these costs as much as any."""
+        return int(self.length.max(initial=0)), [
+            int(np.max(kind, initial=0)) for kind in self.extra
+        ]
+
+    def at(self, numbers: Longs) -> PhaseItems:
+        """Some of the items, or the same ones in another order."""
+        columns: dict[str, Any] = {}
+        for column in fields(self):
+            values = getattr(self, column.name)
+            columns[column.name] = None if values is None else values[numbers]
+        return PhaseItems(**columns)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     rows = int((spec.ranks // span).sum())
     slots = int(capacity.sum()) * spec.ranks
     tokens = int(items.real.sum())
-    flops = spec.flops.total(items.real)
+    flops = spec.flops.total(items.real, items.extra)
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
         f"{spec.name}/shared_rows": int((spec.ranks // span[span > 1]).sum()),
@@ -47,7 +47,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
-    item_cost = item_costs(spec, items.length)
+    item_cost = item_costs(spec, items)
     part_cost = part_costs(plan, item_cost, spec.ranks)
     total = int(item_cost.sum())
     if total:
@@ -73,8 +73,9 @@ def step_statistics(
     slowest = 0.0
     ideal = 0.0
     for phase, spec in specs.items():
-        slowest += slowest_flops(plans[phase], items.phases[phase], spec)
-        ideal += spec.flops.total(items.phases[phase].real) / spec.ranks
+        of_phase = items.phases[phase]
+        slowest += slowest_flops(plans[phase], of_phase, spec)
+        ideal += spec.flops.total(of_phase.real, of_phase.extra) / spec.ranks
     return {"step/over_ideal": slowest / ideal} if ideal else {}
 
 
@@ -89,6 +90,6 @@ def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: Item
     of_slots = cost.linear * plan.capacity.astype(float)
     attention = np.zeros(plan.microbatches * spec.ranks)
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    np.add.at(attention, row, cost.attention(items.length.astype(float)))
+    np.add.at(attention, row, cost.attention(items.length.astype(float), items.extra))
     of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / plan.span
     return float((of_slots + of_rows).sum())

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.costs.visible_pairs import NOTHING_KNOWN, VisiblePairs
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.index.builder import build_index
@@ -52,6 +53,7 @@ class Corpus:
     names: tuple[
         str, ...
     ] = ()  # source labels to number by, where there are more than those of `indexes`
+    pairs: VisiblePairs = NOTHING_KNOWN  # what attention sees, for costs
 
     @classmethod
     def open(
@@ -61,13 +63,20 @@ class Corpus:
         modalities: Mapping[str, Modality],
         cache: str | Path | None = None,
         progress: bool = True,
+        pairs: VisiblePairs = NOTHING_KNOWN,
     ) -> Corpus:
-        """Read or build the index of every source (see `build_index`). Raises `DataError`."""
+        """Read or build the index of every source (see `build_index`). Raises `DataError`.
+
+        Args:
+          pairs: what attention sees of the items besides their lengths.
+        """
         folder = None if cache is None else Path(cache)
         indexes = tuple(
             build_index(source, tokenizer, modalities, folder, progress) for source in sources
         )
-        return cls(indexes, tuple(source.weight for source in sources), tokenizer, modalities)
+        return cls(
+            indexes, tuple(source.weight for source in sources), tokenizer, modalities, pairs=pairs
+        )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -133,11 +142,14 @@ class Corpus:
                 example=owner[of_phase],
                 tokens=columns["item_tokens"][chosen].astype(np.int32),
                 slot=columns["item_slot"][chosen].astype(np.int32),
+                extra_squares=self.pairs.of_items(phase, self._shapes[chosen]),
             )
         length = columns["language_length"][examples]
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
-        phases[LANGUAGE] = PhaseItems(length, length, numbers, tokens=nothing, slot=nothing)
+        media = [(phase, items.example, items.tokens) for phase, items in phases.items()]
+        extra = self.pairs.of_sequences(len(examples), media)
+        phases[LANGUAGE] = PhaseItems(length, length, numbers, nothing, nothing, extra)
         return BatchItems(
             np.asarray(examples, np.int64), int(columns["targets"][examples].sum()), phases
         )
@@ -204,7 +216,7 @@ class Corpus:
         largest row of each phase; they are in `rejected` as longer_than_row. Examples are numbered
         anew."""
         indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
-        return Corpus(indexes, self.weights, self.tokenizer, self.modalities, self.names)
+        return replace(self, indexes=indexes)
 
     def fingerprint(self) -> str:
         """Equal for two runs exactly if their examples are the same in number, order, shapes and tokens.
@@ -238,6 +250,11 @@ class Corpus:
             for index in self.indexes
         ]
         return np.concatenate([np.zeros(0, np.int32), *tables])
+
+    @cached_property
+    def _shapes(self) -> Ints:
+        """Shapes of the items of all indexes on end: [K, 3]."""
+        return np.concatenate([np.zeros((0, 3), np.int32), *(i.item_shape for i in self.indexes)])
 
     @cached_property
     def _columns(self) -> dict[str, Longs]:

@@ -15,6 +15,7 @@ import grain
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.config.schema import Config, ConfigError, SourceConfig
 from jaxmllm.data.batches import example_order, sample_batches, source_batches
@@ -129,6 +130,7 @@ def open_corpora(
             modalities,
             config.data.index_cache,
             progress=jax.process_index() == 0,
+            pairs=VisiblePairs.of_model(config.model),
         ).refuse(limits)
         corpus.check_rejected(config.data.max_rejected)
         return corpus

@@ -70,7 +70,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
     load = np.zeros((plan.microbatches, spec.ranks))
     real = np.zeros((plan.microbatches, spec.ranks))
     length = items.length.astype(float)
-    np.add.at(load, rows, spec.cost.of(length))
+    np.add.at(load, rows, spec.cost.of(length, items.extra))
     np.add.at(real, rows, items.real)
     # The ranks that hold a row together share its work evenly.
     load = _shared_evenly(load, plan.span)
@@ -87,7 +87,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
         plan.capacity.astype(np.int64),
         plan.span.astype(np.int64),
         figures,
-        spec.flops.total(items.real) / spec.ranks,
+        spec.flops.total(items.real, items.extra) / spec.ranks,
         spec.model_flops is not None,
     )
 

@@ -57,7 +57,7 @@ def _layers(phase: str, squares: int) -> list[Layer]:
         Layer(
             component=layer.component,
             linear=layer.linear(ROWS[phase]) // UNIT,
-            attention=layer.attention(ROWS[phase], (squares, 0)) // UNIT,
+            attention=layer.attention((squares, 0)) // UNIT,
             parameters=layer.parameters,
         )
         for layer in phase_layers(MODEL, phase)

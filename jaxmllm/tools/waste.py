@@ -117,7 +117,7 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
     """Least max/mean of any placement: 1, or the costliest item alone on as many ranks as hold a row
     together."""
-    cost = item_costs(phase, items.length)
+    cost = item_costs(phase, items)
     widest = max(row_class.span for row_class in phase.classes)
     return max(1.0, float(cost.max() * phase.ranks / (cost.sum() * widest)))
 
@@ -136,7 +136,12 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         items_of_rank = np.full_like(items_of_rank, items_of_rank.max())
         longest = np.full_like(longest, longest.max())
     flops = phase.flops
-    cost = items_of_rank * flops.of(longest.astype(float))
+    # Lengths are padded; what media see besides stays as it is
+    extra = [
+        np.bincount(rank, np.broadcast_to(of_kind, rank.shape), phase.ranks)
+        for of_kind in items.extra
+    ]
+    cost = items_of_rank * flops.of(longest.astype(float)) + flops.attention(0, extra)
     ratio = float(cost.max() / cost.mean())  # without rows all is one microbatch
     return PhaseWaste(
         rows=int(items_of_rank.sum()),
@@ -146,7 +151,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         floor=None,
         synchronised=ratio,
         slowest=float(cost.max()),
-        ideal=flops.total(items.real) / phase.ranks,
+        ideal=flops.total(items.real, items.extra) / phase.ranks,
     )
 
 
@@ -190,7 +195,9 @@ def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, s
         of_phase = items.phases[name]
         if len(of_phase.length):
             sampled = item_ranks(items, name, example_rank, grids)
-            balanced = ranks.padded(item_costs(phase, of_phase.length), phase.ranks)
+            balanced = ranks.padded(
+                item_costs(phase, replace(of_phase, extra_squares=None)), phase.ranks
+            )
             wastes[name, "padded"] = padded(of_phase, phase, sampled)
             wastes[name, "padded, balanced"] = padded(of_phase, phase, balanced)
             wastes[name, "padded, one shape"] = padded(of_phase, phase, sampled, one_shape=True)

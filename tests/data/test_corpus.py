@@ -9,6 +9,7 @@ import pytest
 import soundfile
 from PIL import Image
 
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.config.schema import DataConfig, ModelConfig, SourceConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.images import Images
@@ -74,6 +75,23 @@ def sources(tmp_path: Path) -> tuple[SourceConfig, ...]:
         SourceConfig(name="first", path=str(tmp_path / "first.jsonl"), weight=3.0),
         SourceConfig(name="second", path=str(tmp_path / "second.jsonl")),
     )
+
+
+def test_what_attention_sees_travels_with_the_items(sources: tuple[SourceConfig, ...]) -> None:
+    pairs = VisiblePairs(tower_window=3, bidirectional=("vision",))
+    corpus = Corpus.open(sources, ByteTokenizer(), MODALITIES, pairs=pairs).refuse({"audio": 10**9})
+    examples = np.array([0, 3, 0, 1])
+    batch = corpus.gather(examples)
+    vision = batch.phases["vision"]
+    for phase in vision, batch.phases["language"]:
+        assert phase.extra_squares is not None and phase.extra_squares.shape[1] == 2
+    shapes = [span.shape for n in examples for span in corpus.example(n).media]
+    grids = [shape for shape in shapes if shape[2] > 1]
+    assert len(grids) == len(vision.length) > 0
+    np.testing.assert_array_equal(vision.extra_squares, pairs.of_items("vision", np.array(grids)))
+    images = np.bincount(vision.example, vision.tokens.astype(float) ** 2, len(examples))
+    np.testing.assert_array_equal(batch.phases["language"].extra_squares, np.stack([images] * 2, 1))
+    assert batch.phases["audio"].extra == (0, 0)
 
 
 @pytest.fixture

@@ -58,9 +58,7 @@ def test_what_is_drawn_adds_up_to_the_batch(compared, balance):
             assert view.real.sum() == items.real.sum()
             assert (view.real <= view.capacity[:, None]).all()
             length = items.length.astype(float)
-            assert view.load.sum() == pytest.approx(
-                (spec.cost.linear * length + spec.cost.quadratic * length**2).sum()
-            )
+            assert view.load.sum() == pytest.approx(spec.cost.of(length, items.extra).sum())
     times = [
         sum(view.load.max(axis=1).sum() for view in views.values())
         for views in balance.views.values()

@@ -130,8 +130,21 @@ def own_ranks(items, phase):
     return lengths
 
 
-def cost(spec, length):
-    return spec.cost.linear * length + spec.cost.quadratic * length**2
+def extras(items, phase):
+    """Of each item of a phase, added to its squared length: what media see of one another in both directions."""
+    of_phase = items.phases[phase]
+    added = np.broadcast_to(of_phase.extra[0], of_phase.length.shape).tolist()
+    assert any(added) == (phase == "language")
+    return added
+
+
+def cost(spec, length, extra=0):
+    return spec.cost.linear * length + spec.cost.quadratic * (length**2 + extra)
+
+
+def ideal_share(spec, items, phase):
+    both = zip(items.phases[phase].real.tolist(), extras(items, phase), strict=True)
+    return sum(cost(spec, *one) for one in both) / RANKS
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -147,7 +160,10 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
                 (max(count for count, _ in shapes), max(longest for _, longest in shapes))
             ] * RANKS
         costs = [count * cost(spec, longest) for count, longest in shapes]
-        share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
+        owners = items.phases[phase].example.tolist()
+        for example, extra in zip(owners, extras(items, phase), strict=True):
+            costs[example * RANKS // BATCH] += spec.cost.quadratic * extra
+        share = ideal_share(spec, items, phase)
         tokens += sum(items.phases[phase].real.tolist())
         slots += sum(count * longest for count, longest in shapes)
         rows += sum(count for count, _ in shapes)
@@ -174,15 +190,18 @@ def least_padded(costs, ranks):
 def test_padding_is_balanced_as_well_as_it_can_be(measured, drawn, phase):
     batches, specs = drawn
     spec = specs["phases"].phases[phase]
-    slowest = ideal = 0
+    slowest = ideal = more = 0
     for items, _, _ in batches:
         costs = sorted(
             (cost(spec, length) for length in items.phases[phase].length.tolist()), reverse=True
         )
         slowest += least_padded(costs, RANKS)
-        ideal += sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
+        more += spec.cost.quadratic * sum(extras(items, phase))
+        ideal += ideal_share(spec, items, phase)
     record = measured[phase, "padded, balanced"]
-    assert record["over_ideal"] == pytest.approx(slowest / ideal)
+    # Lengths are what is balanced; what media see besides lies somewhere
+    assert slowest / ideal * (1 - 1e-9) <= record["over_ideal"]
+    assert record["over_ideal"] <= (slowest + more) / ideal * (1 + 1e-9)
     assert record["over_ideal"] <= measured[phase, "padded"]["over_ideal"]
 
 
@@ -196,6 +215,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     for items, balanced, packed in batches:
         plan = (balanced if mode == "phases" else packed).phases[phase]
         length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
+        extra = extras(items, phase)
+        item_cost = [cost(spec, *one) for one in zip(length, extra, strict=True)]
         row_cost = np.zeros((len(plan.capacity), RANKS))
         row_time = np.zeros((len(plan.capacity), RANKS))
         shapes = zip(plan.capacity.tolist(), plan.span.tolist(), strict=True)
@@ -205,18 +226,20 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
                 here = np.flatnonzero(
                     (plan.microbatch == microbatch) & (plan.rank == rank)
                 ).tolist()
-                row_cost[microbatch, group] = -(-sum(cost(spec, length[n]) for n in here) // span)
-                attention = sum(spec.cost.quadratic * length[n] ** 2 for n in here) / span
+                costs = (cost(spec, length[n], extra[n]) for n in here)
+                row_cost[microbatch, group] = -(-sum(costs) // span)
+                squares = sum(length[n] ** 2 + extra[n] for n in here)
+                attention = spec.cost.quadratic * squares / span
                 row_time[microbatch, group] = spec.cost.linear * capacity + attention
                 slots += capacity * span
                 rows += 1
-        share = sum(cost(spec, one) for one in real) / RANKS
+        share = ideal_share(spec, items, phase)
         tokens += sum(real)
         slowest += row_time.max(axis=1).sum()
         ideal += share
-        mean = sum(cost(spec, one) for one in length) / RANKS
+        mean = sum(item_cost) / RANKS
         weighted += share * row_cost.sum(axis=0).max() / mean
-        floor += share * max(1, max(cost(spec, one) for one in length) / (widest * mean))
+        floor += share * max(1, max(item_cost) / (widest * mean))
         waiting += share * row_cost.max(axis=1).sum() / mean
     record = measured[phase, method]
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
@@ -237,7 +260,10 @@ def test_packing_alone_leaves_every_rank_its_own_load(measured, drawn, phase):
         loads = [
             sum(cost(spec, length) for length in lengths) for lengths in own_ranks(items, phase)
         ]
-        share = sum(cost(spec, real) for real in items.phases[phase].real.tolist()) / RANKS
+        owners = items.phases[phase].example.tolist()
+        for example, extra in zip(owners, extras(items, phase), strict=True):
+            loads[example * RANKS // BATCH] += spec.cost.quadratic * extra
+        share = ideal_share(spec, items, phase)
         weighted += share * max(loads) / (sum(loads) / RANKS)
         ideal += share
     assert measured[phase, "packed"]["max_over_mean"] == pytest.approx(weighted / ideal)

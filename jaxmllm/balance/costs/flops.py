@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import (
@@ -33,6 +33,9 @@ from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 NO_SQUARES: tuple[Fraction, ...] = (Fraction(0), Fraction(0))
 
+# Added to `ItemCost.squares`, by kind of layer: numbers, or [N] of items
+Extra: TypeAlias = Sequence[Any]
+
 
 @dataclass(frozen=True)
 class ItemCost:
@@ -40,44 +43,49 @@ class ItemCost:
 
         linear * l + quadratic * l**2 + windowed * (l**2 - max(0, l - window)**2)
 
-    The last term is of causal layers that attend in windows: of the triangle of all pairs they lack the one beyond.
+    The last term is of causal layers that attend in windows: of the triangle of all pairs they lack the one beyond. In
+    towers, whose windows are apart, it is windowed * l * min(l, window).
+
+    What the length does not tell is added to the squares, as `extra` of each kind of layer: `VisiblePairs`.
     """
 
     linear: int
     quadratic: int
     windowed: int = 0
     window: int = 0  # slots that a windowed layer sees of an item
+    apart: bool = False  # the windows of a tower
 
-    def of(self, length: Any) -> Any:
+    def of(self, length: Any, extra: Extra = (0, 0)) -> Any:
         """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
-        return self.linear * length + self.attention(length)
+        return self.linear * length + self.attention(length, extra)
 
-    def squares(self, length: Any) -> tuple[Any, ...]:
+    def squares(self, length: Any, extra: Extra = (0, 0)) -> tuple[Any, ...]:
         """What attention costs in proportion to, by kind of layer: squared lengths, and as much of them as lies within
         the window."""
         beyond = (length > self.window) * (length - self.window)
-        return length**2, length**2 - beyond**2
+        within = length * (length - beyond) if self.apart else length**2 - beyond**2
+        return length**2 + extra[0], within + extra[1]
 
     @property
     def per_square(self) -> tuple[int, ...]:
         """What attention costs for each of `squares`."""
         return self.quadratic, self.windowed
 
-    def attention(self, length: Any) -> Any:
+    def attention(self, length: Any, extra: Extra = (0, 0)) -> Any:
         """What pairs of slots cost, the part that is not linear in the length."""
         return sum(
             cost * square
-            for cost, square in zip(self.per_square, self.squares(length), strict=True)
+            for cost, square in zip(self.per_square, self.squares(length, extra), strict=True)
         )
 
     def mean_squares(self, length: int) -> float:
         """`squares` averaged over the kinds of layers, by what these cost."""
         return self.attention(length) / sum(self.per_square) if any(self.per_square) else length**2
 
-    def total(self, length: Longs) -> float:
+    def total(self, length: Longs, extra: Extra = (0, 0)) -> float:
         """Cost of items of these lengths together."""
         length = length.astype(float)
-        squares = (square.sum() for square in self.squares(length))
+        squares = (square.sum() for square in self.squares(length, extra))
         attention = sum(
             cost * square for cost, square in zip(self.per_square, squares, strict=True)
         )
@@ -85,16 +93,22 @@ class ItemCost:
 
     def shifted(self, bits: int) -> ItemCost:
         """The cost in units of 2**bits, rounded down."""
-        return ItemCost(
-            self.linear >> bits, self.quadratic >> bits, self.windowed >> bits, self.window
+        return replace(
+            self,
+            linear=self.linear >> bits,
+            quadratic=self.quadratic >> bits,
+            windowed=self.windowed >> bits,
         )
 
     def measured(self, linear: Decimal, mean_square: Decimal) -> ItemCost:
         """The same with measured costs per slot and per mean square."""
         share = Fraction(self.windowed, sum(self.per_square)) if self.windowed else Fraction(0)
         windowed = share * Fraction(mean_square)
-        return ItemCost(
-            round(linear), round(Fraction(mean_square) - windowed), round(windowed), self.window
+        return replace(
+            self,
+            linear=round(linear),
+            quadratic=round(Fraction(mean_square) - windowed),
+            windowed=round(windowed),
         )
 
 
@@ -114,31 +128,28 @@ class Layer:
       component: "vision", "projector.vision", "language", ...
       parameters: numbers in its matrices.
       products: of products with weights, per slot; gradients of one flow through those after it.
-      attention_linear: of scores and mixing, which have no weights, per slot ..
-      attention_squares: .. and for each of `ItemCost.squares`.
+      attention_squares: of scores and mixing, which have no weights, for each of `ItemCost.squares`.
     """
 
     component: str
     parameters: int
     products: tuple[Fraction, ...]
-    attention_linear: Fraction = Fraction(0)
     attention_squares: tuple[Fraction, ...] = NO_SQUARES
 
     def linear(self, slots: int) -> int:
         """FLOPs of products with weights."""
         return round(sum(self.products, Fraction(0)) * slots)
 
-    def attention(self, slots: int, squares: Sequence[int]) -> int:
+    def attention(self, squares: Sequence[int]) -> int:
         """FLOPs of scores and mixing.
 
         Args:
-          slots: sum of the lengths of the items.
-          squares: sums of their `ItemCost.squares`.
+          squares: sums of `ItemCost.squares` of the items.
         """
         pairs = (
             flops * square for flops, square in zip(self.attention_squares, squares, strict=True)
         )
-        return round(self.attention_linear * slots + sum(pairs))
+        return round(sum(pairs))
 
 
 def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]) -> ItemCost:
@@ -170,7 +181,6 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     for layer in layers:
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
         attention_passes = 3 if upstream else 1
-        linear += attention_passes * layer.attention_linear
         squares = tuple(
             total + attention_passes * flops
             for total, flops in zip(squares, layer.attention_squares, strict=True)
@@ -180,8 +190,12 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
     quadratic, windowed = squares
-    window = model.language.window if windowed else None
-    return ItemCost(round(linear), round(quadratic), round(windowed), window or 0)
+    window = model.windows[phase].window if windowed else None
+    apart = not phases[phase].has_loss
+    if window is None:
+        return ItemCost(round(linear), round(quadratic))
+    seen = window**2 if apart else window
+    return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
@@ -223,13 +237,10 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     patch = config.patch_features * config.width
     embedding = Layer("vision", patch, _product(patch))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
-    if config.window is not None:  # a patch of a windowed layer sees no more than its window
-        seen = blocks[0].attention_squares[0] * config.window**2
-        windowed = replace(blocks[0], attention_linear=seen, attention_squares=NO_SQUARES)
-        blocks = [
-            windowed if narrow else block
-            for narrow, block in zip(config.windowed, blocks, strict=True)
-        ]
+    windowed = replace(blocks[0], attention_squares=blocks[0].attention_squares[::-1])
+    blocks = [
+        windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
+    ]
     group = config.merge**2
     projector = _projector("vision", group * config.width, per_token=group, width=language_width)
     return (embedding, *blocks, projector)

@@ -28,7 +28,7 @@ from jaxmllm.balance.exchange.row_ranks import (
 )
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
 from jaxmllm.balance.exchange.traffic import media_of_examples, sequence_of_example
-from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.assign import attention_costs, item_costs, part_costs
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
@@ -59,9 +59,7 @@ def place_items_near(
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
     media_of_sequences = media[sequences.example]
-    language = _spread_media(
-        plans[LANGUAGE], sequences.length, phases[LANGUAGE], media_of_sequences
-    )
+    language = _spread_media(plans[LANGUAGE], sequences, phases[LANGUAGE], media_of_sequences)
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
     for phase, grid in grids.items():
@@ -77,7 +75,7 @@ def place_items_near(
                 tokens=media_items.tokens.astype(np.int64),
             )
             placed[phase] = swap_items(
-                placed[phase], media_items.length, phases[phase], destinations, least_benefit, span
+                placed[phase], media_items, phases[phase], destinations, least_benefit, span
             )
     return placed
 
@@ -122,13 +120,13 @@ def _reading_ranks(items: BatchItems, phase: str, language: PhasePlan) -> Longs:
     return owning_rank(language, reader, slot)
 
 
-def _spread_media(plan: PhasePlan, length: Longs, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
+def _spread_media(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
     """The language plan after swaps that give every rank about as many media tokens to take in.
 
     A rank that encodes as much as all others but takes in little has to send nearly all of it.
     """
     for span in _spans_with_a_choice(plan, spec):
-        movable = _movable(plan, length, spec, span, tokens)
+        movable = _movable(plan, items, spec, span, tokens)
         balance_ranks(movable.state, movable.groups)
         plan = movable.moved(plan)
     return plan
@@ -141,7 +139,7 @@ def _spans_with_a_choice(plan: PhasePlan, spec: PhaseSpec) -> list[int]:
 
 def swap_items(
     plan: PhasePlan,
-    length: Longs,
+    items: PhaseItems,
     spec: PhaseSpec,
     destinations: Destinations,
     least_benefit: int,
@@ -152,7 +150,7 @@ def swap_items(
     Args:
       destinations: of the groups of `span` ranks, whose rows swap with one another.
     """
-    movable = _movable(plan, length, spec, span)
+    movable = _movable(plan, items, spec, span)
     reduce_traffic(movable.state, destinations.chosen(movable.items), least_benefit)
     return movable.moved(plan)
 
@@ -185,7 +183,7 @@ class _Movable:
 
 
 def _movable(
-    plan: PhasePlan, length: Longs, spec: PhaseSpec, span: int, tokens: Longs | None = None
+    plan: PhasePlan, of_phase: PhaseItems, spec: PhaseSpec, span: int, tokens: Longs | None = None
 ) -> _Movable:
     """What may move of a plan, and how much the rows of a span can take.
 
@@ -193,7 +191,7 @@ def _movable(
       tokens: [N] a further amount of each item, which nothing limits.
     """
     groups = spec.ranks // span
-    all_costs = item_costs(spec, length)
+    all_costs = item_costs(spec, of_phase)
     rank_cost = part_costs(plan, all_costs, spec.ranks).sum(axis=0)
     rank_room = rank_limit(rank_cost, largest_share(plan, all_costs)) - rank_cost
 
@@ -203,9 +201,9 @@ def _movable(
     items = np.flatnonzero(chosen[plan.microbatch])
     group = plan.rank[items] // span
     row_of = number[plan.microbatch[items]].astype(np.int64) * groups + group
+    length = of_phase.length[items].astype(np.int64)
     cost = all_costs[items]
-    attention = attention_costs(spec, length)[items]
-    length = length[items].astype(np.int64)
+    attention = attention_costs(spec, of_phase)[items]
 
     # Each row may cost as much as the costliest of its microbatch, and has its part of what its
     # ranks may take on. It may attend as much as the one that attends most.

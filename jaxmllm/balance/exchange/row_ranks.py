@@ -95,7 +95,7 @@ def match_rows(
     """
     ranks = np.arange(spec.ranks)
     weight = items.tokens.astype(np.int64) ** 2
-    cost = item_costs(spec, items.length)
+    cost = item_costs(spec, items)
     places = {
         span: Places.of_groups(span, goal, grid, encoder_node, language_node)
         for span in np.unique(plan.span).tolist()

@@ -11,7 +11,7 @@ Letters: N items, R ranks, M microbatches, K row classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy as np
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.level import (
+    COST,
+    SLOTS,
     RowsByClass,
     RowState,
     balance_attention,
@@ -40,9 +42,10 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
       ValueError: an item is longer than the largest row.
     """
     _check_lengths(spec, items)
-    cost = item_costs(spec, items.length)
+    cost = item_costs(spec, items)
     if not len(cost):
         return _phase_plan(spec, np.zeros(len(spec.classes), np.int64), cost, cost, cost)
+    amounts = (items.length, np.ones_like(items.length), cost, attention_costs(spec, items))
     within = ROW_SEARCH.stop_within
     good_enough = ceil_divide(int(cost.sum()) * (within + 1), within * spec.ranks)
     best: tuple[int, _Filled] | None = None  # score, rows
@@ -51,7 +54,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     for row_set in _row_sets(spec, items.length, cost):
         if best is not None and (row_set.slots > max_slots or tries == ROW_SEARCH.tries):
             break
-        filled = _fill(spec, items.length, cost, row_set)
+        filled = _fill(spec, amounts, row_set)
         if filled is None:
             continue
         if best is None:
@@ -95,29 +98,29 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     raise AssertionError("one row for every item always suffices")
 
 
-def item_costs(spec: PhaseSpec, length: Longs) -> Longs:
+def item_costs(spec: PhaseSpec, items: PhaseItems) -> Longs:
     """Costs of items [N].
 
     They are shifted right until the sum of all is below 2**53. Sums are then exact both as int64
     and as float64, and so the same on every host.
     """
-    before, after = _shifts(spec, length)
-    cost: Longs = spec.cost.shifted(before).of(length) >> after
+    before, after = _shifts(spec, items)
+    cost: Longs = spec.cost.shifted(before).of(items.length, items.extra) >> after
     return cost
 
 
-def attention_costs(spec: PhaseSpec, length: Longs) -> Longs:
+def attention_costs(spec: PhaseSpec, items: PhaseItems) -> Longs:
     """The part of `item_costs` that is attention: [N]."""
-    before, after = _shifts(spec, length)
-    cost: Longs = spec.cost.shifted(before).attention(length) >> after
+    before, after = _shifts(spec, items)
+    cost: Longs = spec.cost.shifted(before).attention(items.length, items.extra) >> after
     return cost
 
 
-def _shifts(spec: PhaseSpec, length: Longs) -> tuple[int, int]:
+def _shifts(spec: PhaseSpec, items: PhaseItems) -> tuple[int, int]:
     """Bits that costs are shifted by before they are multiplied by lengths, and after."""
-    largest = spec.cost.of(int(length.max(initial=0)))
+    largest = spec.cost.of(*items.most)
     before = max(0, largest.bit_length() - 62)  # a product must fit int64
-    return before, max(0, (len(length) * largest).bit_length() - 53 - before)
+    return before, max(0, (len(items.length) * largest).bit_length() - 53 - before)
 
 
 def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
@@ -190,12 +193,17 @@ class _Filled:
     classes: RowsByClass  # those of which there are rows
 
 
-def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Filled | None:
-    """Place all items in a set of rows; None where they do not fit."""
+def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Filled | None:
+    """Place all items in a set of rows; None where they do not fit.
+
+    Args:
+      amounts: K of [N], what each item takes: those of a `RowState`, attention among them.
+    """
     span = np.array([row_class.span for row_class in spec.classes])
     row_slots = np.array([row_class.slots for row_class in spec.classes], np.int64)
     rows_of_classes = row_set.counts * (spec.ranks // span)
-    state = _pack(spec, length, cost, np.repeat(row_slots, rows_of_classes), row_set.try_best_fit)
+    capacity = np.repeat(row_slots, rows_of_classes)
+    state = _pack(amounts, capacity, spec.max_segments, row_set.try_best_fit)
     if state is None:
         return None
     end = np.cumsum(rows_of_classes)
@@ -206,23 +214,21 @@ def _fill(spec: PhaseSpec, length: Longs, cost: Longs, row_set: _RowSet) -> _Fil
 
 
 def _pack(
-    spec: PhaseSpec, length: Longs, cost: Longs, capacity: Longs, try_best_fit: bool
+    amounts: Sequence[Longs], capacity: Longs, max_segments: int, try_best_fit: bool
 ) -> RowState | None:
     """Rows filled by cost or, where that overflows, as tightly as possible."""
-
-    attention = attention_costs(spec, length)
+    length, cost = amounts[SLOTS], amounts[COST]
 
     def state_of(row_of: Longs) -> RowState:
-        amounts = (length, np.ones_like(length), cost, attention)
-        limits = (capacity, spec.max_segments, 0, 0)  # costs are balanced, not limited
+        limits = (capacity, max_segments, 0, 0)  # costs are balanced, not limited
         return RowState.from_limits(row_of, amounts, limits, len(capacity))
 
-    row_of = fill_by_cost(length, cost, capacity, spec.max_segments)
+    row_of = fill_by_cost(length, cost, capacity, max_segments)
     if row_of is not None:
         state = state_of(row_of)
         if fix_overflow(state, search=len(length) <= ROW_SEARCH.very_few_items):
             return state
-    row_of = best_fit(length, capacity, spec.max_segments) if try_best_fit else None
+    row_of = best_fit(length, capacity, max_segments) if try_best_fit else None
     return None if row_of is None else state_of(row_of)
 
 

@@ -202,7 +202,7 @@ class _Judge:
         # Where items stay with their example, each rank needs rows for its own.
         self.ranks = inputs.ranks if loads[0].item_rank is None else 1
         slots = sum(int(load.items.length.sum()) for load in loads)
-        flops = sum(inputs.flops.total(load.items.length) for load in loads)
+        flops = sum(inputs.flops.total(load.items.length, load.items.extra) for load in loads)
         gather = inputs.gather_cost * slots / flops if flops else 0.0
         self.gather = max(gather, CAPACITY_SEARCH.least_gather)
         self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
@@ -219,8 +219,9 @@ class _Judge:
         cost = 0.0
         for load in loads:
             plan = load.plan(spec)
-            mean_cost = spec.cost.total(load.items.length) / int(load.items.length.sum())
-            cost += slowest_cost(plan, load.items, spec, spec.cost) / mean_cost
+            items = load.items
+            mean_cost = spec.cost.total(items.length, items.extra) / int(items.length.sum())
+            cost += slowest_cost(plan, items, spec, spec.cost) / mean_cost
             capacity = plan.capacity.astype(np.int64)
             cost += self.gather * int((capacity * (plan.span - 1)).sum())
             cost += load.microbatch_overhead * plan.microbatches

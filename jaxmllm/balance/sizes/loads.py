@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -64,7 +64,7 @@ class Load:
         if self.item_rank is not None:
             return least
         # Of the mean rank: items that move freely need room, too, where their costs are balanced.
-        cost = item_costs(phase_spec(inputs, (RowClass(1),)), self.items.length)
+        cost = item_costs(phase_spec(inputs, (RowClass(1),)), self.items)
         wanted = wanted_slots(self.items.length, cost, self.ranks, span)
         return max(least, ceil_divide(wanted, self.ranks))
 
@@ -126,7 +126,7 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
         overhead, cost = inputs.microbatch_cost, inputs.flops
     slots_of_items = items.length.astype(float).sum()
     least = CAPACITY_SEARCH.least_overhead * slots
-    return max(float(overhead * slots_of_items / cost.total(items.length)), least)
+    return max(float(overhead * slots_of_items / cost.total(items.length, items.extra)), least)
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
@@ -156,8 +156,9 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     for phase in samples[0].phases:
         by_batch = [batch.phases[phase] for batch in samples]
         columns = {
-            name: np.concatenate([getattr(items, name) for items in by_batch])
+            name: np.concatenate(parts)
             for name in ITEM_COLUMNS
+            if (parts := [getattr(items, name) for items in by_batch])[0] is not None
         }
         examples = [items.example + start[batch] for batch, items in enumerate(by_batch)]
         pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
@@ -170,5 +171,4 @@ def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
     start = np.cumsum(items_per_example) - items_per_example
     example = np.repeat(np.arange(len(chosen)), items_per_example[chosen])
     item = start[chosen][example] + running_sums(example, np.ones_like(example))
-    columns = {name: getattr(items, name)[item] for name in ITEM_COLUMNS}
-    return PhaseItems(**columns | {"example": example.astype(np.int32)})
+    return replace(items.at(item), example=example.astype(np.int32))

@@ -64,7 +64,7 @@ class ChainLayers:
                 Layer(
                     component=layer.component,
                     linear=layer.linear(capacity),
-                    attention=layer.attention(capacity, squares[name]),
+                    attention=layer.attention(squares[name]),
                     parameters=layer.parameters,
                     trainable=layer.component in self.trained,
                     trained_share=self.trained.get(layer.component, 0),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
-from jaxmllm.balance.records import BatchItems, PlanSpec
+from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
 from jaxmllm.phases import LANGUAGE
@@ -73,8 +73,8 @@ def pack_run(
     owner = {
         name: position[items.phases[name].example[numbers]] for name, numbers in members.items()
     }
-    length = {name: items.phases[name].length[numbers] for name, numbers in members.items()}
-    loads = _loads(items, spec, length, owner, len(examples))
+    chosen = {name: items.phases[name].at(numbers) for name, numbers in members.items()}
+    loads = _loads(items, spec, chosen, owner, len(examples))
     language = loads.pop(LANGUAGE)
     ranks = spec.phases[LANGUAGE].ranks
     plan = plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
@@ -85,12 +85,12 @@ def pack_run(
     def phase_rows(name: str, row: Longs, count: int) -> PhaseRows:
         rank = replica[owner[name]]
         row_on_rank = row * ranks + rank
-        offset, segment = lay_out(row_on_rank, length[name])
+        offset, segment = lay_out(row_on_rank, chosen[name].length)
         squares = [
             sums_by(row_on_rank, of_items, count * ranks)
             .reshape(count, ranks)
             .max(axis=1, initial=0)
-            for of_items in spec.phases[name].cost.squares(length[name])
+            for of_items in spec.phases[name].cost.squares(chosen[name].length, chosen[name].extra)
         ]
         return PhaseRows(count, members[name], row, rank, offset, segment, np.array(squares))
 
@@ -99,7 +99,7 @@ def pack_run(
         row, count = _encoder_rows(
             plan,
             owner[name],
-            length[name],
+            chosen[name].length,
             spec.phases[name].capacities[0],
             ranks,
         )
@@ -150,22 +150,24 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
 def _loads(
     items: BatchItems,
     spec: PlanSpec,
-    length: Mapping[str, Longs],
+    chosen: Mapping[str, PhaseItems],
     owner: Mapping[str, Longs],
     examples: int,
 ) -> dict[str, PhaseLoad]:
-    """What the examples ask of every phase."""
-    longest = {
-        name: int(phase_items.length.max(initial=0)) for name, phase_items in items.phases.items()
-    }
-    costliest = max(phase.cost.of(longest[name]) for name, phase in spec.phases.items())
+    """What the examples ask of every phase.
+
+    Args:
+      chosen: their items.
+    """
+    costliest = max(phase.cost.of(*items.phases[name].most) for name, phase in spec.phases.items())
     shift = max(0, costliest.bit_length() - WORK_BITS)
     loads = {}
     for name, phase in spec.phases.items():
-        work = phase.cost.shifted(shift).of(length[name])
+        length = chosen[name].length
+        work = phase.cost.shifted(shift).of(length, chosen[name].extra)
         loads[name] = PhaseLoad(
             work=sums_by(owner[name], work, examples),
-            slots=sums_by(owner[name], length[name], examples),
+            slots=sums_by(owner[name], length, examples),
             # Encoders have as many rows as their items need; a language microbatch is one row.
             capacity=phase.capacities[0] if phase.has_loss else None,
         )

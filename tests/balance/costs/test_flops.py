@@ -74,7 +74,7 @@ def test_a_window_counts_the_pairs_that_it_leaves(n, trainable, passes):
     if n <= 8:
         assert flops.of(n) == phase_flops(MODEL, "language", trainable).of(n)
     layers = phase_layers(MODEL.model_copy(update={"language": config}), "language")
-    forward = sum(layer.linear(n) + layer.attention(n, flops.squares(n)) for layer in layers)
+    forward = sum(layer.linear(n) + layer.attention(flops.squares(n)) for layer in layers)
     assert forward * passes == flops.of(n)
 
 
@@ -123,7 +123,9 @@ def test_a_windowed_layer_pays_for_its_window():
     attention = tower_forward(100, 32, 4, 128, 2)[1]
     assert whole.quadratic * 100**2 == attention
     assert narrow.quadratic == whole.quadratic // 2
-    assert narrow.linear - whole.linear == whole.quadratic // 2 * 4 * 4
+    assert narrow.windowed == whole.quadratic // 2 and narrow.linear == whole.linear
+    for n in (5, 16, 100):
+        assert narrow.attention(n) == whole.quadratic // 2 * (n * n + n * min(n, 4 * 4))
 
 
 @pytest.mark.parametrize("n", [64, 320])
@@ -160,10 +162,11 @@ WINDOWED = WORKLOAD.model_copy(
 )
 def test_the_forward_pass_is_that_of_all_layers(model, phase):
     items = np.array([640, 256, 1280])
-    slots, squares = int(items.sum()), int((items**2).sum())
+    flops = phase_flops(model, phase, NOTHING)
+    slots, squares = int(items.sum()), [int(kind.sum()) for kind in flops.squares(items)]
     layers = phase_layers(model, phase)
-    forward = sum(layer.linear(slots) + layer.attention(slots, (squares, 0)) for layer in layers)
-    assert forward == pytest.approx(phase_flops(model, phase, NOTHING).total(items), rel=1e-9)
+    forward = sum(layer.linear(slots) + layer.attention(squares) for layer in layers)
+    assert forward == pytest.approx(flops.total(items), rel=1e-9)
 
 
 def test_embedding_projector_and_head_are_layers():

@@ -118,7 +118,7 @@ def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
         moved = placed[phase]
         np.testing.assert_array_equal(moved.span[moved.microbatch], span)
         assert (moved.rank % span == 0).all()
-        cost = item_costs(spec.phases[phase], batch.phases[phase].length)
+        cost = item_costs(spec.phases[phase], batch.phases[phase])
         ranks = spec.phases[phase].ranks
         before, after = (
             part_costs(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], moved)

@@ -13,7 +13,7 @@ from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.exchange.placement import place_rows, swap_items
 from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
-from jaxmllm.balance.records import PhasePlan, PhaseSpec, RowClass
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, RowClass
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.rows.level import RowState
 from jaxmllm.balance.step_plan import place_items, plan_step
@@ -134,7 +134,9 @@ def test_rows_that_all_ranks_share_are_left_alone():
     )
     classes = (RowClass(10, 2), RowClass(5))
     spec = PhaseSpec(encoder_phase("vision"), 2, classes, 4, 1, ItemCost(1, 0))
-    after = swap_items(plan, length, spec, destinations_of(length, wanted, 2, 1), 1)
+    zeros = np.zeros(4, np.int32)
+    items = PhaseItems(length, length, zeros, zeros, zeros)
+    after = swap_items(plan, items, spec, destinations_of(length, wanted, 2, 1), 1)
     assert (after.microbatch[0], after.rank[0]) == (0, 0)
     assert after.rank[1] == 1 and (after.microbatch[1:] > 0).all()
     assert 0 in after.rank[2:] and sorted(
@@ -181,7 +183,7 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
     after = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     for name in grids:
         phase, ranks = spec.phases[name], spec.phases[name].ranks
-        cost = item_costs(phase, batch.phases[name].length)
+        cost = item_costs(phase, batch.phases[name])
         loads = []
         for plan in (before[name], after[name]):
             load = np.zeros((plan.microbatches, ranks))

@@ -72,7 +72,7 @@ def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
 
 def waits(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> int:
     cost = np.zeros((plan.microbatches, spec.ranks), np.int64)
-    np.add.at(cost, (plan.microbatch, plan.rank), item_costs(spec, items.length))
+    np.add.at(cost, (plan.microbatch, plan.rank), item_costs(spec, items))
     return int(cost.max(axis=1, initial=0).sum())
 
 
@@ -183,7 +183,7 @@ def test_synchronised_cost_against_the_searched_optimum():
     for _ in range(30):
         lengths = random.integers(1, 21, 7)
         spec = spec_of(ranks, (160,))
-        cost = item_costs(spec, lengths)
+        cost = item_costs(spec, items_of(lengths))
         optimum = min(
             np.bincount(choice, weights=cost, minlength=ranks).max()
             for choice in itertools.product(range(ranks), repeat=7)
@@ -199,7 +199,7 @@ def test_rows_of_similar_cost_share_a_microbatch():
     spec = spec_of(4, (32,), max_segments=1)
     lengths = [30, 2, 30, 2, 30, 2, 30, 2]
     plan = assign(spec, items_of(lengths))
-    assert waits(plan, items_of(lengths), spec) == item_costs(spec, np.array([30, 2])).sum()
+    assert waits(plan, items_of(lengths), spec) == item_costs(spec, items_of([30, 2])).sum()
     assert sorted(plan.rank[:4].tolist() + plan.rank[4:].tolist()) == sorted([0, 1, 2, 3] * 2)
 
 
@@ -262,12 +262,12 @@ def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
 
 def test_costs_are_exact_until_they_would_overflow():
     spec = spec_of(1, (64,), quadratic=3)
-    assert item_costs(spec, np.array([2, 10])).tolist() == [5 * 2 + 3 * 4, 5 * 10 + 3 * 100]
+    assert item_costs(spec, items_of([2, 10])).tolist() == [5 * 2 + 3 * 4, 5 * 10 + 3 * 100]
     large = PhaseSpec(
         decoder_phase(), 1, row_classes((1 << 20,)), 1, 1, ItemCost(3 * 10**12, 2 * 10**7)
     )
     length = np.array([1 << 20, 1 << 19, 7] * 1000)
-    cost = item_costs(large, length)
+    cost = item_costs(large, items_of(length))
     exact = [3 * 10**12 * int(n) + 2 * 10**7 * int(n) ** 2 for n in length[:2]]
     assert 0 < int(cost.sum()) < 2**53
     assert cost[0] / cost[1] == pytest.approx(exact[0] / exact[1], rel=1e-6)

@@ -1,0 +1,177 @@
+"""A vision tower that attends in windows, its patches in the order of the image and in that of windows.
+
+    python -m benchmarks.windows [--json PATH]
+
+Rows of images of equal size on one device, windows of 8 x 8 patches in all layers but one of four,
+float32. `pairs`: those that layers with windows compute over those that they see. `tower ms`: its
+forward and backward pass, medians of interleaved rounds. In the order of the image blocks have 128
+patches, the default of phases.vision.block; in that of windows 64, what a run takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import median_seconds
+from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig, VisionConfig
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, window_numbers
+from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.rows import EncoderRows
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from sharding.mesh import make_mesh
+
+WINDOW: Final = 8
+BLOCKS: Final = {"image": 128, "windows": 64}
+ALIGNMENT: Final = 128  # of rows
+# (height, width) of an image, images, merge
+ROWS: Final = [((37, 37), 1, 1), ((74, 74), 1, 1), ((74, 74), 1, 2), ((36, 36), 4, 2)]
+GENERATOR: Final = "numpy default_rng(seed): uniform pixels; parameters of jax.random.key(0)"
+COLUMNS: Final = ["patches", "images", "merge", "order", "block", "pairs", "tower ms", "x faster"]
+
+
+def image_row(grid: tuple[int, int], images: int, merge: int, seed: int) -> tuple[Images, Row]:
+    """Images behind one another in a row, as they are filled in, and their modality."""
+    modality = Images(patch_size=2, merge=merge, min_pixels=1, max_pixels=10**9)
+    size = grid[0] * grid[1]
+    slots = -(-images * size // ALIGNMENT) * ALIGNMENT
+    pixels = np.random.default_rng(seed).integers(0, 256, (1, slots, modality.format.features))
+    segments = np.zeros((1, slots), np.int32)
+    segments[0, : images * size] = np.repeat(np.arange(1, images + 1), size)
+    positions = np.zeros((1, slots, 2), np.int32)
+    positions[0, : images * size] = np.tile(modality.positions((1, *grid))[:, 1:], (images, 1))
+    row: Row = {
+        "features": pixels.astype(np.uint8),
+        "segments": segments,
+        "positions": positions,
+        "valid": np.ones((1, slots // merge**2), np.bool_),
+        "failed": np.zeros(1, np.int32),
+    }
+    return modality, row
+
+
+def tower_config(merge: int) -> ModelConfig:
+    """A small tower with windows, and the smallest decoder."""
+    vision = VisionConfig(
+        patch_size=2,
+        merge=merge,
+        width=256,
+        layers=4,
+        heads=4,
+        mlp_width=1024,
+        window=WINDOW,
+        full_layers=(3,),
+    )
+    sizes = {"width": 8, "layers": 1, "heads": 1, "kv_heads": 1, "head_size": 8, "mlp_width": 8}
+    return ModelConfig(language=LanguageConfig.model_validate(sizes), vision=vision)
+
+
+def in_order_of_windows(modality: Images, row: Row, model: ModelConfig) -> EncoderRows:
+    """The row as a run has it."""
+    finish_encoder_row(
+        row,
+        AttentionSpec({"vision": BLOCKS["windows"]}, windows=model.windows),
+        "vision",
+        modality.format,
+    )
+    return EncoderRows.of(row)
+
+
+def in_order_of_image(modality: Images, row: Row, model: ModelConfig) -> EncoderRows:
+    """The row with its patches where they were, and lists of tiles for that."""
+    ids = row["segments"].copy()
+    spec = partial(AttentionSpec, {"vision": BLOCKS["image"]})
+    finish_encoder_row(row, spec(), "vision", modality.format)
+    windows = window_numbers(ids, row["positions"], WINDOW)
+    of_windows = dict(row) | {"segments": windows}
+    finish_encoder_row(of_windows, spec(), "vision", modality.format)
+    return EncoderRows.of(row | {"windows": windows, "window_tiles": of_windows["tiles"]})
+
+
+def pairs_ratio(rows: EncoderRows) -> float:
+    """Pairs that layers with windows compute over those that they see."""
+    windows = np.asarray(rows.windows)
+    assert rows.window_tiles is not None
+    spans = rows.window_tiles.query_spans
+    block = windows.shape[1] // spans.shape[2]
+    visible = (np.bincount(windows[0])[1:].astype(np.int64) ** 2).sum()
+    return float(spans[..., 1:].sum() * block**2 / visible)
+
+
+def training_pass(model: MLLM, rows: EncoderRows) -> Callable[[], Any]:
+    """Forward and backward of tower and projector."""
+
+    def loss(params: Any, rows: EncoderRows) -> jax.Array:
+        features = model.features(params, "vision", rows)
+        return jnp.square(model.project(params, "vision", features, rows.places)).sum()
+
+    params = model.init(0, "float32")
+    rows = jax.device_put(rows)
+    program = jax.jit(jax.grad(loss)).lower(params, rows).compile()
+    return lambda: program(params, rows)
+
+
+def measure(
+    grid: tuple[int, int], images: int, merge: int, seed: int, repeats: int
+) -> list[dict[str, Any]]:
+    """A record for each order."""
+    config = tower_config(merge)
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    model = build_model(config, 8, ComponentsConfig(), mesh)
+    orders = {"image": in_order_of_image, "windows": in_order_of_windows}
+    rows = {
+        name: order(*image_row(grid, images, merge, seed), config) for name, order in orders.items()
+    }
+    seconds = median_seconds(
+        {name: training_pass(model, of_order) for name, of_order in rows.items()}, repeats
+    )
+    return [
+        {
+            "grid": list(grid),
+            "images": images,
+            "merge": merge,
+            "order": name,
+            "block": BLOCKS[name],
+            "pairs": pairs_ratio(of_order),
+            "seconds": seconds[name],
+            "ratio": seconds["image"] / seconds[name],
+        }
+        for name, of_order in rows.items()
+    ]
+
+
+def main() -> None:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    records = [
+        record for row in ROWS for record in measure(*row, arguments.seed, arguments.repeats)
+    ]
+    print_table(
+        "A tower with windows",
+        COLUMNS,
+        [
+            [
+                " x ".join(map(str, record["grid"])),
+                record["images"],
+                record["merge"],
+                record["order"],
+                record["block"],
+                f"{record['pairs']:.2f}",
+                f"{1e3 * record['seconds']:.0f}",
+                f"{record['ratio']:.2f}",
+            ]
+            for record in records
+        ],
+    )
+    write_json(arguments.json, "windows", arguments.seed, GENERATOR, rows=records)
+
+
+if __name__ == "__main__":
+    main()

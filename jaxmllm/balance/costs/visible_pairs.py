@@ -1,0 +1,64 @@
+"""What attention sees of an item and its length does not tell: `extra` of `ItemCost`, and so of plan and MFU.
+
+images and clips in the decoder     their tokens see one another in both directions
+images in a tower with windows      windows at the edges are cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class VisiblePairs:
+    """How a model's layers see media. Results are [N, 2]: for layers that see everything, and in windows."""
+
+    tower_window: int | None = None  # side, in patches
+    language_window: int | None = None
+    bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> VisiblePairs:
+        """As the model's config says."""
+        tower = None if model.vision is None else model.vision.window
+        return cls(tower, model.language.window, model.language.bidirectional)
+
+    def of_items(self, phase: str, shapes: Ints) -> Longs | None:
+        """Of items of an encoder phase of these shapes [N, 3]: the pairs in an image's windows, less those that
+        `ItemCost.squares` counts, where every window is whole. None where lengths tell everything."""
+        if phase != "vision" or self.tower_window is None:
+            return None
+        side = self.tower_window
+        sizes = shapes[:, 1:].astype(np.int64)
+        whole, rest = np.divmod(sizes, side)
+        # Of each axis the sum of squared sizes of windows: those of the plane are all their products
+        seen = (whole * side**2 + rest**2).prod(axis=1)
+        patches = sizes.prod(axis=1)
+        counted = patches * np.minimum(patches, side**2)
+        return np.stack([np.zeros_like(seen), seen - counted], axis=1)
+
+    def of_sequences(self, examples: int, media: Iterable[tuple[str, Ints, Ints]]) -> Longs:
+        """Of the sequences of some examples: twice the pairs that only the both directions of media show.
+
+        As of all causal pairs, half of the diagonal counts.
+
+        Args:
+          media: phase, [K] example and [K] tokens of its items.
+        """
+        extra = np.zeros((examples, 2), np.int64)
+        window = self.language_window
+        for phase, example, tokens in media:
+            if phase in self.bidirectional:
+                length = tokens.astype(np.int64)
+                beyond = np.zeros_like(length) if window is None else (length - window).clip(0)
+                np.add.at(extra, example, np.stack([length**2, length**2 + beyond**2], axis=1))
+        return extra
+
+
+NOTHING_KNOWN = VisiblePairs()  # costs go by lengths alone

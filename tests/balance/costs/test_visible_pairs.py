@@ -1,0 +1,70 @@
+"""What lengths do not tell of attention, against counting the pairs of the mask."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids, visible
+from jaxmllm.balance.costs.flops import ItemCost, phase_flops
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
+from jaxmllm.config.schema import ModelConfig
+from tests.balance.costs.test_flops import MODEL, NOTHING
+
+
+def counted(ids: TokenIds) -> int:
+    return int(visible(ids.map(lambda column: column[:, None]), ids).sum())
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=1, max_size=6),
+    st.integers(1, 20),
+)
+def test_a_sequence_counts_the_pairs_that_its_masks_show(parts, window):
+    """Twice the pairs, less half of the diagonal twice, which counts fully where media are seen in both directions."""
+    tokens = [size for _, size in parts]
+    groups = np.repeat([n * media for n, (media, _) in enumerate(parts, 1)], tokens).astype(
+        np.int32
+    )
+    ids = causal_ids(np.ones_like(groups), groups)
+    images = np.array([size for media, size in parts if media], np.int32)
+    pairs = VisiblePairs(language_window=window, bidirectional=("vision",))
+    media = [
+        ("vision", np.zeros_like(images), images),
+        ("audio", np.zeros(1, np.int32), images[:1]),
+    ]
+    extra = pairs.of_sequences(1, media[: 1 + bool(len(images))])[0]
+    squares = ItemCost(0, 1, 1, window).squares(len(groups), extra)
+    near = np.minimum(len(groups), window) - np.minimum(images, window).sum()
+    assert 2 * counted(ids) == squares[0] + len(groups) - images.sum()
+    assert 2 * counted(ids.within(window)) == squares[1] + near
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 9))
+def test_an_image_counts_the_pairs_in_its_windows(height, width, side):
+    rows, columns = np.divmod(np.arange(height * width), width)
+    windows = 1 + rows // side * (width // side + 1) + columns // side
+    shapes = np.array([[1, height, width]], np.int32)
+    (extra,) = VisiblePairs(tower_window=side).of_items("vision", shapes)
+    squares = ItemCost(0, 1, 1, side**2, apart=True).squares(height * width, extra)
+    assert squares == ((height * width) ** 2, counted(item_ids(windows)))
+
+
+def test_a_model_says_what_counts():
+    """Causal media, or none of a tower's windows, leave the lengths alone."""
+    tree = MODEL.model_dump(by_alias=True)
+    tree["vision"] |= {"window": 8, "full_layers": (1,)}
+    tree["language"]["bidirectional"] = ("vision",)
+    model = ModelConfig.model_validate(tree)
+    pairs = VisiblePairs.of_model(model)
+    assert pairs == VisiblePairs(8, None, ("vision",))
+    owner, tokens = np.array([0, 0, 2], np.int32), np.array([3, 4, 5], np.int32)
+    extra = pairs.of_sequences(3, [("vision", owner, tokens), ("audio", owner, tokens)])
+    assert extra.tolist() == [[25, 25], [0, 0], [25, 25]]
+    flops = phase_flops(model, "vision", NOTHING)
+    per_pair = 4 * model.vision.width
+    seen = 16 * 64**2 + 8 * 40**2 + 25**2  # of 37 x 37 patches
+    shapes = np.array([[1, 37, 37]], np.int32)
+    extra = pairs.of_items("vision", shapes).T
+    assert flops.attention(np.array([1369]), extra) == pytest.approx(per_pair * (1369**2 + seen))
+    assert VisiblePairs().of_items("vision", shapes) is pairs.of_items("audio", shapes) is None

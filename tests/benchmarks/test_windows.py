@@ -1,0 +1,8 @@
+from benchmarks.windows import measure
+
+
+def test_both_orders_are_measured_and_one_computes_less():
+    image, windows = measure((20, 12), images=2, merge=2, seed=0, repeats=1)
+    assert (image["order"], windows["order"]) == ("image", "windows")
+    assert 1 <= windows["pairs"] < image["pairs"]
+    assert image["ratio"] == 1 and windows["seconds"] > 0
