@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -21,7 +23,7 @@ from jaxmllm.models.layers import (
     weight,
 )
 from jaxmllm.models.rows import LanguageRows
-from sharding.rules import Layout
+from sharding.rules import Axes, Layout
 
 
 def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
@@ -50,6 +52,16 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
     )
 
 
+class OutputHead(NamedTuple):
+    """The matrix that makes logits of hidden states, for use inside traced functions.
+
+    It is as the parameter lies, for a transposed table would be a second one.
+    """
+
+    matrix: Float[Array, "D V"] | Float[Array, "V D"]
+    axes: Axes  # "embed" and "vocab", in its order
+
+
 class Decoder(nnx.Module):
     """Embedding, causal transformer, head. Attention never leaves an example's segment."""
 
@@ -74,11 +86,10 @@ class Decoder(nnx.Module):
         table = weight(self.embedding, layout, self.embedding[...].dtype)
         return layout.constrain(table[tokens].astype(dtype), ("batch", "sequence", None))
 
-    def output_weight(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "D V"]:
-        """The head's matrix, which the loss applies chunk by chunk."""
-        if self.head is None:
-            return weight(self.embedding, layout, dtype).T
-        return weight(self.head, layout, dtype)
+    def output_head(self) -> OutputHead:
+        """The head, which the loss gathers and applies chunk by chunk."""
+        matrix = self.embedding if self.head is None else self.head
+        return OutputHead(matrix[...], matrix.axes)
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
-from jaxmllm.models.language import Decoder
+from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, LanguageRows
@@ -155,14 +155,14 @@ class MLLM:
 
     def hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
-    ) -> tuple[Float[Array, "R C D"], Float[Array, "D V"]]:
-        """Normed hidden states of language rows, and the head's matrix. `media` holds the routed tokens."""
+    ) -> tuple[Float[Array, "R C D"], OutputHead]:
+        """Normed hidden states of language rows, and the head. `media` holds the routed tokens."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
         hidden = decoder(
             self.embed(params, rows, media), rows, component.layout, component.settings
         )
-        return hidden, decoder.output_weight(component.layout, component.dtype)
+        return hidden, decoder.output_head()
 
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
@@ -206,11 +206,10 @@ class MLLM:
         out: Array = self.components[phase].module(params).norm(x)
         return out
 
-    def head(self, params: Params) -> Float[Array, "D V"]:
-        """The head's matrix."""
-        component = self.components[LANGUAGE]
-        matrix: Array = component.module(params).output_weight(component.layout, component.dtype)
-        return matrix
+    def head(self, params: Params) -> OutputHead:
+        """What makes logits of hidden states."""
+        head: OutputHead = self.components[LANGUAGE].module(params).output_head()
+        return head
 
 
 def build_model(

@@ -23,6 +23,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmllm.config.schema import OptimizerConfig
+from jaxmllm.models.language import OutputHead
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
@@ -152,20 +153,23 @@ class StepFunctions:
     def losses(
         self,
         hidden: Float[Array, "R C D"],
-        head: Float[Array, "D V"],
+        head: OutputHead,
         rows: LanguageRows,
         valid: Array,
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
-        losses, hits = token_losses(
-            hidden, head, rows.targets, self.model.config.language.loss_chunk, layout
-        )
         missing = (rows.media >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
         counted = (rows.targets >= 0) & ~failed
-        losses = jnp.where(counted, losses, 0)
-        return losses.sum(), sums_by_source(
+        total, losses, hits = token_losses(
+            hidden,
+            head,
+            jnp.where(counted, rows.targets, -1),
+            self.model.config.language.loss_chunk,
+            layout,
+        )
+        return total, sums_by_source(
             layout, self.sources, losses, hits, counted, rows.segments, rows.sources
         )
 

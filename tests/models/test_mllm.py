@@ -237,9 +237,7 @@ def hidden():
 
         def loss(params, rows, media):
             states, head = model.hidden(params, rows, media)
-            return (states.astype(jnp.float32) * weights).sum() + head.sum(
-                dtype=jnp.float32
-            ), states
+            return (states.astype(jnp.float32) * weights).sum() + head.matrix.sum(), states
 
         return programs.setdefault(dtype, jax.jit(jax.grad(loss, has_aux=True)))
 

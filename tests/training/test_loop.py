@@ -216,7 +216,7 @@ def greedy_decoder(setup, params):
     @jax.jit
     def logits(rows, media):
         hidden, head = model.hidden(params, rows, media)
-        return hidden @ head
+        return hidden @ head.matrix
 
     def right(example: int) -> bool:
         step, rendered = setup.step([example]), setup.corpus.example(example)

@@ -179,7 +179,7 @@ def whole():
         def total(rows):
             media = jnp.take_along_axis(pool, jnp.maximum(rows.media, 0)[..., None], axis=1)
             hidden, head = model.hidden(params, rows, media)
-            chances = jax.nn.log_softmax(hidden @ head)
+            chances = jax.nn.log_softmax(hidden @ head.matrix)
             chosen = jnp.take_along_axis(chances, jnp.maximum(rows.targets, 0)[..., None], axis=-1)[
                 ..., 0
             ]

@@ -1,18 +1,34 @@
-"""Cross-entropy whose logits exist for one chunk of tokens at a time, and its sums by source.
+"""Cross-entropy of the slots that have a target, a chunk of logits at a time, and its sums by source.
 
-Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources.
+    targets --slots_with_target--> slots --chunk by chunk--> hidden states -> logits -> losses, gradients
+
+Slots without a target cost nothing: a loop runs over those that have one, as often as their number asks.
+Each chunk's logits exist once: the gradients are made of them at once, for the objective is the plain
+sum of the losses.
+
+Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources; of one device:
+T slots, K slots of a chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sharding.rules import Layout
+from jaxmllm.models.language import OutputHead
+from sharding.rules import Axes, Layout
+
+SLOTS = ("batch", "sequence")
+# Rows are cut into this many chunks at least, for the last one is computed whole ..
+CHUNKS = 8
+# .. unless these had fewer slots: every chunk reads and writes the head's gradient
+SMALLEST_CHUNK = 128
 
 
 class Sums(NamedTuple):
@@ -24,92 +40,223 @@ class Sums(NamedTuple):
     examples: Float[Array, "R N"]
 
 
+class TokenLosses(NamedTuple):
+    """Losses of a microbatch. Gradients flow through `total` alone."""
+
+    total: Float[Array, ""]
+    losses: Float[Array, "R C"]  # 0 where there is no target
+    hits: Bool[Array, "R C"]  # whether the target is the argmax
+
+
 def token_losses(
     hidden: Float[Array, "R C D"],
-    head: Float[Array, "D V"],
+    head: OutputHead,
     targets: Int[Array, "R C"],
     largest: int,
     layout: Layout,
-) -> tuple[Float[Array, "R C"], Bool[Array, "R C"]]:
-    """Cross-entropy of every token whose target is >= 0 (else 0), and whether the target is the argmax.
+) -> TokenLosses:
+    """Cross-entropy of every token whose target is >= 0.
 
-    A device holds the logits of at most `largest` tokens at one time, forward and backward; the
-    head's gradient accumulates in at least float32.
+    The head is gathered in the type of the hidden states. A device holds the logits of at most
+    `largest` tokens at one time. The head's gradient adds up in at least float32, and goes from rank
+    to rank once: to the devices that hold its parts.
     """
-    shape = targets.shape
-    hidden, targets = (
-        x.reshape(shape[0] * layout.parts, -1, *x.shape[2:]) for x in (hidden, targets)
+    tokens = targets.size // math.prod(map(layout.size, SLOTS))
+    loss = _Loss(head.axes, chunk_size(tokens, largest), layout)
+    total, losses, hits = _objective(loss, hidden, head.matrix, targets)
+    return TokenLosses(total, jax.lax.stop_gradient(losses), hits)
+
+
+def chunk_size(tokens: int, largest: int) -> int:
+    """K: of the tokens of a device, how many have logits at one time."""
+    return min(largest, max(tokens // CHUNKS, SMALLEST_CHUNK), tokens)
+
+
+# ---------------------------------------------------------------------------- loss and gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _objective(loss: _Loss, hidden: Array, matrix: Array, targets: Array) -> tuple[Array, ...]:
+    losses, hits = loss(hidden, matrix, targets)
+    return losses.sum(), losses, hits
+
+
+def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
+    """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
+    wanted = hidden.perturbed, matrix.perturbed
+    losses, hits, *gradients = loss(hidden.value, matrix.value, targets.value, *wanted)
+    rest = iter(gradients)
+    kept = tuple(next(rest) if want else None for want in wanted)
+    return (losses.sum(), losses, hits), kept
+
+
+def _backward_rule(loss: _Loss, kept: tuple[Any, Any], cotangents: Any) -> tuple[Any, Any, None]:
+    d_total = cotangents[0]
+    d_hidden, d_matrix = (
+        None if gradient is None else (gradient * d_total).astype(gradient.dtype)
+        for gradient in kept
     )
-    chunk = chunk_size(targets.shape[1], largest)
-    losses, hits = _token_losses(hidden, head, targets, chunk, layout.by_part)
-    return losses.reshape(shape), hits.reshape(shape)
+    return d_hidden, d_matrix, None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_losses(
-    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
-) -> tuple[Array, Array]:
-    """`token_losses` of rows that are not split."""
-    losses, hits, _ = _forward(hidden, head, targets, chunk, layout)
-    return losses, hits
+_objective.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _forward(
-    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
-) -> tuple[Array, Array, Array]:
-    def one(_: None, chunk_of: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
-        x, target = chunk_of
-        logits = _logits(x, head, layout)
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+@dataclass(frozen=True)
+class _Loss:
+    """What one device computes of its slots and its part of the vocabulary."""
+
+    axes: Axes  # of the head's matrix
+    chunk: int
+    layout: Layout
+
+    def __call__(
+        self,
+        hidden: Float[Array, "R C D"],
+        matrix: Float[Array, ...],
+        targets: Int[Array, "R C"],
+        wants_hidden: bool = False,
+        wants_head: bool = False,
+    ) -> tuple[Array, ...]:
+        """Losses and hits, and the gradients of the losses' sum that are wanted."""
+        run = functools.partial(self._on_device, wants_hidden, wants_head)
+        results = [SLOTS, SLOTS] + wants_hidden * [(*SLOTS, None)] + wants_head * [self.axes]
+        local = self.layout.local(run, ((*SLOTS, None), self.axes, SLOTS), tuple(results))
+        computed: tuple[Array, ...] = local(hidden, matrix, targets)
+        return computed
+
+    def _on_device(
+        self, wants_hidden: bool, wants_head: bool, hidden: Array, matrix: Array, targets: Array
+    ) -> tuple[Array, ...]:
+        shape = targets.shape
+        x, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        slots, places, count = slots_with_target(target, self.chunk)
+        if self._split("vocab"):
+            # Devices that meet in the loop must run it equally often
+            count = jax.lax.pmax(count, self._split(*SLOTS) + self._split("vocab"))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        table = self._gathered(matrix.astype(x.dtype))
+        begin = {
+            "losses": jnp.zeros(slots.shape, wide),
+            "hits": jnp.zeros(slots.shape, bool),
+        }
+        if wants_hidden:
+            begin["d_hidden"] = jnp.zeros((slots.size, x.shape[1]), x.dtype)
+        if wants_head:
+            begin["d_head"] = jnp.zeros(table.shape, jnp.promote_types(matrix.dtype, wide))
+
+        def step(index: Array, done: dict[str, Array]) -> dict[str, Array]:
+            first = index * self.chunk
+            chunk_slots = jax.lax.dynamic_slice_in_dim(slots, first, self.chunk)
+            chunk_x = x.at[chunk_slots].get(mode="fill", fill_value=0)
+            chunk_target = target.at[chunk_slots].get(mode="fill", fill_value=-1)
+            losses, hits, d_logits = self._cross_entropy(chunk_x, table, chunk_target)
+            new = {"losses": losses, "hits": hits}
+            if wants_hidden:
+                d_x = jnp.einsum(f"kv,{self._letters}->kd", d_logits, table)
+                new["d_hidden"] = _summed(d_x, self._split("vocab"))
+            written = {
+                name: jax.lax.dynamic_update_slice_in_dim(done[name], values, first, axis=0)
+                for name, values in new.items()
+            }
+            if wants_head:
+                product = f"kd,kv->{self._letters}"
+                written["d_head"] = done["d_head"] + jnp.einsum(
+                    product, chunk_x, d_logits, preferred_element_type=done["d_head"].dtype
+                )
+            return written
+
+        trips = (count + self.chunk - 1) // self.chunk
+        done = jax.lax.fori_loop(0, trips, step, begin)
+        results = {
+            name: values.at[places]
+            .get(mode="fill", fill_value=0)
+            .reshape(*shape, *values.shape[1:])
+            for name, values in done.items()
+            if name != "d_head"
+        }
+        if wants_head:
+            results["d_head"] = self._scattered(done["d_head"]).astype(matrix.dtype)
+        return tuple(results[name] for name in begin)
+
+    def _cross_entropy(
+        self, x: Float[Array, "K D"], table: Array, target: Int[Array, " K"]
+    ) -> tuple[Array, Array, Array]:
+        """Loss and hit of each token, and the gradient of the losses' sum by logit, in the type of x."""
+        split = self._split("vocab")
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
+        most = logits.max(axis=-1)
+        most = jax.lax.pmax(most, split) if split else most
+        first = jax.lax.axis_index(split) * logits.shape[1] if split else 0
+        hot = (target - first)[:, None] == jnp.arange(logits.shape[1])
+        powers = jnp.exp(logits - most[:, None])
+        chosen = jnp.where(hot, logits, 0).sum(axis=-1)
+        total, chosen = _summed((powers.sum(axis=-1), chosen), split)
         counts = target >= 0
-        return None, (
-            jnp.where(counts, normalizer - chosen, 0),
-            counts & (chosen >= logits.max(axis=-1)),
-            normalizer,
+        d_logits = jnp.where(counts[:, None], powers / total[:, None] - hot, 0)
+        return (
+            jnp.where(counts, jnp.log(total) + most - chosen, 0),
+            counts & (chosen >= most),
+            d_logits.astype(x.dtype),
         )
 
-    _, chunks = jax.lax.scan(one, None, (_split(hidden, chunk), _split(targets, chunk)))
-    losses, hits, normalizers = (_join(part) for part in chunks)
-    return losses, hits, normalizers
+    # ------------------------------------------------------------------ the head's matrix
+
+    @property
+    def _letters(self) -> str:
+        """Of the axes of the matrix in products: d width, v vocabulary."""
+        return "".join("v" if name == "vocab" else "d" for name in self.axes)
+
+    @property
+    def _width(self) -> int:
+        return self._letters.index("d")
+
+    def _split(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of several devices that split logical axes."""
+        axes = (axis for name in names for axis in self.layout.mesh_axes(name))
+        return tuple(axis for axis in axes if self.layout.mesh.shape[axis] > 1)
+
+    def _gathered(self, matrix: Array) -> Array:
+        """The matrix along its whole width."""
+        axes = self._split("embed")
+        if not axes:
+            return matrix
+        return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
+
+    def _scattered(self, d_head: Array) -> Array:
+        """The sum of all ranks' gradients, of which a device gets the part that it holds."""
+        holders, ranks = self._split("embed"), self._split(*SLOTS)
+        copies = tuple(axis for axis in holders if axis not in ranks)
+        if copies:  # their devices have computed the same
+            d_head = jnp.where(jax.lax.axis_index(copies) == 0, d_head, 0)
+        if holders:
+            d_head = jax.lax.psum_scatter(
+                d_head, holders, scatter_dimension=self._width, tiled=True
+            )
+        return _summed(d_head, tuple(axis for axis in ranks if axis not in holders))
 
 
-def _forward_rule(
-    hidden: Array, head: Array, targets: Array, chunk: int, layout: Layout
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    losses, hits, normalizers = _forward(hidden, head, targets, chunk, layout)
-    return (losses, hits), (hidden, head, targets, normalizers)
+def slots_with_target(
+    targets: Int[Array, " T"], chunk: int
+) -> tuple[Int[Array, " P"], Int[Array, " T"], Int[Array, ""]]:
+    """The slots that have a target in their order, where in this list each slot is, and their number.
+
+    P is T, up to whole chunks; beyond the end slots are T, and places of slots without a target P.
+    """
+    length = -(-targets.size // chunk) * chunk
+    counts = targets >= 0
+    places = jnp.where(counts, jnp.cumsum(counts, dtype=jnp.int32) - 1, length)
+    numbers = jnp.arange(targets.size, dtype=jnp.int32)
+    slots = jnp.full(length, targets.size, jnp.int32).at[places].set(numbers, mode="drop")
+    return slots, places, counts.sum(dtype=jnp.int32)
 
 
-def _backward_rule(
-    chunk: int, layout: Layout, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None]:
-    hidden, head, targets, normalizers = residuals
-    d_losses = jnp.where(targets >= 0, cotangents[0], 0)
-
-    def one(d_head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, target, normalizer, d_loss = chunk_of
-        probability = jnp.exp(_logits(x, head, layout) - normalizer[..., None])
-        hot = target[..., None] == jnp.arange(head.shape[1])
-        d_logits = ((probability - hot) * d_loss[..., None]).astype(x.dtype)
-        d_logits = layout.constrain(d_logits, ("batch", None, "vocab"))
-        d_head += jnp.einsum("rcd,rcv->rdv", x, d_logits, preferred_element_type=d_head.dtype)
-        return layout.constrain(d_head, by_rank), jnp.einsum("rcv,dv->rcd", d_logits, head)
-
-    # Each rank keeps a sum of its own: one sum for all would be reduced over the ranks chunk by chunk.
-    by_rank = ("batch", None, "vocab")
-    d_head = jnp.zeros((len(hidden), *head.shape), jnp.promote_types(head.dtype, jnp.float32))
-    parts = tuple(_split(array, chunk) for array in (hidden, targets, normalizers, d_losses))
-    d_head, d_hidden = jax.lax.scan(one, layout.constrain(d_head, by_rank), parts)
-    return _join(d_hidden).astype(hidden.dtype), d_head.sum(0).astype(head.dtype), None
+def _summed(x: Any, axes: tuple[str, ...]) -> Any:
+    return jax.lax.psum(x, axes) if axes else x
 
 
-_token_losses.defvjp(_forward_rule, _backward_rule)
-
-
-def chunk_size(capacity: int, largest: int) -> int:
-    """Tokens whose logits exist at one time: the largest divisor of the row capacity that is at most `largest`."""
-    return next(size for size in range(min(capacity, largest), 0, -1) if capacity % size == 0)
+# ---------------------------------------------------------------------------- sums
 
 
 def sums_by_source(
@@ -168,18 +315,3 @@ def failed_examples(
 
     slots = ("batch", "sequence")
     return layout.local(on_device, (slots, slots), slots)(failed, segments)
-
-
-def _logits(x: Array, head: Array, layout: Layout) -> Array:
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("rcd,dv->rcv", x, head, preferred_element_type=accumulate)
-    return layout.constrain(logits, ("batch", None, "vocab"))
-
-
-def _split(x: Array, chunk: int) -> Array:
-    """[R, C, ...] -> [C / chunk, R, chunk, ...]"""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-
-def _join(chunks: Array) -> Array:
-    return jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1, *chunks.shape[3:])

@@ -1,12 +1,17 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmllm.models.language import OutputHead
+from jaxmllm.setup.hlo import collectives, parse
 from jaxmllm.training.objectives.tokens import (
     Sums,
     chunk_size,
     failed_examples,
+    slots_with_target,
     sums_by_source,
     token_losses,
 )
@@ -14,25 +19,36 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 RANKS, SLOTS, WIDTH, VOCABULARY = 4, 64, 16, 50
+WEIGHT = 0.3  # of the losses in the objective
+UNTIED, TIED = ("embed", "vocab"), ("vocab", "embed")
 SPLIT = make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
 WHOLE = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
+LAYOUTS = {
+    "whole": WHOLE,
+    "tensor": SPLIT,
+    "context": make_layout(make_mesh({"data": 2, "fsdp": 2, "context": 2})),
+    "spans": make_layout(make_mesh({"data": 4, "tensor": 2}, spans=(1, 2, 4))).spanned(4),
+    "spans_of_shards": make_layout(make_mesh({"data": 2, "fsdp": 4}, spans=(1, 2))).spanned(2),
+    "copies": make_layout(
+        make_mesh({"fsdp": 4, "tensor": 2}), {"embed": ["fsdp", "tensor"], "vocab": []}
+    ),
+}
+FILLED = ("ragged", "all", "none", "one")
 
 
-def draw(seed=0, ranks=RANKS, slots=SLOTS, vocabulary=VOCABULARY, scale=1.0):
-    """hidden, head, targets (a third -1) and the cotangent of the losses."""
+def draw(seed=0, ranks=RANKS, slots=SLOTS, vocabulary=VOCABULARY, scale=1.0, filled="ragged"):
+    """hidden, head and targets: of each rank another share, or as `filled` says."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(0, vocabulary, (ranks, slots))
-    targets[rng.random(targets.shape) < 1 / 3] = -1
+    share = {"ragged": rng.random((ranks, 1)), "all": 1}.get(filled, 0)
+    targets[rng.random(targets.shape) >= share] = -1
+    if filled == "one":
+        targets[-1, 5] = 7
     hidden = rng.standard_normal((ranks, slots, WIDTH)) * scale
-    return (
-        hidden,
-        rng.standard_normal((WIDTH, vocabulary)),
-        targets,
-        rng.standard_normal((ranks, slots)),
-    )
+    return hidden, rng.standard_normal((WIDTH, vocabulary)), targets
 
 
-def dense(hidden, head, targets, d_losses):
+def dense(hidden, head, targets):
     """Losses, hits and both gradients from the whole matrix of logits, token by token."""
     losses, hits = np.zeros(targets.shape), np.zeros(targets.shape, bool)
     d_hidden, d_head = np.zeros_like(hidden), np.zeros_like(head)
@@ -42,33 +58,47 @@ def dense(hidden, head, targets, d_losses):
         probability /= probability.sum()
         losses[i] = logits.max() - logits[targets[i]] + np.log(np.exp(logits - logits.max()).sum())
         hits[i] = logits.argmax() == targets[i]
-        d_logits = d_losses[i] * (probability - np.eye(len(logits))[targets[i]])
+        d_logits = WEIGHT * (probability - np.eye(len(logits))[targets[i]])
         d_hidden[i], d_head = head @ d_logits, d_head + np.outer(hidden[i], d_logits)
     return losses, hits, d_hidden, d_head
 
 
-def vjp(inputs, chunk, layout, dtype):
-    hidden, head, targets, d_losses = inputs
+def as_parameter(head, axes):
+    return head if axes == UNTIED else head.T
+
+
+def vjp(inputs, chunk, layout, dtype, axes=UNTIED):
+    """Losses, hits and both gradients of the losses' sum, the head's as [D, V]."""
+    hidden, head, targets = inputs
 
     @jax.jit
-    def run(hidden, head, targets, d_losses):
-        losses, pullback, hits = jax.vjp(
-            lambda h, w: token_losses(h, w, targets, chunk, layout), hidden, head, has_aux=True
-        )
-        return losses, hits, *pullback(d_losses)
+    def run(hidden, matrix, targets):
+        def objective(hidden, matrix):
+            total, *results = token_losses(hidden, OutputHead(matrix, axes), targets, chunk, layout)
+            return WEIGHT * total, results
 
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return run(hidden.astype(dtype), head.astype(dtype), targets, d_losses.astype(wide))
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(hidden, matrix)
+
+    matrix = as_parameter(head.astype(dtype), axes)
+    matrix = jax.device_put(matrix, layout.sharding(axes))
+    (d_hidden, d_matrix), (losses, hits) = run(hidden.astype(dtype), matrix, targets)
+    assert d_matrix.sharding.is_equivalent_to(matrix.sharding, 2)
+    return losses, hits, d_hidden, as_parameter(d_matrix, axes)
 
 
-@pytest.mark.parametrize("layout", [WHOLE, SPLIT], ids=["whole", "split"])
-def test_equals_dense_cross_entropy_in_float64(layout):
+@pytest.mark.parametrize("axes", [UNTIED, TIED], ids=["head", "embedding"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("filled", FILLED)
+def test_equals_dense_cross_entropy_in_float64(filled, layout, axes):
+    inputs = draw(filled=filled)
     with jax.enable_x64(True):
-        for got, want in zip(vjp(draw(), 16, layout, np.float64), dense(*draw()), strict=True):
+        for got, want in zip(
+            vjp(inputs, 16, layout, np.float64, axes), dense(*inputs), strict=True
+        ):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("chunk", [8, SLOTS])
+@pytest.mark.parametrize("chunk", [8, 24, SLOTS])
 def test_chunks_do_not_matter(chunk):
     for got, want in zip(vjp(draw(1), chunk, SPLIT, np.float32), dense(*draw(1)), strict=True):
         assert got.dtype in (np.float32, bool)
@@ -80,7 +110,7 @@ def test_bfloat16_sums_in_float32():
     losses, hits, d_hidden, d_head = vjp(inputs, 16, SPLIT, jnp.bfloat16)
     assert losses.dtype == np.float32 and d_hidden.dtype == d_head.dtype == jnp.bfloat16
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in inputs[:2]]
-    want = dense(*rounded, *inputs[2:])
+    want = dense(*rounded, inputs[2])
     # The inputs were rounded, the sums are not
     np.testing.assert_allclose(losses, want[0], atol=1e-5)
     assert (np.asarray(hits) == want[1]).mean() > 0.99
@@ -91,73 +121,124 @@ def test_bfloat16_sums_in_float32():
 
 
 def test_large_logits_do_not_overflow():
-    hidden, head, targets, d_losses = draw(3, scale=1e3)
-    got = vjp((hidden, head, targets, d_losses), 16, WHOLE, np.float32)
+    inputs = draw(3, scale=1e3)
+    got = vjp(inputs, 16, WHOLE, np.float32)
     assert all(np.isfinite(x).all() for x in got)
-    np.testing.assert_allclose(
-        got[0], dense(hidden, head, targets, d_losses)[0], rtol=1e-4, atol=1e-2
-    )
+    np.testing.assert_allclose(got[0], dense(*inputs)[0], rtol=1e-4, atol=1e-2)
 
 
-def test_tokens_without_a_target_have_neither_loss_nor_gradient():
-    hidden, head, targets, d_losses = draw(4)
+@pytest.mark.parametrize("garbage", [1e30, np.inf, np.nan])
+def test_tokens_without_a_target_may_hold_anything(garbage):
+    hidden, head, targets = draw(4)
     targets[:2] = -1
-    hidden[:2] = 1e30  # nor may they spoil the others, whatever they are
-    losses, hits, d_hidden, d_head = vjp((hidden, head, targets, d_losses), 16, SPLIT, np.float32)
     masked = targets < 0
+    hidden[masked] = garbage
+    losses, hits, d_hidden, d_head = vjp((hidden, head, targets), 16, SPLIT, np.float32)
     assert not losses[masked].any() and not hits[masked].any() and not d_hidden[masked].any()
-    want = dense(hidden[2:], head, targets[2:], d_losses[2:])[3]
-    np.testing.assert_allclose(d_head, want, rtol=0, atol=2e-5)
+    hidden[masked] = 0
+    want = dense(hidden, head, targets)
+    for got, expected in zip((losses, hits, d_hidden, d_head), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
-# ---------------------------------------------------------------------------- memory and communication
+@pytest.mark.parametrize("tokens, chunk", [(12, 4), (12, 5), (12, 12)])
+def test_slots_with_a_target_come_first(tokens, chunk):
+    targets = np.array([-1, 3, 0, -1, -1, 5, 7, -1, 2, -1, -1, 1])
+    slots, places, count = slots_with_target(jnp.asarray(targets), chunk)
+    (want,) = np.nonzero(targets >= 0)
+    assert count == len(want) and slots.size % chunk == 0
+    np.testing.assert_array_equal(slots[:count], want)
+    np.testing.assert_array_equal(slots[count:], tokens)
+    np.testing.assert_array_equal(np.asarray(places)[want], np.arange(count))
+    assert (np.asarray(places)[targets < 0] >= slots.size).all()
 
 
-def compiled_gradient(slots, vocabulary, chunk, layout):
+# ---------------------------------------------------------------------------- work, memory, communication
+
+
+def compiled(slots, vocabulary, chunk, layout, axes=UNTIED, wanted=(0, 1), dtype=np.float32):
+    """The program of the loss and of the gradients of hidden states (0) and head (1)."""
+    matrix = (WIDTH, vocabulary) if axes == UNTIED else (vocabulary, WIDTH)
     shapes = (
-        jax.ShapeDtypeStruct((layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows),
-        jax.ShapeDtypeStruct(
-            (WIDTH, vocabulary), np.float32, sharding=layout.sharding((None, "vocab"))
-        ),
-        jax.ShapeDtypeStruct((layout.ranks, slots), np.int32, sharding=layout.rows),
+        jax.ShapeDtypeStruct((layout.groups, slots, WIDTH), dtype, sharding=layout.rows),
+        jax.ShapeDtypeStruct(matrix, np.float32, sharding=layout.sharding(axes)),
+        jax.ShapeDtypeStruct((layout.groups, slots), np.int32, sharding=layout.rows),
     )
 
-    def loss(hidden, head, targets):
-        return token_losses(hidden, head, targets, chunk, layout)[0].sum()
+    def loss(hidden, matrix, targets):
+        return token_losses(hidden, OutputHead(matrix, axes), targets, chunk, layout).total
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+    def run(*arguments):
+        if not wanted:
+            return loss(*arguments)
+        total, grads = jax.value_and_grad(loss, argnums=wanted)(*arguments)
+        places = [leaf.sharding for leaf in shapes]
+        return total, [
+            jax.lax.with_sharding_constraint(grad, places[argument])
+            for grad, argument in zip(grads, wanted, strict=True)
+        ]
+
+    return jax.jit(run).lower(*shapes).compile()
 
 
-def test_the_logits_of_a_row_never_exist():
+@pytest.mark.parametrize("axes", [UNTIED, TIED], ids=["head", "embedding"])
+def test_neither_logits_of_a_row_nor_a_second_table_exist(axes):
     slots, vocabulary, chunk = 2048, 150_000, 16
-    program = compiled_gradient(slots, vocabulary, chunk, WHOLE)
-    logits = slots * vocabulary * 4
+    program = compiled(slots, vocabulary, chunk, WHOLE, axes)
+    logits = chunk * vocabulary * 4
     head = WIDTH * vocabulary * 4
-    assert (
-        program.memory_analysis().temp_size_in_bytes
-        < 6 * (chunk * vocabulary * 4 + head)
-        < logits / 8
-    )
+    # Besides the gradient, a product of it and one that is added up
+    assert program.memory_analysis().temp_size_in_bytes < 6 * logits + 2.5 * head
     text = program.as_text()
     assert f"{chunk},{vocabulary}]" in text and f"{slots},{vocabulary}]" not in text
 
 
-def test_the_heads_gradient_is_reduced_once():
-    """Not in the loop over chunks: it is the largest array of the program."""
-    text = compiled_gradient(64, 1000, 16, SPLIT).as_text()
-    reduced = [
-        line for line in text.splitlines() if f"[{WIDTH},500]" in line and "all-reduce(" in line
-    ]
-    assert len(reduced) == 1 and "while/body" not in reduced[0]
+@pytest.mark.parametrize("wanted, products", [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
+def test_nothing_is_computed_twice_or_for_nobody(wanted, products):
+    text = compiled(64, 1000, 16, WHOLE, wanted=wanted).as_text()
+    with_vocabulary = [line for line in text.splitlines() if re.search(r" dot\(|matmul", line)]
+    assert len(with_vocabulary) == products
+
+
+@pytest.mark.parametrize("axes", [UNTIED, TIED], ids=["head", "embedding"])
+def test_the_heads_gradient_goes_to_those_who_hold_it_once(axes):
+    """As a sum over `fsdp` in parts, of which replicas add up their own: nothing else is as large as a part."""
+    vocabulary = 1000
+    text = compiled(256, vocabulary, 16, SPLIT, axes, dtype=jnp.bfloat16).as_text()
     assert "16,1000]" not in text, "logits stay split over the vocabulary"
+    whole = WIDTH * vocabulary // 2  # what a device has of the vocabulary
+    large = [
+        (sent.operation, sent.dtype, sent.bytes, sent.group_size, sent.trips)
+        for sent in collectives(parse(text), 8)
+        if sent.bytes >= whole * 2 // 2
+    ]
+    # XLA's CPU backend gathers in float32 what is bfloat16
+    assert sorted(large) == [
+        ("all-gather", large[0][1], whole * (2 if large[0][1] == "bf16" else 4), 2, 1),
+        ("all-reduce", "f32", whole * 4 // 2, 2, 1),
+        ("reduce-scatter", "f32", whole * 4, 2, 1),
+    ]
+
+
+def test_any_number_of_targets_runs_in_one_program():
+    layout = SPLIT
+    run = jax.jit(
+        lambda hidden, matrix, targets: token_losses(
+            hidden, OutputHead(matrix, UNTIED), targets, 16, layout
+        )
+    )
+    for filled in FILLED:
+        hidden, head, targets = draw(filled=filled)
+        run(hidden.astype(np.float32), head.astype(np.float32), targets)
+    assert run._cache_size() == 1
 
 
 @pytest.mark.parametrize(
-    ("capacity", "largest", "size"),
-    [(64, 16, 16), (64, 100, 64), (96, 64, 48), (4096, 500, 256), (7, 3, 1)],
+    ("tokens", "largest", "size"),
+    [(64, 16, 16), (64, 100, 64), (4096, 500, 500), (4096, 4096, 512), (1024, 512, 128), (7, 3, 3)],
 )
-def test_chunk_size_is_the_largest_divisor_that_fits(capacity, largest, size):
-    assert chunk_size(capacity, largest) == size
+def test_chunks_are_an_eighth_of_a_row_or_as_large_as_is_allowed(tokens, largest, size):
+    assert chunk_size(tokens, largest) == size
 
 
 # ---------------------------------------------------------------------------- sums
