@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
@@ -29,7 +30,7 @@ from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_shapes import attention_spec
-from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
+from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.process_messages import WarningLog
@@ -77,6 +78,7 @@ def build_run(config: Config) -> Run:
         batches=batches,
         evaluation=evaluation,
         sources=inputs.corpus.sources,
+        head_flops=head_flops(resolved_shapes(config, inputs.model), inputs.model.trainable.shares),
         peak_flops=_peak_flops(config),
         compilations=compilations,
         warnings=warnings,

@@ -258,6 +258,7 @@ class RunReport:
             compilations=run.compilations.count,
             sources=run.sources,
             phases=phases,
+            head_flops=run.head_flops,
             peak_flops=run.peak_flops,
         )
         self._recent.append(facts)

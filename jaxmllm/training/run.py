@@ -34,6 +34,7 @@ class Run:
     batches: Steps
     evaluation: Steps | None
     sources: tuple[str, ...]  # names behind the source numbers of metrics
+    head_flops: int  # of one slot
     peak_flops: float | None  # of one device
     compilations: CompilationCounter
     warnings: WarningLog

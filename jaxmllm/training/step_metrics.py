@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxmllm.phases import LANGUAGE
+
 RATE_STEPS = 20  # steps that rates are averaged over
 AMOUNTS = (
     "tokens",
@@ -37,6 +39,7 @@ class StepFacts:
       compilations: programs compiled so far.
       sources: names of the sources that losses are told by.
       phases: names of the run's phases.
+      head_flops: of one slot, of which the plan's FLOPs have as many as there are tokens.
       peak_flops: of one device, per second; none: not known.
     """
 
@@ -48,12 +51,18 @@ class StepFacts:
     compilations: int
     sources: Sequence[str]
     phases: Sequence[str]
+    head_flops: float
     peak_flops: float | None
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs of the real lengths, encoders counted and padding not, per second and device."""
+        """FLOPs of the real lengths, encoders counted and padding not, and the head's of targets
+        alone, per second and device."""
         flops = sum(self.statistics[f"{phase}/flops"] for phase in self.phases)
+        without_target = (
+            self.statistics[f"{LANGUAGE}/tokens"] - self.device["targets_by_source"].sum()
+        )
+        flops -= self.head_flops * float(without_target)
         return flops / (self.seconds * jax.device_count())
 
 
@@ -129,8 +138,8 @@ def rates(steps: Sequence[StepFacts]) -> Values:
 
 
 def mfu(steps: Sequence[StepFacts]) -> Values:
-    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, over `step_seconds` at
-    the peak of all devices, where that is known."""
+    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, the head on target tokens
+    alone, over `step_seconds` at the peak of all devices, where that is known."""
     step = steps[-1]
     return {} if step.peak_flops is None else {"mfu": step.flops_per_second / step.peak_flops}
 

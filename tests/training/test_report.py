@@ -59,6 +59,7 @@ def make_run(**config: Any) -> Any:
             spec=SimpleNamespace(phases=["language"]), route_metrics=lambda statistics: {}
         ),
         sources=("a", "b"),
+        head_flops=0,
         peak_flops=PEAK,
         compilations=SimpleNamespace(count=7),
         corpus=SimpleNamespace(rejected_counts=dict, id=str),

@@ -37,6 +37,7 @@ def facts(seconds: float = 2.0, **changes: Any) -> StepFacts:
         compilations=7,
         sources=("a", "b"),
         phases=("language",),
+        head_flops=changes.get("head_flops", 0),
         peak_flops=changes.get("peak_flops"),
     )
 
@@ -46,6 +47,14 @@ def test_speed_is_told_without_a_known_peak() -> None:
     assert "mfu" not in record
     known = step_record([facts(peak_flops=1e12)])
     assert known["mfu"] == pytest.approx(record["teraflops/s"])
+
+
+def test_the_head_counts_on_target_tokens_alone() -> None:
+    """Of 300 tokens 30 have a target."""
+    whole, without = (
+        step_record([facts(head_flops=flops)])["teraflops/s"] for flops in (0, 10**10)
+    )
+    assert without == pytest.approx(whole * (6e12 - 270 * 1e10) / 6e12)
 
 
 def test_rates_are_over_the_seconds_of_the_last_steps() -> None:

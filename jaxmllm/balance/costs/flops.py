@@ -15,11 +15,11 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import (
@@ -155,8 +155,8 @@ class Layer:
 def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]) -> ItemCost:
     """FLOPs of one item of a phase, forward and backward.
 
-    An encoder phase includes its projector. The language phase includes the head on every slot, for that is what
-    its program computes.
+    An encoder phase includes its projector. The language phase includes the head on every slot, as if all had
+    targets: that balances the slots that may have one. `head_flops` says how much of it is the head's.
 
     Args:
       model: shapes; `language.vocab_size` must be a number when the phase has the loss.
@@ -166,6 +166,40 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     Raises:
       ValueError: unknown phase or component, or vocab_size not resolved.
     """
+    linear = Fraction(0)
+    squares = NO_SQUARES
+    for layer in _trained_layers(model, phase, trained):
+        linear += layer.linear
+        squares = tuple(total + flops for total, flops in zip(squares, layer.squares, strict=True))
+    quadratic, windowed = squares
+    window = model.windows[phase].window if windowed else None
+    if window is None:
+        return ItemCost(round(linear), round(quadratic))
+    apart = phase != LANGUAGE
+    seen = window**2 if apart else window
+    return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
+
+
+def head_flops(model: ModelConfig, trained: Mapping[str, Fraction | int]) -> int:
+    """FLOPs of the head for one slot, forward and backward, which are computed where the slot has a target.
+
+    Args and errors are those of `phase_flops`.
+    """
+    *_, head = _trained_layers(model, LANGUAGE, trained)
+    return round(head.linear)
+
+
+class _LayerTotal(NamedTuple):
+    """FLOPs of a layer, forward and backward: per slot, and for each of `ItemCost.squares`."""
+
+    linear: Fraction
+    squares: tuple[Fraction, ...]
+
+
+def _trained_layers(
+    model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]
+) -> Iterator[_LayerTotal]:
+    """What each layer of a phase takes, in the order of computation."""
     phases = make_phases(model)
     components = frozenset(component_names(phases))
     if unknown := trained.keys() - components:
@@ -176,26 +210,17 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     upstream = any(
         name in trained for read in phases[phase].reads for name in phases[read].components
     )
-    linear = Fraction(0)
-    squares = NO_SQUARES
     for layer in layers:
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
         attention_passes = 3 if upstream else 1
-        squares = tuple(
-            total + attention_passes * flops
-            for total, flops in zip(squares, layer.attention_squares, strict=True)
-        )
+        linear = Fraction(0)
         for product in layer.products or (Fraction(0),):
             # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
-    quadratic, windowed = squares
-    window = model.windows[phase].window if windowed else None
-    apart = not phases[phase].has_loss
-    if window is None:
-        return ItemCost(round(linear), round(quadratic))
-    seen = window**2 if apart else window
-    return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
+        yield _LayerTotal(
+            linear, tuple(attention_passes * flops for flops in layer.attention_squares)
+        )
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxmllm.balance.costs.flops import ItemCost, phase_flops, phase_layers
+from jaxmllm.balance.costs.flops import ItemCost, head_flops, phase_flops, phase_layers
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
 from jaxmllm.tools.workload import MODEL as WORKLOAD
 
@@ -57,6 +57,25 @@ def test_language_forward_and_backward(n):
     assert cost(phase_flops(MODEL, "language", ALL), n) == 3 * (matrices + attention)
     aligned = phase_flops(MODEL, "language", {"projector.vision": 1})
     assert cost(aligned, n) == 2 * matrices + 3 * attention
+
+
+@pytest.mark.parametrize(
+    "trained, passes",
+    [
+        (NOTHING, 1),
+        ({"projector.vision": 1}, 2),
+        ({"language": Fraction(1, 3)}, 2 + Fraction(1, 3)),
+        (ALL, 3),
+    ],
+)
+def test_the_head_is_what_a_larger_vocabulary_adds_to(trained, passes):
+    assert head_flops(MODEL, trained) == round(passes * product(1, 64, 1000))
+    larger = MODEL.model_copy(update={"language": LANGUAGE.model_copy(update={"vocab_size": 2000})})
+    added = (
+        phase_flops(larger, "language", trained).linear
+        - phase_flops(MODEL, "language", trained).linear
+    )
+    assert abs(added - head_flops(MODEL, trained)) <= 1
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
