@@ -85,6 +85,8 @@ def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[
     """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
     wanted = hidden.perturbed, matrix.perturbed
     losses, hits, *gradients = loss(hidden.value, matrix.value, targets.value, *wanted)
+    # Else the whole gradient of the head may lie until all layers are done, and only then be scattered
+    gradients = jax.lax.optimization_barrier(gradients)
     rest = iter(gradients)
     kept = tuple(next(rest) if want else None for want in wanted)
     return (losses.sum(), losses, hits), kept
@@ -143,7 +145,12 @@ class _Loss:
         if wants_hidden:
             begin["d_hidden"] = jnp.zeros((slots.size, x.shape[1]), x.dtype)
         if wants_head:
-            begin["d_head"] = jnp.zeros(table.shape, jnp.promote_types(matrix.dtype, wide))
+            # A zero that XLA does not know: it would be one with the zeros that the embedding's gradient
+            # begins with, which then lie there from here on
+            zero = jax.lax.optimization_barrier(
+                jnp.zeros((), jnp.promote_types(matrix.dtype, wide))
+            )
+            begin["d_head"] = jnp.broadcast_to(zero, table.shape)
 
         def step(index: Array, done: dict[str, Array]) -> dict[str, Array]:
             first = index * self.chunk
