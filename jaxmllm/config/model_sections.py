@@ -63,7 +63,7 @@ class LanguageConfig(LayerWindows):
     qk_norm: bool = False
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6
-    loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time
+    loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most
     # Media whose tokens see their whole item; all else is causal.
     bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")
 

@@ -117,6 +117,34 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
 
 
 @pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+def test_the_head_travels_in_bfloat16_and_its_gradient_in_float32(data):
+    programs, results = checked(
+        data,
+        "h100",
+        {"language_loss_and_grad"},
+        components__language__compute_dtype="bfloat16",
+        model__language__vocab_size=8192,
+    )
+    program = results["language_loss_and_grad", "language"]
+    head = programs.params["language"]["head"].size
+    assert gathered(program, dtype="bf16", bytes=2 * head, axes=("fsdp",)) == 2 * head
+    # The embedding's, which is as large
+    assert gathered(program, dtype="f32", bytes=4 * head) == 4 * head
+    summed = {
+        (sent.operation, sent.axes): (sent.dtype, sent.bytes)
+        for sent in program.transfers
+        if any("shard_map" in scope for scope in sent.scopes) and sent.operation != "all-gather"
+    }
+    assert summed["reduce-scatter", ("fsdp",)] == ("f32", 4 * head)
+    assert summed["all-reduce", ("data",)] == ("f32", 4 * head // 4)
+    assert not any(
+        "fsdp" in sent.axes and sent.bytes >= head
+        for sent in program.transfers
+        if sent.operation == "all-reduce"
+    )
+
+
+@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
 def test_an_attention_that_was_asked_for_is_no_fallback(data):
     _, results = checked(data, "h100", {"evaluate"}, components__language__attention="jax")
     assert not results["evaluate", "language"].fallbacks
