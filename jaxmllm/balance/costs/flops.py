@@ -175,7 +175,7 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     window = model.windows[phase].window if windowed else None
     if window is None:
         return ItemCost(round(linear), round(quadratic))
-    apart = phase != LANGUAGE
+    apart = not make_phases(model)[phase].has_loss
     seen = window**2 if apart else window
     return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
 
