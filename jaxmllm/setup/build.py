@@ -107,9 +107,7 @@ def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
         return plan_facts(sizes.spec) | {"pipeline": hosts.digest_of(sizes)}
 
     hosts.compare("plan", facts, SAME_PLAN)
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
-    attention = attention_spec(config, model, formats, sizes.spec)
-    return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype), sizes
+    return staged_programs(config, model, formats, sizes, sources), sizes
 
 
 def phased_programs(
@@ -128,6 +126,19 @@ def phased_programs(
     functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     attention = attention_spec(config, model, formats, spec)
     return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype)
+
+
+def staged_programs(
+    config: Config,
+    model: MLLM,
+    formats: Mapping[str, RowFormat],
+    sizes: PipelineSizes,
+    sources: int,
+) -> StagedPrograms:
+    """The same of a run with stages, for rows and slots that are chosen."""
+    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
+    attention = attention_spec(config, model, formats, sizes.spec)
+    return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype)
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

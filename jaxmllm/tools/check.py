@@ -41,7 +41,7 @@ from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.setup.ahead import CheckedProgram, check_job, target_mesh
-from jaxmllm.setup.build import phased_programs, plan_programs
+from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.chips import CHIPS, ChipError, chip_of
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.generated_lengths import generated_lengths
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser, arguments)
     if options.devices is not None and options.devices < 1:
         parser.error("--devices must be positive")
-    _only_compile()
+    only_compile()
     try:
         chip = chip_of(options.chip)
         config = load_config(options.config, options.overrides)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else FELL_BACK if fallbacks else 0
 
 
-def _only_compile() -> None:
+def only_compile() -> None:
     """Let JAX run what it must on this machine's CPU, also where it has devices of the chip that is compiled for,
     and compile everything anew."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -153,13 +153,7 @@ def _programs(config: Config, mesh: Mesh, seed: int | None) -> Programs:
     """The programs of a run on the config's data, or (with a seed) on generated lengths."""
     if seed is None:
         return plan_programs(config, prepare(config, mesh))[0]
-    if config.pipeline.stages > 1:
-        raise ConfigError(
-            f"pipeline.stages ({config.pipeline.stages}): stages are planned from data; leave out --generated"
-        )
-    lengths = generated_lengths(config, mesh, seed)
-    sources = len(config.data.sources)
-    return phased_programs(config, lengths.model, lengths.formats, lengths.spec, sources)
+    return generated_lengths(config, mesh, seed).programs()
 
 
 def _chosen(names: Iterable[ProgramName], only: str | None) -> list[ProgramName]:

@@ -10,16 +10,20 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.row_format import RowFormat
+from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import run_modalities, vocabulary
-from jaxmllm.setup.sizing import sizing_inputs
+from jaxmllm.setup.sizing import resolved_shapes, sizing_inputs
 from jaxmllm.setup.spans import Spans, spans_of_phases
-from jaxmllm.tools.workload import generated_batches, longest, mix_for
+from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
+from jaxmllm.training.programs.base import Programs
 
 
 @dataclass(frozen=True)
@@ -32,29 +36,61 @@ class GeneratedLengths:
     spans: Spans
     samples: list[BatchItems]  # that sizes are chosen from
     items: BatchItems  # another batch
+    mix: Mapping[str, float]  # weight of every task
 
     @property
     def spec(self) -> PlanSpec:
-        """The sizes that a run would choose."""
+        """The sizes that a run without stages would choose."""
         config = self.config
-        mix = mix_for(config.model)
-        largest = {phase: longest(phase, mix, config.model) for phase in self.items.phases}
         return choose_sizes(
             self.samples,
-            sizing_inputs(config, self.model, self.formats, largest, self.spans),
+            self._sizing_inputs,
             exchange_grids(self.model),
             config.balance,
             nodes_of_ranks(config, self.model),
             exchange_backend(config, self.model),
         )
 
+    @property
+    def pipeline(self) -> PipelineSizes:
+        """The sizes that a run with stages would choose."""
+        return choose_pipeline(
+            self.samples,
+            self._sizing_inputs,
+            self.config.pipeline,
+            resolved_shapes(self.config, self.model),
+            self.model.trainable.shares,
+            self.config.data.batch_size,
+        )
 
-def generated_lengths(config: Config, mesh: Mesh | AbstractMesh, seed: int) -> GeneratedLengths:
-    """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples."""
+    @property
+    def _sizing_inputs(self) -> list[SizingInputs]:
+        shapes = self.config.model
+        largest = {phase: longest(phase, self.mix, shapes) for phase in self.items.phases}
+        return sizing_inputs(self.config, self.model, self.formats, largest, self.spans)
+
+    def programs(self) -> Programs:
+        """Those of a run, not compiled yet."""
+        config, model, formats = self.config, self.model, self.formats
+        sources = len(config.data.sources)
+        if config.pipeline.stages > 1:
+            return staged_programs(config, model, formats, self.pipeline, sources)
+        return phased_programs(config, model, formats, self.spec, sources)
+
+
+def generated_lengths(
+    config: Config,
+    mesh: Mesh | AbstractMesh,
+    seed: int,
+    mix: Mapping[str, float] = DEFAULT_MIX,
+) -> GeneratedLengths:
+    """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples of those tasks of a
+    mix that the model has encoders for."""
+    mix = mix_for(config.model, mix)
     words = vocabulary(config, load_tokenizer(config.data.tokenizer))
     model = build_model(config.model, words, config.components, mesh)
     spans = spans_of_phases(config, model)
-    samples, items = generated_batches(config.data.batch_size, seed, config.model)
+    samples, items = generated_batches(config.data.batch_size, seed, config.model, mix)
     return GeneratedLengths(
         config=config,
         model=model,
@@ -62,4 +98,5 @@ def generated_lengths(config: Config, mesh: Mesh | AbstractMesh, seed: int) -> G
         spans=spans,
         samples=samples,
         items=items,
+        mix=mix,
     )

@@ -197,12 +197,16 @@ def generate(
 
 
 def generated_batches(
-    examples: int, seed: int, model: ModelConfig = MODEL
+    examples: int,
+    seed: int,
+    model: ModelConfig = MODEL,
+    mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> tuple[list[BatchItems], BatchItems]:
     """Batches to choose sizes from, and another one to plan."""
     sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
     batches = [
-        generate([seed, index], examples, mix_for(model), model) for index in range(sampled + 1)
+        generate([seed, index], examples, mix_for(model, mix), model)
+        for index in range(sampled + 1)
     ]
     return batches[:-1], batches[-1]
 

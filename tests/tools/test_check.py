@@ -70,8 +70,8 @@ def test_generated_lengths_take_the_place_of_data(config_file, capsys):
     assert "totals" in capsys.readouterr().out
     assert check(config_file, "--only", "totals", nowhere) == 1
     assert "/nowhere.jsonl" in capsys.readouterr().err
-    assert check(config_file, "--generated", "pipeline.stages=2", "mesh.data=1") == 1
-    assert "leave out --generated" in capsys.readouterr().err
+    staged = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", *changed)
+    assert check(config_file, "--generated", "--only", "totals", nowhere, *staged) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,345 @@
+"""What the programs of omni models send and keep, compiled for H100s that are not there, beside what they must send.
+
+    python -m benchmarks.ahead --json ahead.json                       all of it, a good half hour on two cores
+    python -m benchmarks.ahead --model 84B --mesh "data x fsdp" [--only language_loss_and_grad]
+
+Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
+patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
+line and exits with 2.
+
+The JSON's `rows` have one record for every program, and every operation and axes of the mesh along which it sends
+something or must:
+
+    bytes             that a device sends in a ring, in all places and trips of loops
+    needed_bytes      likewise what must be sent, by the count of `needed_bytes`; none where the data decide
+    by_type           `bytes` by element type
+    exact             whether all loops have a known number of trips; others count once
+    temporary_gb      of the program, on one device
+    resident_gb       what a device holds between programs: state, gradients, pools
+    fallbacks         what did not become what was asked
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from benchmarks.omni import omni_config
+from jaxmllm.config.schema import Config
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.ahead import HOPS, CheckedProgram, check_job, target_mesh, whole_axes
+from jaxmllm.setup.chips import Chip, ChipError, chip_of
+from jaxmllm.setup.hlo import SENT
+from jaxmllm.tools.check import in_words, only_compile
+from jaxmllm.tools.generated_lengths import generated_lengths
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.workload import DEFAULT_MIX
+from jaxmllm.training.programs.base import ProgramName, Programs
+from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.run import USER_ERRORS
+from sharding.rules import Layout
+
+Kind = tuple[str, tuple[str, ...]]  # operation, axes
+
+CHIP: Final = "h100"
+DEVICES: Final = {"7B": 64, "84B": 2560}
+# By model: mesh, and what else a config says. All axes of 84B hold a factor of 5 in `data`: widths have none.
+MESHES: Final[Mapping[str, Mapping[str, dict[str, Any]]]] = {
+    "7B": {
+        "fsdp": {"mesh": {"data": 1, "fsdp": 64}},
+        "data x fsdp": {"mesh": {"data": 8, "fsdp": 8}},
+        "fsdp x tensor": {"mesh": {"data": 1, "fsdp": 16, "tensor": 4}},
+        "context": {"mesh": {"data": 1, "fsdp": 16, "context": 4}},
+        "spans": {"mesh": {"data": 1, "fsdp": 64}, "spans": [1, 4]},
+        "2 stages": {"mesh": {"data": 1, "fsdp": 32}, "pipeline": {"stages": 2}},
+        "4 stages": {"mesh": {"data": 1, "fsdp": 16}, "pipeline": {"stages": 4}},
+    },
+    "84B": {
+        "fsdp": {"mesh": {"data": 5, "fsdp": 512}},
+        "data x fsdp": {"mesh": {"data": 10, "fsdp": 256}},
+        "fsdp x tensor": {"mesh": {"data": 10, "fsdp": 64, "tensor": 4}},
+        "context": {"mesh": {"data": 10, "fsdp": 64, "context": 4}},
+        "spans": {"mesh": {"data": 10, "fsdp": 256}, "spans": [1, 4]},
+        "2 stages": {"mesh": {"data": 10, "fsdp": 128}, "pipeline": {"stages": 2}},
+        "4 stages": {"mesh": {"data": 10, "fsdp": 64}, "pipeline": {"stages": 4}},
+    },
+}
+CAPACITIES: Final = {"vision": 16_384, "audio": 8_192, LANGUAGE: 8_192}
+# Examples of several images are longer than a row
+MIX: Final = {task: weight for task, weight in DEFAULT_MIX.items() if task != "multi_image"}
+PER_DEVICE: Final = 2  # examples
+# Once for every configuration; buffers of zeros and sums tell nothing
+LEFT_OUT: Final = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
+FORWARD: Final = ("encode", "evaluate")
+BACKWARD: Final = ("encode_grad", "language_loss_and_grad")
+COLUMNS: Final = ["program", "operation", "axes", "types", "GB", "needed GB", "temporary GB"]
+GENERATOR: Final = "jaxmllm.tools.workload.generate([seed, i], 2 examples a device), no multi_image"
+
+
+def mesh_config(model: str, mesh: str, remat: str = "full") -> Config:
+    """The config of a model on one of its meshes."""
+    sections = dict(MESHES[model][mesh])
+    spans = sections.pop("spans", [1])
+    # Towers take whole images into a rank
+    of_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
+    phases = {
+        phase: {"capacities": [slots], "spans": of_phase[phase]}
+        for phase, slots in CAPACITIES.items()
+    }
+    data = {"batch_size": PER_DEVICE * DEVICES[model]}
+    return omni_config(model, phases=phases, data=data, remat=remat, **sections)
+
+
+# ---------------------------------------------------------------------------- what must be sent
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter as it lies on the mesh."""
+
+    size: int  # numbers of the whole
+    gathered: tuple[str, ...]  # axes that split it between uses
+    split: int  # parts that it stays in while it is used
+    layer: bool  # whether it belongs to the stack of layers
+
+
+def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | None:
+    """What a program must send at least, in bytes of one device in a ring, by operation and axes of
+    the mesh. None where the data decide: exchanges of media, and pipelines.
+
+    * Weights are gathered over the axes that split them between uses, in the type of the
+      computation: those of layers once in the forward pass and once in the backward pass, all others
+      (embedding, head, projector) once.
+    * Gradients leave a backward pass by a reduce-scatter over the same axes, in the type of the
+      computation, for there each rank's own is of that type; adding microbatches in float32 sends
+      nothing. Over replicas they are added once a step, in float32, as shards: in `update`.
+    * Rows of several parts gather keys and values of all of their layers, once in each pass, and
+      reduce-scatter their gradients once.
+    * Axes that split layers inside (`tensor`) add activations up twice a layer in each pass, once
+      after the lookup of tokens and once before the backward pass of the head.
+    """
+    if not isinstance(programs, PhasedPrograms) or name.function in HOPS:
+        return None
+    mesh = programs.mesh
+    assert isinstance(mesh, Mesh)
+    needed: dict[Kind, float] = defaultdict(float)
+
+    def send(operation: str, layout: Layout, axes: Sequence[str], size: float) -> None:
+        count = math.prod(layout.mesh.shape[axis] for axis in axes)
+        if size and count > 1:
+            split = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
+            needed[operation, whole_axes(split, mesh)] += SENT[operation](count) * size
+
+    if name.function == "update":
+        for component, trained in programs.trained.items():
+            layout = programs.functions.model.components[component].layout
+            for leaf in leaves(trained, layout):
+                replicas = _replicas(layout, leaf)
+                shard = leaf.size / leaf.split / _parts(layout, leaf.gathered)
+                send("all-reduce", layout, replicas, 4 * shard)
+        return dict(needed)
+    if name.function not in (*FORWARD, *BACKWARD):
+        return {}
+    functions = programs.functions.spanned(name.subject, name.span)
+    model = functions.model
+    backward = name.function in BACKWARD
+    for component in model.phases[name.subject].components:
+        settings = model.components[component]
+        number = jnp.dtype(settings.dtype).itemsize
+        for leaf in leaves(programs.params[component], settings.layout):
+            passes = 2 if backward and leaf.layer else 1
+            whole = number * leaf.size / leaf.split
+            send("all-gather", settings.layout, leaf.gathered, passes * whole)
+        for leaf in leaves(programs.trained.get(component, {}), settings.layout):
+            whole = number * leaf.size / leaf.split
+            send("reduce-scatter", settings.layout, leaf.gathered, backward * whole)
+
+    settings = model.components[name.subject]
+    layout = settings.layout
+    shapes = getattr(model.config, name.subject)
+    stride = getattr(shapes, "stem_stride", 1)
+    tokens = name.capacity * name.span / stride  # of the row
+    keys_and_values = tokens * model.key_value_bytes(name.subject) / layout.size("kv_heads")
+    parts = layout.mesh_axes("sequence")
+    send("all-gather", layout, parts, (1 + backward) * keys_and_values)
+    send("reduce-scatter", layout, parts, backward * keys_and_values)
+    activations = tokens / layout.parts * shapes.width * jnp.dtype(settings.dtype).itemsize
+    sums = 2 * shapes.layers + (name.subject == LANGUAGE)
+    send("all-reduce", layout, layout.mesh_axes("mlp"), (1 + backward) * sums * activations)
+    return dict(needed)
+
+
+def leaves(tree: Any, layout: Layout) -> Iterator[Leaf]:
+    """The parameters of a component."""
+    between = layout.mesh_axes("embed")
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        named = [axis for entry in leaf.sharding.spec if entry for axis in _axes(entry)]
+        kept = [axis for axis in named if axis not in between]
+        yield Leaf(
+            size=math.prod(leaf.shape),
+            gathered=tuple(axis for axis in named if axis in between),
+            split=_parts(layout, kept),
+            layer="layers" in jax.tree_util.keystr(path),
+        )
+
+
+def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _parts(layout: Layout, axes: Sequence[str]) -> int:
+    return math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def _replicas(layout: Layout, leaf: Leaf) -> tuple[str, ...]:
+    """Axes whose devices see other tokens and hold the same shard."""
+    tokens = (*layout.batch_axes, *layout.mesh_axes("sequence"))
+    return tuple(axis for axis in tokens if axis not in leaf.gathered)
+
+
+# ---------------------------------------------------------------------------- what is sent
+
+
+def resident_bytes(programs: Programs) -> int:
+    """What a device holds between programs: parameters and moments, gradients, pools and theirs."""
+    pools = getattr(programs, "pools", {})
+    tokens = [pool.tokens for pool in pools.values()]
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((programs.state, programs.trained, pools, tokens))
+    )
+
+
+def rows_of(
+    setting: Mapping[str, Any], checked: CheckedProgram, needed: dict[Kind, float] | None
+) -> list[dict[str, Any]]:
+    """One record for every operation and axes of a program, those that send most first."""
+    sent: dict[Kind, dict[str, float]] = {}
+    exact: dict[Kind, bool] = {}
+    for transfer in checked.transfers:
+        kind = (transfer.operation, transfer.axes)
+        by_type = sent.setdefault(kind, {})
+        by_type[transfer.dtype] = by_type.get(transfer.dtype, 0) + transfer.sent_bytes
+        exact[kind] = exact.get(kind, True) and transfer.exact
+    kinds = sorted({*sent, *(needed or {})}, key=lambda kind: -sum(sent.get(kind, {}).values()))
+    return [
+        {
+            **setting,
+            "program": in_words(checked.name),
+            "operation": operation,
+            "axes": list(axes),
+            "bytes": sum(sent.get((operation, axes), {}).values()),
+            "needed_bytes": None if needed is None else needed.get((operation, axes), 0.0),
+            "by_type": sent.get((operation, axes), {}),
+            "exact": exact.get((operation, axes), True),
+            "temporary_gb": checked.memory.temporaries / 1e9,
+            "compile_seconds": checked.compile_seconds,
+            "fallbacks": list(checked.fallbacks),
+        }
+        for operation, axes in kinds
+    ]
+
+
+def measure(
+    model: str, mesh: str, remat: str, chip: Chip, only: Sequence[str] | None, seed: int
+) -> list[dict[str, Any]]:
+    """The records of one model on one mesh, each printed when its program is compiled."""
+    config = mesh_config(model, mesh, remat)
+    devices = target_mesh(config, chip, DEVICES[model])
+    programs = generated_lengths(config, devices, seed, MIX).programs()
+    setting = {
+        "model": model,
+        "devices": DEVICES[model],
+        "mesh": mesh,
+        "remat": remat,
+        "resident_gb": resident_bytes(programs) / 1e9,
+    }
+    rows = []
+    for name, job in programs.jobs.items():
+        if name.function in LEFT_OUT or (only and name.function not in only):
+            continue
+        began = time.perf_counter()
+        try:
+            checked = check_job(config, programs, name, job, chip)
+        except jax.errors.JaxRuntimeError as error:
+            print(
+                f"{model}, {mesh}: {in_words(name)} does not compile: {str(error).splitlines()[0]}"
+            )
+            continue
+        of_program = rows_of(setting, checked, needed_bytes(programs, name))
+        rows += of_program
+        sent = sum(row["bytes"] for row in of_program)
+        must = [row["needed_bytes"] for row in of_program]
+        print(
+            f"{model}, {mesh}, {remat}: {in_words(name)}: sends {sent / 1e9:.1f} GB, needed "
+            f"{'-' if None in must else f'{sum(must) / 1e9:.1f}'}; temporary "
+            f"{checked.memory.temporaries / 1e9:.1f} GB; {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+        for line in checked.fallbacks:
+            print(f"  {line}", flush=True)
+    return rows
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--model", choices=MESHES, help="default: all")
+    meshes = list(dict.fromkeys(mesh for of_model in MESHES.values() for mesh in of_model))
+    parser.add_argument("--mesh", choices=meshes, help="default: all")
+    parser.add_argument("--remat", nargs="+", default=["full"], help="of towers and decoder")
+    parser.add_argument("--only", nargs="+", metavar="FUNCTION", help="programs; default: all")
+    options = parser.parse_args(command)
+    only_compile()
+    rows: list[dict[str, Any]] = []
+    failed = []
+    for model in MESHES if options.model is None else [options.model]:
+        for mesh in MESHES[model] if options.mesh is None else [options.mesh]:
+            for remat in options.remat:
+                try:
+                    rows += measure(model, mesh, remat, chip_of(CHIP), options.only, options.seed)
+                except ChipError as error:
+                    print(f"benchmarks.ahead compiles nothing: {error}", file=sys.stderr)
+                    return 2
+                except USER_ERRORS as error:
+                    failed.append(f"{model}, {mesh}, {remat}: {error}")
+                    print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
+    show(rows)
+    write_json(options.json, "ahead", options.seed, GENERATOR, chip=CHIP, rows=rows, failed=failed)
+    return 1 if failed else 0
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table for every model, mesh and remat."""
+    tables: dict[str, list[list[Any]]] = {}
+    for row in rows:
+        title = (
+            f"{row['model']} on {row['devices']} of {CHIP}, {row['mesh']}, remat {row['remat']}: "
+            f"{row['resident_gb']:.1f} GB between programs"
+        )
+        needed = row["needed_bytes"]
+        tables.setdefault(title, []).append(
+            [
+                row["program"],
+                row["operation"],
+                ", ".join(row["axes"]),
+                ", ".join(row["by_type"]),
+                row["bytes"] / 1e9,
+                None if needed is None else needed / 1e9,
+                row["temporary_gb"],
+            ]
+        )
+    for title, lines in tables.items():
+        print_table(title, COLUMNS, lines, left_aligned=4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What programs must send is counted by hand for a tiny model, and set beside what they send."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from benchmarks import ahead
+from benchmarks.omni import MODELS, omni_config
+from jaxmllm.models.mllm import build_model
+from jaxmllm.setup.ahead import CheckedProgram, Memory, Transfer
+from jaxmllm.setup.chips import ChipError
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools.generated_lengths import generated_lengths
+from jaxmllm.training.programs.base import ProgramName
+from sharding.mesh import abstract_mesh, make_mesh
+
+SLOTS = 4096
+# Numbers of the tiny decoder's two layers: queries and outputs, keys and values, the MLP
+LAYERS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+TABLES = 2 * 512 * 64  # embedding and head
+NORMS = 5 * 64
+TYPE = 2  # bytes of a number in bfloat16
+# Of a tower's two layers: attention, MLP
+TOWER = 2 * (4 * 64 * 64 + 2 * 64 * 128)
+
+
+def tiny_programs(**sections):
+    phases = {name: {"capacities": [16384], "spans": [1]} for name in ("vision", "audio")}
+    phases["language"] = {"capacities": [SLOTS], "spans": sections.pop("spans", [1])}
+    config = omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections)
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:8], spans=mesh_spans(config))
+    return generated_lengths(config, mesh, 0, ahead.MIX).programs()
+
+
+def needed(programs, function, subject="language", capacity=SLOTS, span=1):
+    return ahead.needed_bytes(programs, ProgramName(function, subject, capacity, span))
+
+
+def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once():
+    programs = tiny_programs(mesh={"data": 2, "fsdp": 4})
+    forward = TYPE * (LAYERS + TABLES) * 3 / 4
+    assert needed(programs, "evaluate") == {("all-gather", ("fsdp",)): forward}
+    assert needed(programs, "language_loss_and_grad") == {
+        ("all-gather", ("fsdp",)): forward + TYPE * LAYERS * 3 / 4,
+        ("reduce-scatter", ("fsdp",)): forward,
+    }
+    # Replicas are added once a step: shards, and what is not split at all
+    update = needed(programs, "update", "")
+    assert update.keys() == {("all-reduce", ("data",)), ("all-reduce", ("data", "fsdp"))}
+    sharded = sum(
+        leaf.size
+        for leaf in jax.tree.leaves(programs.trained)
+        if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    )
+    assert update["all-reduce", ("data",)] == 2 / 2 * 4 * sharded / 4
+    of_tower = needed(programs, "encode_grad", "vision", 16384)["all-gather", ("fsdp",)]
+    once = needed(programs, "encode", "vision", 16384)["all-gather", ("fsdp",)]
+    assert of_tower - once == pytest.approx(TYPE * TOWER * 3 / 4)
+
+
+def test_tensor_adds_activations_and_parts_gather_keys_and_values():
+    tensor = needed(tiny_programs(mesh={"data": 4, "tensor": 2}), "language_loss_and_grad")
+    # Twice a layer and once for the tables, in two passes, in a ring of two
+    assert tensor == {("all-reduce", ("tensor",)): 2 * (2 * 2 + 1) * SLOTS * 64 * TYPE}
+
+    context = needed(tiny_programs(mesh={"data": 4, "context": 2}), "language_loss_and_grad")
+    keys_and_values = 2 * 2 * SLOTS * 32 * TYPE / 2
+    assert context == {
+        ("all-gather", ("context",)): 2 * keys_and_values,
+        ("reduce-scatter", ("context",)): keys_and_values,
+    }
+    shared = tiny_programs(mesh={"data": 8}, spans=[1, 2])
+    of_span = needed(shared, "evaluate", span=2)
+    assert list(of_span.values()) == [2 * keys_and_values]  # of a row that is twice as long
+    assert not needed(shared, "evaluate")
+
+
+def test_what_the_data_decide_has_no_least():
+    programs = tiny_programs(mesh={"data": 2, "fsdp": 4})
+    assert needed(programs, "hop", "vision", 0) is None
+    assert needed(programs, "deliver", "vision", 0) == {}
+    staged = tiny_programs(mesh={"data": 4}, pipeline={"stages": 2})
+    assert needed(staged, "gradients", "", 0) is None
+
+
+def test_rows_set_what_is_sent_beside_what_must_be():
+    def gather(dtype, sent, exact=True):
+        return Transfer("all-gather", ("fsdp",), dtype, 8, 2, exact, 1, sent, ())
+
+    program = CheckedProgram(
+        ProgramName("evaluate", "language", SLOTS),
+        1.0,
+        2.0,
+        Memory(1, 2, 3, 5_000_000_000, 4),
+        (gather("f32", 6.0), gather("bf16", 2.0, exact=False)),
+        {},
+        ("no kernel",),
+    )
+    must = {("all-gather", ("fsdp",)): 4.0, ("all-reduce", ("data",)): 1.0}
+    first, second = ahead.rows_of({"model": "tiny"}, program, must)
+    assert (first["program"], first["model"]) == ("evaluate language 4096", "tiny")
+    assert (first["bytes"], first["needed_bytes"], first["exact"]) == (8.0, 4.0, False)
+    assert first["by_type"] == {"f32": 6.0, "bf16": 2.0} and first["temporary_gb"] == 5
+    assert first["fallbacks"] == ["no kernel"]
+    assert (second["operation"], second["axes"]) == ("all-reduce", ["data"])
+    assert (second["bytes"], second["needed_bytes"], second["exact"]) == (0, 1.0, True)
+    assert all(row["needed_bytes"] is None for row in ahead.rows_of({}, program, None))
+
+
+@pytest.mark.parametrize("model", ahead.MESHES)
+def test_every_mesh_has_the_devices_and_splits_the_model(model):
+    for mesh in ahead.MESHES[model]:
+        config = ahead.mesh_config(model, mesh)
+        shape = abstract_mesh(config.mesh_sizes, ahead.DEVICES[model], mesh_spans(config))
+        built = build_model(config.model, 152_064, config.components, shape)
+        leaves = jax.tree.leaves(built.abstract("float32"))
+        billions = sum(leaf.size for leaf in leaves) / 1e9
+    assert billions == pytest.approx({"7B": 8.93, "84B": 84.3}[model], rel=0.01)
+    assert MODELS[model].keys() == ahead.CAPACITIES.keys()
+
+
+def test_without_the_compiler_it_says_so(monkeypatch, capsys):
+    def missing(chip, count):
+        raise ChipError("compiling for h100 needs jax_plugins")
+
+    monkeypatch.setattr(ahead, "only_compile", lambda: None)
+    monkeypatch.setattr("jaxmllm.setup.ahead.chip_devices", missing)
+    assert ahead.main(["--model", "7B", "--mesh", "fsdp"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
