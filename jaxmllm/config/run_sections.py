@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -77,3 +77,6 @@ class RunConfig(Section):
     steps: PositiveInt
     seed: int = Field(0, ge=0, lt=1 << 63)
     param_dtype: DType = "float32"
+    # Folder of compiled programs, which the next start reads; auto: `compiled` next to the run folder;
+    # none: every start compiles.
+    compilation_cache: Auto | Annotated[str, Field(min_length=1)] | None = "auto"

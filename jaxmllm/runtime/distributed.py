@@ -24,6 +24,7 @@ from jaxmllm.config.read import config_tree, dotted_values
 from jaxmllm.config.schema import Config, DistributedConfig
 from jaxmllm.runtime import coordinator, hosts
 from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, gather
+from jaxmllm.runtime.compilation_cache import keep_programs
 
 COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
@@ -38,7 +39,13 @@ COORDINATOR_SECONDS = 60.0  # that the coordinator may take to start
 JAX_SLACK_SECONDS = 120
 PACKAGES = ("jax", "jaxlib", "numpy", "numba", "flax", "optax", "orbax-checkpoint", "grain")
 # Hosts may keep the data at different places, and read it as fast as each of them can.
-HOST_KEYS = ("data.root", "data.index_cache", "data.workers", "data.prefetch")
+HOST_KEYS = (
+    "data.root",
+    "data.index_cache",
+    "data.workers",
+    "data.prefetch",
+    "run.compilation_cache",
+)
 
 
 CPU_THREADS_PER_DEVICE = 4
@@ -60,13 +67,15 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
 
 
 def start_jax(config: Config) -> None:
-    """All that JAX must be told before anything asks it for devices: threads, 64 bits, the processes of the run.
+    """All that JAX must be told before anything asks it for devices: threads, 64 bits, the processes of the run; and
+    where it keeps compiled programs.
 
     Raises `LaunchError` and `HostsError` as `initialize_distributed` does.
     """
     reserve_cpu_threads()
     jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
     initialize_distributed(limits=config.distributed, facts=facts_of(config))
+    keep_programs(config)
 
 
 class LaunchError(ValueError):

@@ -19,6 +19,7 @@ from jaxmllm.runtime.checkpoint_fit import listed
 # No step depends on these. Each pattern covers the key it matches and everything below it.
 FREE_KEYS = (
     "run.directory",
+    "run.compilation_cache",
     "model.language.loss_chunk",
     "components.*.remat",
     "components.*.attention",

@@ -443,6 +443,7 @@ RUN = {  # changes of a run of three steps; see `left_by`
 }
 
 ELSEWHERE = {
+    "run.compilation_cache": "runtime/test_compilation_cache.py::test_programs_are_kept_where_they_shall_be",
     "model.from": "training/test_initial.py::test_parameters_are_read_on_any_mesh",
     "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
     "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",

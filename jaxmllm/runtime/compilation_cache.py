@@ -1,0 +1,53 @@
+"""Compiled programs on disk, so that a run that starts again does not compile for minutes.
+
+config --keep_programs--> JAX's settings, before anything is compiled --describe--> a line for the log
+
+JAX keys every program by its text, the compiler's version and options, and the devices; what does not
+match is compiled. The first process writes, all read: give several hosts a folder that they share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxmllm.config.schema import Config
+
+FOLDER = "compiled"  # next to the run folder
+
+
+def keep_programs(config: Config) -> None:
+    """Set JAX's cache as `run.compilation_cache` says; nothing may have been compiled yet.
+
+    `auto` leaves alone what JAX_COMPILATION_CACHE_DIR says.
+    """
+    folder = config.run.compilation_cache
+    if folder == "auto":
+        folder = jax.config.jax_compilation_cache_dir or str(  # type: ignore[attr-defined]
+            Path(config.run.directory).absolute().parent / FOLDER
+        )
+    if folder is None or reason_against(config):
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # By default JAX keeps only what took a second: the many small programs of a start add up
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def reason_against(config: Config) -> str | None:
+    """Why a config's programs are compiled anew whatever it says; none where they may be kept."""
+    # Pipelines' programs that XLA's CPU client read from disk have hung in their collectives, or
+    # damaged the heap (jax 0.10.2): not each time, and never those that it had compiled itself
+    if config.pipeline.stages > 1 and jax.default_backend() == "cpu":
+        return "on CPU, programs of pipelines that are read from disk may hang"
+    return None
+
+
+def describe(config: Config) -> str:
+    """Where compiled programs are kept."""
+    if reason := reason_against(config):
+        return f"compiled programs: not kept: {reason}"
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return f"compiled programs: {f'kept in {folder}' if enabled and folder else 'not kept'}"
