@@ -20,6 +20,9 @@ kept = [
 ]
 os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PATIENT, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
+# A run tells JAX to keep programs on disk, for the rest of its process: a pipeline of a later test must
+# not read them (jaxmllm/runtime/compilation_cache.py).
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import jax  # noqa: E402
 
