@@ -9,6 +9,7 @@ transpose of the gather.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -42,14 +43,37 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     """
     axes = layout.mesh_axes("sequence")
     if layout.span > 1 or not axes:
-        return by_rank(layout, permute(layout, x, slots))
+        return _copied(layout, by_rank(layout, permute(layout, x, slots)))
 
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
 
-    return layout.local(
+    taken = layout.local(
         on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
     )(x, slots)
+    return _copied(layout, taken)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copied(layout: Layout, x: jax.Array) -> jax.Array:
+    """What all devices of a rank hold copies of, in code that is manual over them.
+
+    Each copy is given the gradient of them all, of which it may return its share: shard_map does
+    that where it ends, and no shard_map ends here.
+    """
+    return x
+
+
+def _copied_forward(layout: Layout, x: jax.Array) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _copied_backward(layout: Layout, _: None, d_x: jax.Array) -> tuple[jax.Array]:
+    copies = (layout.mesh.shape[axis] for axis in layout.part_axes if axis in layout.manual_axes)
+    return (d_x / math.prod(copies),)
+
+
+_copied.defvjp(_copied_forward, _copied_backward)
 
 
 def by_rank(layout: Layout, x: jax.Array) -> jax.Array:

@@ -57,12 +57,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         """R: ranks, which compute equally many slots at the same time."""
-        return self.size("rank")
+        return self._devices("rank")
 
     @property
     def groups(self) -> int:
         """R / g: rows computed at the same time, one in each group of ranks."""
-        return self.size("batch")
+        return self._devices("batch")
 
     @property
     def span(self) -> int:
@@ -70,11 +70,21 @@ class Layout:
         return self.ranks // self.groups
 
     def size(self, name: str) -> int:
-        """Number of parts a logical axis is split into."""
-        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+        """Number of parts that a logical axis of arrays is split into here."""
+        return math.prod(self.mesh.shape[axis] for axis in self._split(name))
 
     def spec(self, axes: Axes) -> P:
-        return P(*(self.mesh_axes(name) or None for name in axes))
+        """How arrays are split here."""
+        return P(*(self._split(name) or None for name in axes))
+
+    def _split(self, name: str | None) -> tuple[str, ...]:
+        """Mesh axes of a logical axis, without those that are manual here."""
+        manual = self.manual_axes
+        return tuple(axis for axis in self.mesh_axes(name) if axis not in manual)
+
+    def _devices(self, name: str) -> int:
+        """Number of devices along the mesh axes of a logical axis."""
+        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
 
     def sharding(self, axes: Axes) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
@@ -82,7 +92,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """g * X: parts that a row's slots are split into, X on each of its ranks (context
-        parallelism)."""
+        parallelism); 1 inside a shard_map that is manual over them."""
         return self.size("sequence")
 
     @property
@@ -135,28 +145,26 @@ class Layout:
     def _with(self, **rules: tuple[str, ...]) -> Layout:
         return Layout(self.mesh, tuple((dict(self.rules) | rules).items()))
 
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """Mesh axes over which the code here is manual: it sees what one device along them has."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return frozenset(axis for axis, axis_type in types if axis_type == AxisType.Manual)
+
     def inside(self, *axes: str) -> Layout:
         """The same for code inside a shard_map that is manual over mesh axes.
 
-        What these axes split is one part there.
+        What these axes split is one part there (`size`, `spec`). Collectives may name them.
         """
+        if not axes:
+            return self
         mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
-        rules = tuple(
-            (name, tuple(axis for axis in mesh_axes if axis not in axes))
-            for name, mesh_axes in self.rules
-        )
-        return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), rules)
+        return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), self.rules)
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        if self.manual_axes == set(self.mesh.axis_names):
+            return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
-
-    def gathered(self, weight: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter gathered except along the compute axes, as the computation needs it.
-
-        This is the all-gather of FSDP.
-        """
-        kept = tuple(name if name in COMPUTE_AXES else None for name in axes)
-        return self.constrain(weight, kept)
 
     def local(
         self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any
@@ -169,14 +177,16 @@ class Layout:
           in_axes: of each argument, or a tree of them.
           out_axes: of the result, likewise.
         """
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        # Inside another shard_map its manual axes may not be named again.
+        names = set(self.mesh.axis_names) - self.manual_axes
+        if not names:
+            return function
         return jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=jax.tree.map(self.spec, tuple(in_axes), is_leaf=_is_axes),
             out_specs=jax.tree.map(self.spec, out_axes, is_leaf=_is_axes),
-            # Inside another shard_map its manual axes may not be named again.
-            axis_names={name for name, axis_type in types if axis_type != AxisType.Manual},
+            axis_names=names,
             check_vma=False,
         )
 

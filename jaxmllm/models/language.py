@@ -23,6 +23,7 @@ from jaxmllm.models.layers import (
     weight,
 )
 from jaxmllm.models.rows import LanguageRows
+from sharding.parameters import looked_up
 from sharding.rules import Axes, Layout
 
 
@@ -82,9 +83,9 @@ class Decoder(nnx.Module):
     def embed(
         self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype
     ) -> Float[Array, "R C D"]:
-        # Cast after the lookup: the gradient of a frequent token is a long sum.
-        table = weight(self.embedding, layout, self.embedding[...].dtype)
-        return layout.constrain(table[tokens].astype(dtype), ("batch", "sequence", None))
+        table = self.embedding
+        found = looked_up(layout, table[...], table.axes, tokens, dtype)
+        return layout.constrain(found, ("batch", "sequence", None))
 
     def output_head(self) -> OutputHead:
         """The head, which the loss gathers and applies chunk by chunk."""

@@ -22,6 +22,7 @@ from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Kernel, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
+from sharding.parameters import gathered
 from sharding.rules import Axes, Layout
 
 Remat = Literal["none", "dots", "full"]
@@ -64,7 +65,7 @@ def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
 
 def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
     """The parameter as a computation in `dtype` needs it: cast, then gathered."""
-    return layout.gathered(p[...].astype(dtype), p.axes)
+    return gathered(layout, p[...], p.axes, dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -29,6 +29,7 @@ from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
+from sharding.parameters import row_axes
 from sharding.rules import Layout, make_layout
 
 
@@ -99,6 +100,14 @@ class MLLM:
         model = self
         for name in self.phases[phase].components:
             model = model.with_layout(name, self.components[name].layout.spanned(span))
+        return model
+
+    def by_device(self, phase: str) -> MLLM:
+        """The same model for a phase's code of one device along the axes of rows (sharding/parameters.py)."""
+        axes = row_axes(self.layout(phase))
+        model = self
+        for name in self.phases[phase].components:
+            model = model.with_layout(name, self.components[name].layout.inside(*axes))
         return model
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:

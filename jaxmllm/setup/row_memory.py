@@ -51,13 +51,14 @@ def _state_bytes(config: Config, model: MLLM) -> int:
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
 
-    def bytes_of(tree: object) -> int:
+    def bytes_of(tree: object, least: int = 0) -> int:
         return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * max(leaf.dtype.itemsize, least)
             for leaf in jax.tree.leaves(tree)
         )
 
-    return bytes_of(params) + (1 + MOMENTS) * bytes_of(trained)
+    # Gradients add up in at least float32
+    return bytes_of(params) + bytes_of(trained, 4) + MOMENTS * bytes_of(trained)
 
 
 def _slot_bytes(config: Config, model: MLLM, phase: str) -> float:

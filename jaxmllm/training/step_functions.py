@@ -5,6 +5,7 @@
     language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
+    (add_replicas     gradients of every replica -> gradients: training/programs/phased.py)
     update            gradients, sums -> new state, metrics
 
 Gradients arrive with their final scale, one over the planned number of target tokens of the whole
@@ -71,6 +72,10 @@ class StepFunctions:
         """The same functions for rows of a phase that `span` ranks hold together. Pools and sums
         stay by rank: [R, W, D] and [R, N]."""
         return replace(self, model=self.model.spanned(phase, span))
+
+    def by_device(self, phase: str) -> StepFunctions:
+        """The same functions for a phase's code of one device along the axes of rows (sharding/parameters.py)."""
+        return replace(self, model=self.model.by_device(phase))
 
     def trainable_of(self, phase: str) -> tuple[str, ...]:
         """Trainable components of a phase; without any, its backward programs do not exist."""
@@ -140,7 +145,7 @@ class StepFunctions:
 
         tokens, vjp = jax.vjp(tokens_of, trained)
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
-        return jax.tree.map(jnp.add, grads, vjp(d_tokens.astype(tokens.dtype))[0])
+        return _accumulated(grads, vjp(d_tokens.astype(tokens.dtype))[0])
 
     # ------------------------------------------------------------------ language
 
@@ -198,7 +203,7 @@ class StepFunctions:
             d_pool = self._returned(rows, d_media, d_pool)
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        return d_pool, jax.tree.map(jnp.add, grads, d_params), self._added(sums, row_sums)
+        return d_pool, _accumulated(grads, d_params), self._added(sums, row_sums)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
@@ -295,3 +300,10 @@ class StepFunctions:
         return self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
         )
+
+
+def _accumulated(grads: Params, added: Params) -> Params:
+    """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or all."""
+    return jax.tree.map(
+        lambda total, leaf: total + leaf.astype(total.dtype).reshape(total.shape), grads, added
+    )

@@ -3,6 +3,8 @@ named."""
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
 WHEELS = any(map(chips._installed, chips.CUDA_PLUGINS))
+NEEDS_WHEELS = pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
 LAYERS = 2  # of the language model
 
 
@@ -70,6 +73,58 @@ def test_evaluation_gathers_every_sharded_weight_once(data):
     assert {transfer.operation for transfer in program.transfers} == {"all-gather"}
 
 
+COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
+BFLOAT16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}
+BACKWARD = {"language_loss_and_grad", "encode_grad"}
+
+
+def reduced(program, **facts):
+    return sum(
+        transfer.total_bytes
+        for transfer in program.transfers
+        if transfer.operation == "reduce-scatter"
+        and all(getattr(transfer, name) == value for name, value in facts.items())
+    )
+
+
+@pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])
+def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_shards(data, chip):
+    programs, results = checked(data, chip, BACKWARD | {"add_replicas"}, **BFLOAT16)
+    once = results.pop(("add_replicas", "")).transfers
+    assert {(transfer.operation, transfer.dtype, transfer.trips) for transfer in once} == {
+        ("all-reduce", "f32", 1)
+    }
+    assert all("data" in transfer.axes for transfer in once)
+    for program in results.values():
+        assert {transfer.operation for transfer in program.transfers} <= {
+            "all-gather",
+            "reduce-scatter",
+            "all-to-all",
+        }
+        assert {transfer.axes for transfer in program.transfers} == {("fsdp",)}
+        assert reduced(program) == reduced(program, dtype="f32", exact=True)
+    program = results["language_loss_and_grad", "language"]
+    params = programs.params["language"]
+    layers, head = map(sharded_bytes, (params["layers"], params["head"]))
+    # The embedding stays where it lies; layers are gathered again for the backward pass
+    assert reduced(program) == layers + head
+    (dtype,) = {transfer.dtype for transfer in program.transfers} - {"s32", "f32"} or {"f32"}
+    assert gathered(program, dtype=dtype) == (2 * layers + head) * (0.5 if dtype == "bf16" else 1)
+    assert (dtype == "bf16") == (chip != "cpu")  # where XLA sends no bfloat16, whatever it is asked
+
+
+def test_weights_are_asked_for_in_the_type_of_the_computation(data):
+    """As above, before the compiler for CPUs makes float32 of it."""
+    config = parse_config(tiny_config(data, mesh={"data": 2, "fsdp": 4}, **BFLOAT16))
+    programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS["cpu"], 8)))
+    for name, job in programs.jobs.items():
+        if name.function in BACKWARD:
+            sent = re.findall(
+                r"stablehlo\.all_gather.*-> tensor<[\dx]*x(\w+)>", job.lower().as_text()
+            )
+            assert len(sent) > 10 and set(sent) <= {"bf16", "i32"}, name
+
+
 def test_memory_of_arguments_and_outputs_is_that_of_the_shards(data):
     programs, results = checked(data, "cpu", {"zero"})
     gradients = results["zero", "gradients"].memory
@@ -101,7 +156,7 @@ def test_collectives_that_agree_are_one_record():
     assert whole_axes(("data", "fsdp.1"), mesh) == ("data", "fsdp")
 
 
-@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+@NEEDS_WHEELS
 def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
     wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
     programs, results = checked(data, "h100", {"evaluate", "hop", "encode"}, **wide)
@@ -116,35 +171,7 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
     assert "attention of vision is the loop" in line and "heads of 16 numbers" in line
 
 
-@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
-def test_the_head_travels_in_bfloat16_and_its_gradient_in_float32(data):
-    programs, results = checked(
-        data,
-        "h100",
-        {"language_loss_and_grad"},
-        components__language__compute_dtype="bfloat16",
-        model__language__vocab_size=8192,
-    )
-    program = results["language_loss_and_grad", "language"]
-    head = programs.params["language"]["head"].size
-    assert gathered(program, dtype="bf16", bytes=2 * head, axes=("fsdp",)) == 2 * head
-    # The embedding's, which is as large
-    assert gathered(program, dtype="f32", bytes=4 * head) == 4 * head
-    summed = {
-        (sent.operation, sent.axes): (sent.dtype, sent.bytes)
-        for sent in program.transfers
-        if any("shard_map" in scope for scope in sent.scopes) and sent.operation != "all-gather"
-    }
-    assert summed["reduce-scatter", ("fsdp",)] == ("f32", 4 * head)
-    assert summed["all-reduce", ("data",)] == ("f32", 4 * head // 4)
-    assert not any(
-        "fsdp" in sent.axes and sent.bytes >= head
-        for sent in program.transfers
-        if sent.operation == "all-reduce"
-    )
-
-
-@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+@NEEDS_WHEELS
 def test_an_attention_that_was_asked_for_is_no_fallback(data):
     _, results = checked(data, "h100", {"evaluate"}, components__language__attention="jax")
     assert not results["evaluate", "language"].fallbacks
@@ -164,7 +191,7 @@ def test_tpus_gather_as_much_and_their_layers_are_counted(data):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
+@NEEDS_WHEELS
 @pytest.mark.parametrize(
     "changes, functions",
     [

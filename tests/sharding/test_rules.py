@@ -82,15 +82,6 @@ def shard_shape(x):
     return x.sharding.shard_shape(x.shape)
 
 
-def test_gathered_keeps_only_the_compute_axes_split():
-    layout = make_layout(MESH)
-    weight = jax.device_put(np.arange(32.0).reshape(8, 4), layout.sharding(("embed", "mlp")))
-    assert shard_shape(weight) == (4, 2)
-    whole = jax.jit(lambda w: layout.gathered(w, ("embed", "mlp")))(weight)
-    assert shard_shape(whole) == (8, 2)
-    np.testing.assert_array_equal(whole, weight)
-
-
 def test_local_runs_on_each_devices_own_part():
     layout = make_layout(MESH)
     rows, table = jnp.arange(4.0 * 6).reshape(4, 6), jnp.arange(6.0)

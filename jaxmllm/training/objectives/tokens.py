@@ -232,7 +232,8 @@ class _Loss:
         return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
 
     def _scattered(self, d_head: Array) -> Array:
-        """The sum of all ranks' gradients, of which a device gets the part that it holds."""
+        """The sum of all ranks' gradients, of which a device gets the part that it holds; of ranks along
+        manual axes only those that hold parts of one matrix, for replicas keep sums of their own."""
         holders, ranks = self._split("embed"), self._split(*SLOTS)
         copies = tuple(axis for axis in holders if axis not in ranks)
         if copies:  # their devices have computed the same
@@ -241,7 +242,8 @@ class _Loss:
             d_head = jax.lax.psum_scatter(
                 d_head, holders, scatter_dimension=self._width, tiled=True
             )
-        return _summed(d_head, tuple(axis for axis in ranks if axis not in holders))
+        apart = self.layout.manual_axes.union(holders)
+        return _summed(d_head, tuple(axis for axis in ranks if axis not in apart))
 
 
 def slots_with_target(

@@ -127,7 +127,7 @@ class Programs(abc.ABC):
         self.attention = attention
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
-        # Shapes of what is trained, and of gradients
+        # Shapes of what is trained, and of its gradients when they are complete
         self.trained, _ = functions.model.trainable.split(self.params)
         self.state = self._abstract_state(self.params)
         self.jobs = self._jobs(formats)

@@ -5,7 +5,7 @@ a loop count, so
 no program is ever compiled again:
 
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
-    (hop_back x hops; deliver_back) x rounds; encode_grad x M; update
+    (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Pr
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
 from jaxmllm.training.programs.transfer import put_ranks
 from jaxmllm.training.step_functions import KeptFeatures, TrainState
+from sharding.parameters import by_replica, map_rows
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class PhasedPrograms(Programs):
                     d_encoder,
                     self._grads_of(gradients, phase),
                 )
-        return gradients, sums, failed
+        return self._call("add_replicas")(gradients), sums, failed
 
     def evaluate(
         self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None
@@ -304,9 +305,12 @@ class PhasedPrograms(Programs):
             )
             for owner in dict.fromkeys(self.exchange_owner.values())
         }
-        gradients = self.trained
-        jobs = self._common_jobs(gradients) | {
-            ProgramName("zero", "gradients"): zeros_job(gradients)
+        self.accumulators = self._abstract_accumulators()
+        jobs = self._common_jobs(self.trained) | {
+            ProgramName("zero", "gradients"): zeros_job(self.accumulators),
+            ProgramName("add_replicas"): Job(
+                self._add_replicas, (self.accumulators,), self.trained, donated=(0,)
+            ),
         }
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():
@@ -318,7 +322,7 @@ class PhasedPrograms(Programs):
     def _language_jobs(self, block: int) -> Jobs:
         spec = self.spec.phases[LANGUAGE]
         params = self._params_of(self.params, LANGUAGE)
-        grads = self._grads_of(self.trained, LANGUAGE)
+        grads = self._grads_of(self.accumulators, LANGUAGE)
         pool = self.pools[LANGUAGE]
         sums = self._abstract_sums()
         windows = LANGUAGE in self.functions.model.config.windows
@@ -332,11 +336,12 @@ class PhasedPrograms(Programs):
             rows = abstract_language_rows(
                 functions.model.layout(LANGUAGE), capacity, spec.max_segments, block, windows
             )
+            arguments = (params, rows, pool, self._scalar(), pool.tokens, grads, sums)
+            results = (pool.tokens, grads, sums)
+            by_device = functions.by_device(LANGUAGE).language_loss_and_grad
+            layout = functions.model.layout(LANGUAGE)
             jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
-                functions.language_loss_and_grad,
-                (params, rows, pool, self._scalar(), pool.tokens, grads, sums),
-                (pool.tokens, grads, sums),
-                donated=(4, 5, 6),
+                map_rows(layout, by_device, arguments, results), arguments, results, (4, 5, 6)
             )
             jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
                 functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
@@ -345,7 +350,7 @@ class PhasedPrograms(Programs):
 
     def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
         params = self._params_of(self.params, phase)
-        grads = self._grads_of(self.trained, phase)
+        grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
         pool_offset = failed = self._scalar(np.int32)
         windows = phase in self.functions.model.config.windows
@@ -369,11 +374,10 @@ class PhasedPrograms(Programs):
             )
             if functions.trainable_of(phase):
                 start = rows if features is None else features
+                arguments = (params, start, pool.tokens, pool_offset, grads)
+                by_device = partial(functions.by_device(phase).encode_grad, phase)
                 jobs[ProgramName("encode_grad", phase, capacity, span)] = Job(
-                    partial(functions.encode_grad, phase),
-                    (params, start, pool.tokens, pool_offset, grads),
-                    grads,
-                    donated=(4,),
+                    map_rows(layout, by_device, arguments, grads), arguments, grads, (4,)
                 )
         return jobs
 
@@ -381,6 +385,28 @@ class PhasedPrograms(Programs):
 
     def _params_of(self, params: Any, phase: str) -> Any:
         return {name: params[name] for name in self.functions.model.phases[phase].components}
+
+    def _abstract_accumulators(self) -> Any:
+        """Where gradients of trained parameters add up: each replica has sums of its own, in at
+        least float32."""
+        return {
+            name: jax.tree.map(
+                partial(by_replica, self.layouts[phase], dtype=self._real_dtype),
+                self.trained[name],
+            )
+            for phase in self.spec.phases
+            for name in self.functions.trainable_of(phase)
+        }
+
+    def _add_replicas(self, accumulators: Any) -> Any:
+        """The gradients of all replicas together: the only time in a step that replicas communicate."""
+        return jax.tree.map(
+            lambda total, leaf: (total if total.shape == leaf.shape else total.sum(0)).astype(
+                leaf.dtype
+            ),
+            accumulators,
+            self.trained,
+        )
 
     def _grads_of(self, grads: Any, phase: str) -> Any:
         return {name: grads[name] for name in self.functions.trainable_of(phase)}

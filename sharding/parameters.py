@@ -1,0 +1,199 @@
+"""Parameters that lie in shards: gathered where they are used, and their gradients back in shards.
+
+    shard --cast--> compute dtype --all-gather--> whole          whole --float32, reduce-scatter--> shard
+
+Inside a shard_map that is manual over the axes of rows (`row_axes`), these are collectives of our
+own: a gradient is summed over the devices that split its parameter, no others. Devices that hold
+copies of a shard, replicas, each have a sum of their own, which need not be added before the last
+microbatch (`replica_axes`). Elsewhere XLA places the collectives. It gathers forward as here, but
+adds gradients over all devices that have rows, microbatch by microbatch, and may cast late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.rules import COMPUTE_AXES, Axes, Layout
+
+
+def row_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes whose devices have different slots of rows, and those of one device, which may count
+    as anything; none where one device has all rows."""
+    rows = (*layout.mesh_axes("batch"), *layout.mesh_axes("sequence"))
+    sizes = layout.mesh.shape
+    if all(sizes[axis] == 1 for axis in rows):
+        return ()
+    return tuple(axis for axis, size in sizes.items() if axis in rows or size == 1)
+
+
+def replica_axes(layout: Layout, sharding: NamedSharding) -> tuple[str, ...]:
+    """Mesh axes along which devices have different rows but the same shard of a parameter."""
+    split = {axis for axes in sharding.spec if axes for axis in _tuple(axes)}
+    sizes = layout.mesh.shape
+    return tuple(axis for axis in row_axes(layout) if sizes[axis] > 1 and axis not in split)
+
+
+def by_replica(layout: Layout, leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Where the gradient of a parameter adds up: [replicas, ...], or [...] where there is one."""
+    axes = replica_axes(layout, leaf.sharding)
+    shape, spec = leaf.shape, leaf.sharding.spec
+    if axes:
+        replicas = math.prod(layout.mesh.shape[axis] for axis in axes)
+        shape, spec = (replicas, *shape), P(axes, *spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(leaf.sharding.mesh, spec))
+
+
+def map_rows(
+    layout: Layout, function: Callable[..., Any], arguments: Any, results: Any
+) -> Callable[..., Any]:
+    """A function whose code is that of one device along the axes of rows, for whole arrays.
+
+    Args:
+      layout: outside; inside, it is `layout.inside(*row_axes(layout))`.
+      arguments: shapes and shardings.
+      results: likewise.
+    """
+    axes = row_axes(layout)
+    if not axes:
+        return function
+
+    def spec(leaf: Any) -> P:
+        kept = (
+            tuple(axis for axis in _tuple(dimension) if axis in axes)
+            for dimension in leaf.sharding.spec
+        )
+        return P(*(dimension or None for dimension in kept))
+
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=jax.tree.map(spec, tuple(arguments)),
+        out_specs=jax.tree.map(spec, results),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def gathered(layout: Layout, weight: jax.Array, axes: Axes, dtype: Any) -> jax.Array:
+    """A parameter in `dtype`, gathered except along the compute axes, as the computation needs it.
+
+    This is the all-gather of FSDP. What it moves has the compute dtype; what its gradient moves has
+    at least float32, for it is a sum over many devices.
+    """
+    if any(_shards_here(layout, axes)):
+        return _gathered(layout, axes, jnp.dtype(dtype), weight.dtype, weight)
+    return layout.constrain(weight.astype(dtype), _kept(axes))
+
+
+def looked_up(
+    layout: Layout, table: jax.Array, axes: Axes, rows: jax.Array, dtype: Any
+) -> jax.Array:
+    """Rows of a table [V, D] in `dtype`: [R, C, D] for int32 [R, C].
+
+    Where devices hold parts of the width D, each looks up its part for all of them, and they
+    exchange what they found: no table is ever gathered, and no gradient of one. A row's gradient
+    adds up in the type of the table, for that of a frequent row is a long sum.
+    """
+    along_rows, names = _shards_here(layout, axes)
+    if along_rows or not names:
+        return gathered(layout, table, axes, table.dtype)[rows].astype(dtype)
+    everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
+    found = layout.constrain(table, _kept(axes))[everyones].astype(dtype)
+    return _returned(layout, names, found)
+
+
+def _kept(axes: Axes) -> Axes:
+    """The axes of a gathered parameter."""
+    return tuple(name if name in COMPUTE_AXES else None for name in axes)
+
+
+def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
+    """Of each dimension of a parameter, the manual axes along which it is to be gathered."""
+    manual = layout.manual_axes
+    return [
+        () if name in COMPUTE_AXES else tuple(a for a in layout.mesh_axes(name) if a in manual)
+        for name in axes
+    ]
+
+
+# What follows runs inside `Layout.local`, for XLA gathers over its own axes whatever collectives of
+# ours would send along them.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gathered(layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array) -> jax.Array:
+    def on_device(shard: jax.Array) -> jax.Array:
+        for dimension, names in enumerate(_shards_here(layout, axes)):
+            if names:
+                shard = jax.lax.all_gather(shard, names, axis=dimension, tiled=True)
+        return shard
+
+    return layout.local(on_device, (axes,), _kept(axes))(shard.astype(dtype))
+
+
+def _gathered_forward(
+    layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array
+) -> tuple[jax.Array, None]:
+    return _gathered(layout, axes, dtype, own, shard), None
+
+
+def _gathered_backward(
+    layout: Layout, axes: Axes, dtype: Any, own: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    def on_device(gradient: jax.Array) -> jax.Array:
+        for dimension, names in enumerate(_shards_here(layout, axes)):
+            if names:
+                gradient = jax.lax.psum_scatter(
+                    gradient, names, scatter_dimension=dimension, tiled=True
+                )
+        return gradient
+
+    wide = gradient.astype(jnp.promote_types(own, jnp.float32))
+    return (layout.local(on_device, (_kept(axes),), axes)(wide).astype(own),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _returned(layout: Layout, names: tuple[str, ...], found: jax.Array) -> jax.Array:
+    """Parts of everyone's rows [F * R, C, D / F] -> the whole of its own [R, C, D]."""
+    return _exchanged(layout, names, found, 0, 2)
+
+
+def _returned_forward(
+    layout: Layout, names: tuple[str, ...], found: jax.Array
+) -> tuple[jax.Array, None]:
+    return _returned(layout, names, found), None
+
+
+def _returned_backward(
+    layout: Layout, names: tuple[str, ...], _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    return (_exchanged(layout, names, gradient, 2, 0),)
+
+
+_returned.defvjp(_returned_forward, _returned_backward)
+
+
+def _exchanged(
+    layout: Layout, names: tuple[str, ...], x: jax.Array, split: int, joined: int
+) -> jax.Array:
+    whole = (None,) * x.ndim
+    exchange = partial(
+        jax.lax.all_to_all, axis_name=names, split_axis=split, concat_axis=joined, tiled=True
+    )
+    return layout.local(exchange, (whole,), whole)(x)
+
+
+def _tuple(axes: Any) -> tuple[str, ...]:
+    """The axes of one dimension of a PartitionSpec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -1,0 +1,111 @@
+"""Parameters in shards: gathered weights, looked-up tables and their gradients are those of whole ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import make_mesh
+from sharding.parameters import by_replica, gathered, looked_up, map_rows, replica_axes, row_axes
+from sharding.rules import make_layout
+
+AXES = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "scale": (None,)}
+SHAPES = {"table": (12, 8), "up": (8, 4), "scale": (8,)}
+SLOTS = ("batch", "sequence")
+MESHES = {  # mesh, span, replicas of a split parameter
+    "data-fsdp-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 1, 2),
+    "fsdp": ({"data": 1, "fsdp": 4}, 1, 1),
+    "data-context": ({"data": 2, "context": 2}, 1, 4),
+    "spans": ({"data": 2, "fsdp": 4}, 2, 2),
+    "tensor": ({"data": 1, "tensor": 2}, 1, 1),
+}
+
+
+def layout_of(sizes, span=1):
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    mesh = make_mesh(sizes, jax.devices()[: np.prod([*sizes.values()])], spans=(1, span))
+    return make_layout(mesh)
+
+
+def loss(layout, params, rows, target, dtype):
+    x = looked_up(layout, params["table"], AXES["table"], rows, dtype)
+    x = x * params["scale"].astype(dtype)
+    y = x @ gathered(layout, params["up"], AXES["up"], dtype)
+    y = layout.constrain(y, (*SLOTS, "mlp"))
+    return jnp.sum(jnp.tanh(y.astype(jnp.float32)) * target)
+
+
+def step(layout, dtype, params, rows, target, totals):
+    grads = jax.grad(lambda params: loss(layout, params, rows, target, dtype))(params)
+    return jax.tree.map(lambda total, leaf: total + leaf.reshape(total.shape), totals, grads)
+
+
+@pytest.mark.parametrize("sizes, span, replicas", MESHES.values(), ids=MESHES)
+def test_gradients_add_up_by_replica(sizes, span, replicas):
+    whole = layout_of(sizes, span)
+    layout = whole.spanned(span)
+    random = np.random.default_rng(0)
+    params = {
+        name: jax.device_put(
+            random.standard_normal(shape).astype(np.float32), whole.sharding(AXES[name])
+        )
+        for name, shape in SHAPES.items()
+    }
+    rows = random.integers(0, 12, (layout.groups, 4 * layout.parts)).astype(np.int32)
+    target = random.standard_normal((*rows.shape, 4)).astype(np.float32)
+    sums = jax.tree.map(lambda leaf: by_replica(layout, leaf, np.float32), params)
+    assert {sums[name].shape[: sums[name].ndim - 2] for name in ("table", "up")} == {
+        (replicas,) if replicas > 1 else ()
+    }
+    put = jax.device_put(rows, layout.sharding(SLOTS))
+    put_target = jax.device_put(target, layout.sharding((*SLOTS, None)))
+    totals = jax.tree.map(lambda leaf: jax.device_put(np.ones(leaf.shape), leaf.sharding), sums)
+
+    def by_device(*arguments):
+        return step(layout.inside(*row_axes(layout)), jnp.float32, *arguments)
+
+    arguments = (params, put, put_target, totals)
+    found = jax.jit(map_rows(layout, by_device, arguments, sums))(*arguments)
+    one = layout_of({})
+    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    expected = step(one, jnp.float32, jax.device_get(params), rows, target, zeros)
+    for name, want in expected.items():
+        got = np.asarray(found[name]) - 1
+        got = got.sum(0) if got.ndim > want.ndim else got
+        np.testing.assert_allclose(got, want, atol=1e-5, err_msg=name)
+
+
+def test_replicas_are_all_that_have_rows_and_the_same_shard():
+    layout = layout_of({"data": 2, "fsdp": 2, "context": 2})
+    mesh = layout.mesh
+    assert row_axes(layout) == ("data", "fsdp", "context", "tensor")
+    assert replica_axes(layout, layout.sharding(AXES["up"])) == ("data", "context")
+    assert replica_axes(layout, NamedSharding(mesh, P())) == ("data", "fsdp", "context")
+    assert row_axes(layout_of({"tensor": 2})) == ()
+    total = by_replica(
+        layout,
+        jax.ShapeDtypeStruct((8, 4), "bfloat16", sharding=layout.sharding(AXES["up"])),
+        np.float32,
+    )
+    assert (total.shape, total.dtype, total.sharding.spec) == (
+        (4, 8, 4),
+        np.float32,
+        P(("data", "context"), ("fsdp",), ("tensor",)),
+    )
+
+
+def test_an_encoder_over_tensor_has_replicas_there():
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    layout = make_layout(mesh, {"batch": ["data", "fsdp", "tensor"]})
+    assert replica_axes(layout, layout.sharding(AXES["up"])) == ("data", "tensor")
+
+
+def test_gathered_keeps_only_the_compute_axes_split():
+    layout = layout_of(MESHES["data-fsdp-tensor"][0])
+    weight = jax.device_put(np.arange(32.0).reshape(8, 4), layout.sharding(AXES["up"]))
+    assert weight.sharding.shard_shape(weight.shape) == (4, 2)
+    whole = jax.jit(lambda w: gathered(layout, w, AXES["up"], w.dtype))(weight)
+    assert whole.sharding.shard_shape(whole.shape) == (8, 2)
+    np.testing.assert_array_equal(whole, weight)
