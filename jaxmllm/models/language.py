@@ -20,7 +20,6 @@ from jaxmllm.models.layers import (
     rotary_angles,
     run_stack,
     stacked,
-    weight,
 )
 from jaxmllm.models.rows import LanguageRows
 from sharding.parameters import looked_up
