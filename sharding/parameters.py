@@ -86,7 +86,7 @@ def gathered(layout: Layout, weight: jax.Array, axes: Axes, dtype: Any) -> jax.A
     """A parameter in `dtype`, gathered except along the compute axes, as the computation needs it.
 
     This is the all-gather of FSDP. What it moves has the compute dtype; what its gradient moves has
-    at least float32, for it is a sum over many devices.
+    at least float32, for it is a sum over many devices, unless the layout says otherwise.
     """
     if any(_shards_here(layout, axes)):
         return _gathered(layout, axes, jnp.dtype(dtype), weight.dtype, weight)
@@ -136,7 +136,8 @@ def _gathered(layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array
                 shard = jax.lax.all_gather(shard, names, axis=dimension, tiled=True)
         return shard
 
-    return layout.local(on_device, (axes,), _kept(axes))(shard.astype(dtype))
+    # What else splits these dimensions is XLA's to gather
+    return layout.local(on_device, (_kept(axes),), _kept(axes))(shard.astype(dtype))
 
 
 def _gathered_forward(
@@ -156,8 +157,10 @@ def _gathered_backward(
                 )
         return gradient
 
-    wide = gradient.astype(jnp.promote_types(own, jnp.float32))
-    return (layout.local(on_device, (_kept(axes),), axes)(wide).astype(own),)
+    if not layout.narrow_gradients:
+        gradient = gradient.astype(jnp.promote_types(own, jnp.float32))
+    scattered = layout.local(on_device, (_kept(axes),), _kept(axes))(gradient)
+    return (layout.constrain(scattered.astype(own), axes),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -42,6 +42,8 @@ class Layout:
 
     mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    # Whether gradients travel as they are computed, and not in at least float32
+    narrow_gradients: bool = False
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
         return dict(self.rules).get(name, ()) if name else ()
@@ -143,7 +145,7 @@ class Layout:
         return self._with(batch=self.batch_axes + self.mesh_axes("sequence"), sequence=())
 
     def _with(self, **rules: tuple[str, ...]) -> Layout:
-        return Layout(self.mesh, tuple((dict(self.rules) | rules).items()))
+        return replace(self, rules=tuple((dict(self.rules) | rules).items()))
 
     @property
     def manual_axes(self) -> frozenset[str]:
@@ -159,7 +161,7 @@ class Layout:
         if not axes:
             return self
         mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
-        return Layout(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)), self.rules)
+        return replace(self, mesh=mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual)))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         if self.manual_axes == set(self.mesh.axis_names):

@@ -193,6 +193,9 @@ class ComponentConfig(Section):
     train: tuple[str, ...] = ("*",)
     learning_rate_scale: float = Field(1.0, ge=0.0)
     compute_dtype: DType = "float32"
+    # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
+    # sends half as much where that is bfloat16, and rounds every sum
+    reduce_dtype: Literal["float32", "compute"] = "float32"
     remat: Remat = "full"  # what the backward pass computes again; see models/layers.py
     attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = Field(default_factory=dict)

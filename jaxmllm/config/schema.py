@@ -11,6 +11,8 @@ section it needs.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from pydantic import model_validator
 
 from jaxmllm.config.data_sections import (
@@ -109,6 +111,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        projectors = (f"projector.{name}" for name in self.model.encoders)
+        for name in (*self.model.phases, *projectors):
+            reduce_dtype = attrgetter(name)(self.components).reduce_dtype
+            if self.pipeline.stages > 1 and reduce_dtype != "float32":
+                raise ValueError(
+                    f"components.{name}.reduce_dtype ({reduce_dtype}): with pipeline.stages, the "
+                    "compiler places these sums; leave it out"
+                )
         for name in self.model.phases:
             remat = getattr(self.components, name).remat
             if self.pipeline.stages > 1 and remat != "full":

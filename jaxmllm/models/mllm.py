@@ -250,7 +250,10 @@ def build_model(
             tower = components[name.removeprefix("projector.")].layout
             for axes in ("batch", "sequence"):
                 overrides.setdefault(axes, list(tower.whole_axes(axes)))
-        layout = make_layout(mesh, overrides, f"components.{name}.layout")
+        layout = replace(
+            make_layout(mesh, overrides, f"components.{name}.layout"),
+            narrow_gradients=setting.reduce_dtype == "compute",
+        )
         components[name] = _component(name, make, layout, setting)
     shapes = {name: component.shapes for name, component in components.items()}
     patterns = {

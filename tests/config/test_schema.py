@@ -220,6 +220,15 @@ def test_with_stages_the_pipeline_says_what_is_computed_again(path):
     load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])
 
 
+def test_with_stages_the_compiler_adds_gradients(path):
+    for component in ("language", "projector.vision"):
+        compute = f"components.{component}.reduce_dtype=compute"
+        load_config(path, [compute])
+        assert f"components.{component}.reduce_dtype (compute): with pipeline.stages" in refusal(
+            path, compute, "pipeline.stages=2"
+        )
+
+
 def test_with_stages_rows_have_one_class(path):
     two = "phases.vision.row_classes=2"
     assert load_config(path, [two]).phases.vision.row_classes == 2

@@ -14,19 +14,21 @@ from sharding.rules import make_layout
 AXES = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "scale": (None,)}
 SHAPES = {"table": (12, 8), "up": (8, 4), "scale": (8,)}
 SLOTS = ("batch", "sequence")
-MESHES = {  # mesh, span, replicas of a split parameter
-    "data-fsdp-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 1, 2),
-    "fsdp": ({"data": 1, "fsdp": 4}, 1, 1),
-    "data-context": ({"data": 2, "context": 2}, 1, 4),
-    "spans": ({"data": 2, "fsdp": 4}, 2, 2),
-    "tensor": ({"data": 1, "tensor": 2}, 1, 1),
+BOTH = {"embed": ["fsdp", "tensor"], "mlp": [], "vocab": []}
+MESHES = {  # mesh, span, replicas of a split parameter, rules of the layout
+    "data-fsdp-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 1, 2, {}),
+    "fsdp": ({"data": 1, "fsdp": 4}, 1, 1, {}),
+    "data-context": ({"data": 2, "context": 2}, 1, 4, {}),
+    "spans": ({"data": 2, "fsdp": 4}, 2, 2, {}),
+    "tensor": ({"data": 1, "tensor": 2}, 1, 1, {}),
+    "width-over-both": ({"data": 2, "fsdp": 2, "tensor": 2}, 1, 2, BOTH),
 }
 
 
-def layout_of(sizes, span=1):
+def layout_of(sizes, span=1, rules=None):
     sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
     mesh = make_mesh(sizes, jax.devices()[: np.prod([*sizes.values()])], spans=(1, span))
-    return make_layout(mesh)
+    return make_layout(mesh, rules)
 
 
 def loss(layout, params, rows, target, dtype):
@@ -42,9 +44,9 @@ def step(layout, dtype, params, rows, target, totals):
     return jax.tree.map(lambda total, leaf: total + leaf.reshape(total.shape), totals, grads)
 
 
-@pytest.mark.parametrize("sizes, span, replicas", MESHES.values(), ids=MESHES)
-def test_gradients_add_up_by_replica(sizes, span, replicas):
-    whole = layout_of(sizes, span)
+@pytest.mark.parametrize("sizes, span, replicas, rules", MESHES.values(), ids=MESHES)
+def test_gradients_add_up_by_replica(sizes, span, replicas, rules):
+    whole = layout_of(sizes, span, rules)
     layout = whole.spanned(span)
     random = np.random.default_rng(0)
     params = {

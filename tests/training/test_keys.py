@@ -46,6 +46,7 @@ from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimiz
 from jaxmllm.training.run import USER_ERRORS, Run
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh, mesh_shape
+from sharding.parameters import gathered, map_rows, row_axes
 from tests.support import tiny_config
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2})
@@ -158,6 +159,24 @@ def language(config: Config, _: Scene) -> str:
     return text_of(
         jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid
     )
+
+
+def reductions(config: Config, _: Scene) -> str:
+    """How the gradient of a parameter of each component is added up over the devices that split it."""
+    texts = []
+    axes = ("embed", None)
+    for name, component in model(config).components.items():
+        layout = component.layout
+        inside = layout.inside(*row_axes(layout))
+
+        def gradient(weight: Any, inside: Any = inside, dtype: Any = component.dtype) -> Any:
+            return jax.grad(lambda w: gathered(inside, w, axes, dtype).sum(dtype=np.float32))(
+                weight
+            )
+
+        shard = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=layout.sharding(axes))
+        texts.append(f"{name}: {text_of(map_rows(layout, gradient, (shard,), shard), shard)}")
+    return "\n".join(texts)
 
 
 def trained(config: Config, _: Scene) -> Any:
@@ -328,6 +347,8 @@ def component(name: str, seen: Observer) -> dict[str, Effect]:
         section, scales, learning_rate_scale="0.5"
     )
     found |= effects(section, weights, layout="{mlp: [], heads: []}")
+    narrow = (f"{section}.compute_dtype=bfloat16",)
+    found |= effects(section, reductions, narrow, reduce_dtype="compute")
     return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
 
 

@@ -115,7 +115,7 @@ class PhasedPrograms(Programs):
                     d_encoder,
                     self._grads_of(gradients, phase),
                 )
-        return self._call("add_replicas")(gradients), sums, failed
+        return self._finish(gradients), sums, failed
 
     def evaluate(
         self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None
@@ -308,10 +308,12 @@ class PhasedPrograms(Programs):
         self.accumulators = self._abstract_accumulators()
         jobs = self._common_jobs(self.trained) | {
             ProgramName("zero", "gradients"): zeros_job(self.accumulators),
-            ProgramName("add_replicas"): Job(
-                self._add_replicas, (self.accumulators,), self.trained, donated=(0,)
-            ),
         }
+        if unfinished := self._unfinished(self.accumulators):
+            sums, totals = map(list, zip(*unfinished, strict=True))
+            jobs[ProgramName("add_replicas")] = Job(
+                lambda sums: list(map(_added_replicas, sums, totals)), (sums,), totals
+            )
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
@@ -398,12 +400,19 @@ class PhasedPrograms(Programs):
             for name in self.functions.trainable_of(phase)
         }
 
-    def _add_replicas(self, accumulators: Any) -> Any:
+    def _unfinished(self, accumulators: Any) -> list[tuple[Any, Any]]:
+        """The sums that are not yet gradients, each with the shape and type of its gradient."""
+        pairs = zip(jax.tree.leaves(accumulators), jax.tree.leaves(self.trained), strict=True)
+        return [(sums, total) for sums, total in pairs if not _finished(sums, total)]
+
+    def _finish(self, accumulators: Any) -> Any:
         """The gradients of all replicas together: the only time in a step that replicas communicate."""
+        unfinished = self._unfinished(accumulators)
+        if not unfinished:
+            return accumulators
+        totals = iter(self._call("add_replicas")([sums for sums, _ in unfinished]))
         return jax.tree.map(
-            lambda total, leaf: (total if total.shape == leaf.shape else total.sum(0)).astype(
-                leaf.dtype
-            ),
+            lambda sums, total: sums if _finished(sums, total) else next(totals),
             accumulators,
             self.trained,
         )
@@ -442,3 +451,13 @@ class PhasedPrograms(Programs):
             local,
             local.shardings(layout),
         )
+
+
+def _finished(sums: Any, total: Any) -> bool:
+    """Whether sums of gradients are the gradient: one replica has them, in the type of the parameter."""
+    return (sums.shape, sums.dtype) == (total.shape, total.dtype)
+
+
+def _added_replicas(sums: jax.Array, total: Any) -> jax.Array:
+    """Sums by replica [replicas, ...], or of the only one [...] -> the gradient."""
+    return (sums.sum(0) if sums.ndim > total.ndim else sums).astype(total.dtype)
