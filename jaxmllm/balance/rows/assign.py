@@ -2,7 +2,7 @@
 
     row_counts      microbatches of each class, fewest slots first       row_counts.py
     _fill           items into their rows, which are balanced            pack.py, level.py
-    _arrange        rows of similar cost into one microbatch, then rows onto ranks
+    _arrange        rows that are alike into one microbatch, then rows onto ranks
 
 A microbatch of a class of span g has R / g rows, each of them on g neighbouring ranks.
 
@@ -19,6 +19,7 @@ import numpy as np
 from jaxmllm.arrays import Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.rows.level import (
+    ATTENTION,
     COST,
     SLOTS,
     RowsByClass,
@@ -60,7 +61,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         if best is None:
             max_slots = row_set.slots * (ROW_SEARCH.extra_slots + 1) // ROW_SEARCH.extra_slots
         tries += 1
-        placing = _arrange(filled, cost, spec)
+        placing = _arrange(filled, spec, COST)
         score = row_set.slots * placing.waits * _imbalance(placing)
         if best is None or score < best[0]:
             best = score, filled
@@ -69,7 +70,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     assert best is not None, "one row for every item always suffices"
     _, filled = best
     balance_attention(filled.state, filled.classes)
-    placing = _arrange(filled, cost, spec)
+    placing = _arrange(filled, spec, ATTENTION)
     return _phase_plan(spec, filled.counts, placing.microbatch, placing.rank, items.length)
 
 
@@ -241,16 +242,22 @@ class _Placing:
     rank_floor: int  # and what it can not be below, with every item in the class of its row
 
 
-def _arrange(filled: _Filled, cost: Longs, spec: PhaseSpec) -> _Placing:
-    """Sort the rows of a class by cost, cut them into microbatches, and give the heaviest row of
-    each to the group of ranks with the least total so far."""
+def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
+    """Sort the rows of a class, cut them into microbatches, and give the costliest row of each to
+    the group of ranks with the least total so far.
+
+    Args:
+      by: the amount that rows of one microbatch shall have nearly the same of.
+    """
     counts, row_of = filled.counts, filled.state.row_of
+    cost = filled.state.amounts[COST, :-1]
     span_of_class = np.array([row_class.span for row_class in spec.classes])
     span = np.repeat(span_of_class, counts)  # [M]
     rows_of_classes = counts * (spec.ranks // span_of_class)
     class_of_row = np.repeat(np.arange(len(counts)), rows_of_classes)
     row_cost = sums_by(row_of, cost, len(class_of_row))
-    order = np.lexsort((-row_cost, class_of_row))  # rows by microbatch, descending in each
+    row_amount = sums_by(row_of, filled.state.amounts[by, :-1], len(class_of_row))
+    order = np.lexsort((-row_cost, -row_amount, class_of_row))  # rows by microbatch
     microbatch_of_row = np.empty(len(order), np.int64)
     rank_of_row = np.empty(len(order), np.int64)
     widest = int(span.max())
@@ -260,6 +267,7 @@ def _arrange(filled: _Filled, cost: Longs, spec: PhaseSpec) -> _Placing:
     for microbatch, held_by in enumerate(span.tolist()):
         groups = spec.ranks // held_by
         members = order[start : start + groups]
+        members = members[np.argsort(-row_cost[members], kind="stable")]
         start += groups
         total_of_groups = total.reshape(groups, held_by)  # a view
         group = np.argsort(total_of_groups.sum(axis=1), kind="stable")

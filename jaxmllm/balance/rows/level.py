@@ -52,8 +52,10 @@ class SwapSearch:
     # Stop after 6 sweeps in a row that gain less than 1/1024 each.
     least_gain: int = 1024
     patience: int = 6
-    # To balance attention: 2 sweeps, which gain most of what 6 do.
+    # To balance attention: 2 sweeps, which gain most of what 6 do, and rows that come to cost 1/128
+    # above the mean at most.
     attention_sweeps: int = 2
+    cost_margin: int = 128
     # To fix overflow: 24 further sweeps for the last rows, where the search may take long.
     further_sweeps: int = 24
     # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8
@@ -154,7 +156,7 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
 
     Slots take their time empty or full, for programs have fixed shapes. So the slowest of the rows
     that run together is not the costliest, which may just be full, but the one that attends most.
-    No row comes to cost more than the costliest did, or 1/100 over the mean.
+    No row comes to cost more than the costliest did, or 1/128 over the mean.
 
     Args:
       state: as for `balance_rows`; its costs are limited afterwards.
@@ -163,7 +165,7 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
     for microbatches in classes.microbatches(cost):
         of_rows = cost[microbatches]
         mean = of_rows.sum(axis=1, keepdims=True) // of_rows.shape[1]
-        limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.stop_within)
+        limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.cost_margin)
         state.remaining[COST, microbatches] = limit - of_rows
     _balance(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
 
