@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,10 +27,18 @@ from jaxmllm.attention.mask import Mask, causal_ids
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
-HEADS = 32
-KEY_HEADS = 8
-SIZE = 128
-BLOCK = 128
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the heads that are measured, and of the attention's blocks."""
+
+    heads: int = 32
+    key_heads: int = 8
+    size: int = 128
+    block: int = 128
+
+
+SHAPE = Shape()
 SLOTS = (8192, 16384, 32768, 65536)
 DOCUMENTS = (1, 8)
 CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
@@ -135,22 +144,27 @@ def record(
     tiles: int,
     seconds: dict[str, float],
     error: dict[str, float],
+    shape: Shape = SHAPE,
 ) -> dict[str, Any]:
-    """One row of the table, whose columns are `COLUMNS`."""
+    """One row of the table, whose columns are `COLUMNS`; an error that was not taken is none."""
     cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
     for direction, flops in FLOPS.items():
         cells[f"{direction} ms"] = 1e3 * seconds[direction]
         cells[f"{direction} TFLOP/s"] = (
-            flops * HEADS * SIZE * BLOCK**2 * tiles / seconds[direction] / 1e12
+            flops * shape.heads * shape.size * shape.block**2 * tiles / seconds[direction] / 1e12
         )
-        cells[f"{direction} error"] = error[direction]
+        cells[f"{direction} error"] = error.get(direction)
     return cells
 
 
 def main() -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument(
-        "--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {BLOCK * max(DOCUMENTS)}"
+        "--slots",
+        type=int,
+        nargs="+",
+        default=SLOTS,
+        help=f"multiples of {SHAPE.block * max(DOCUMENTS)}",
     )
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -162,15 +176,20 @@ def main() -> int:
     rows = []
     for slots in options.slots:
         inputs = random_inputs(
-            np.random.default_rng([options.seed, slots]), slots, HEADS, KEY_HEADS, SIZE
+            np.random.default_rng([options.seed, slots]),
+            slots,
+            SHAPE.heads,
+            SHAPE.key_heads,
+            SHAPE.size,
         )
         for documents in DOCUMENTS:
-            mask, tiles = equal_documents(slots, documents, BLOCK)
+            mask, tiles = equal_documents(slots, documents, SHAPE.block)
             wants = in_float32(mask, inputs)
             for name, attend in attends(mask, documents).items():
                 seconds, results = measure(attend, inputs, REPEATS[name])
                 rows.append(record(name, slots, documents, tiles, seconds, errors(results, wants)))
-    title = f"bfloat16, heads {HEADS}/{KEY_HEADS} x {SIZE}, blocks of {BLOCK}, on {jax.devices()[0].device_kind}"
+    title = f"bfloat16, heads {SHAPE.heads}/{SHAPE.key_heads} x {SHAPE.size}, blocks of {SHAPE.block}, on "
+    title += jax.devices()[0].device_kind
     print_table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
     write_json(options.json, "attention_gpu", options.seed, GENERATOR, rows=rows)
     return 0

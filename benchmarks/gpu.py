@@ -1,0 +1,557 @@
+"""Everything about one GPU in one command: attention, programs, a step, the exchange, a profile.
+
+    python -m benchmarks.gpu --json gpu.json [--seconds 480] [--only attention step ...]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu --small          tries out the code itself, with tiny sizes
+
+Sections, each with a share of the time; one that fails is named with its reason, and the next one runs:
+
+    attention     forward and backward of one causal row, 4k to 64k: our kernels and cuDNN (benchmarks/attention_gpu.py)
+    spans         C queries that see keys of 1, 2, 4 and 8 C: what a rank computes of a row that as many hold
+    programs      of the model, on full rows: seconds, MFU, and the memory that its compiler says it needs
+    step          whole training steps on sample data: seconds, MFU, the peak of memory, seconds and MFU by phase
+    profile       a trace of one step, for TensorBoard and Perfetto
+    calibration   what `jaxmllm calibrate` would write
+    exchange      media through the padded and the ragged exchange of one device: seconds, and that the loss is the same
+    prediction    what `jaxmllm check` says that the programs need, beside what they do
+
+The model is `2B` of benchmarks/omni.py in bfloat16, with AdamW in float32. Any GPU with 80 GB, jax 0.10 to 0.12, Python
+3.11 to 3.13. On a machine without a network, take the packages along: where there is one,
+
+    pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \
+        absl-py flax grain jaxtyping matplotlib numba optax orbax-checkpoint pillow pydantic pyyaml rich scipy \
+        soundfile soxr tensorboardX tokenizers
+
+without the wheels of jax, jaxlib and numpy that come along, and on the machine, where jax runs on the GPU,
+
+    pip install --no-index --no-deps --target packages wheels/*.whl
+    PYTHONPATH=packages:. python -m benchmarks.gpu --json gpu.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import attention_gpu
+from benchmarks.attention_gpu import SHAPE, Shape, errors, in_float32, random_inputs, record
+from benchmarks.omni import COMPUTE_DTYPE, omni_config
+from jaxmllm.attention.attention import attention
+from jaxmllm.attention.mask import Mask, causal_ids
+from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
+from jaxmllm.balance.costs.calibration import Fill
+from jaxmllm.balance.costs.flops import phase_flops
+from jaxmllm.balance.records import RowClass
+from jaxmllm.config.read import dump_config
+from jaxmllm.config.schema import Config
+from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.runtime.hardware import peak_flops
+from jaxmllm.setup.build import build_run, phased_programs
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.sizing import plan_spec, resolved_shapes
+from jaxmllm.tools import calibrate
+from jaxmllm.tools.check import in_words
+from jaxmllm.tools.made_up_rows import made_up_rows
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.run import Run
+from sharding.mesh import make_mesh
+
+Row = dict[str, Any]
+GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows of equal items"
+SPANS: Final = (1, 2, 4, 8)
+ITEMS: Final = 4  # of a full row
+COMPARED: Final = 16_384  # slots up to which attention is compared with float32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    model: str
+    slots: tuple[int, ...]  # of the rows of attention
+    shape: Shape  # of attention
+    span_slots: int
+    capacities: dict[str, int]
+    block: int
+    examples: int  # of a step
+    steps: int
+    repeats: int
+
+
+FULL: Final = Sizes(
+    model="2B",
+    slots=(4096, 8192, 16_384, 32_768, 65_536),
+    shape=SHAPE,
+    span_slots=8192,
+    capacities={"vision": 16_384, "audio": 8192, "language": 8192},
+    block=128,
+    examples=512,
+    steps=6,
+    repeats=5,
+)
+SMALL: Final = Sizes(
+    model="tiny",
+    slots=(128,),
+    shape=Shape(heads=2, key_heads=1, size=16, block=16),
+    span_slots=64,
+    capacities={"vision": 512, "audio": 1024, "language": 512},
+    block=32,
+    examples=8,
+    steps=2,
+    repeats=1,
+)
+
+
+class Bench:
+    """What the sections share; the model's programs are built when the first one asks for them."""
+
+    def __init__(self, sizes: Sizes, folder: Path, deadline: float, seed: int):
+        self.sizes = sizes
+        self.folder = folder
+        self.deadline = deadline  # on the clock of `time.perf_counter`
+        self.seed = seed
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the whole command shall end."""
+        return self.deadline - time.perf_counter()
+
+    def config(self, exchange: str = "auto") -> Config:
+        """The model, on the sample data and one device."""
+        sizes = self.sizes
+        return omni_config(
+            sizes.model,
+            run={"directory": str(self.folder / "run"), "steps": sizes.steps},
+            data={
+                "sources": [{"name": "sample", "path": str(self.data / "train.jsonl")}],
+                "batch_size": sizes.examples,
+                "images": {"max_pixels": 40_000},
+                "audio": {"max_seconds": 5},
+            },
+            phases={
+                phase: {"capacities": [slots], "spans": [1], "block": sizes.block}
+                for phase, slots in sizes.capacities.items()
+            },
+            balance={"exchange": exchange},
+            mesh={"data": 1},
+        )
+
+    @cached_property
+    def data(self) -> Path:
+        """A sample, written once."""
+        folder = self.folder / "sample"
+        make_sample(folder, self.seed, train=4 * self.sizes.examples, test=8)
+        return folder
+
+    @cached_property
+    def run(self) -> Run:
+        """The run of the config, compiled."""
+        began = time.perf_counter()
+        run = build_run(self.config())
+        print(f"compiled in {time.perf_counter() - began:.0f} s\n{run.describe()}", flush=True)
+        return run
+
+    @cached_property
+    def programs(self) -> PhasedPrograms:
+        programs = self.run.programs
+        assert isinstance(programs, PhasedPrograms), "the config has no stages"
+        return programs
+
+    @cached_property
+    def params(self) -> Any:
+        """Fresh parameters, for programs that overwrite none."""
+        return self.programs.init(self.seed).params
+
+    @cached_property
+    def peak(self) -> float | None:
+        """FLOP/s of the device."""
+        return peak_flops(jax.devices()[0], COMPUTE_DTYPE)
+
+    def mfu(self, flops: float, seconds: float) -> float | None:
+        """Share of the device's peak, where that is known."""
+        return None if self.peak is None else flops / seconds / self.peak
+
+
+# ---------------------------------------------------------------------------- attention
+
+
+def attention_rows(bench: Bench) -> list[Row]:
+    """Every kernel at every length, one document a row."""
+    rows: list[Row] = []
+    shape = bench.sizes.shape
+    stop = bench.deadline - 0.6 * bench.seconds_left  # the sections after this need the most
+    for slots in bench.sizes.slots:
+        mask, tiles = attention_gpu.equal_documents(slots, 1, shape.block)
+        random = np.random.default_rng([bench.seed, slots])
+        inputs = random_inputs(random, slots, shape.heads, shape.key_heads, shape.size)
+        wants = in_float32(mask, inputs) if slots <= COMPARED else None
+        for name, attend in attention_gpu.attends(mask, 1).items():
+            cells: Row = {"slots": slots, "kernel": name}
+            if time.perf_counter() > stop:
+                rows.append(cells | {"failed": "no time left for it"})
+                continue
+            try:
+                repeats = min(attention_gpu.REPEATS[name], bench.sizes.repeats)
+                seconds, results = attention_gpu.measure(attend, inputs, repeats)
+            except Exception as error:  # a kernel that this machine does not have
+                rows.append(cells | {"failed": reason(error)})
+                continue
+            apart = {} if wants is None else errors(results, wants)
+            rows.append(record(name, slots, 1, tiles, seconds, apart, shape))
+    return rows
+
+
+def span_rows(bench: Bench) -> list[Row]:
+    """A rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, keys of all."""
+    rows: list[Row] = []
+    shape, slots = bench.sizes.shape, bench.sizes.span_slots
+    for span in SPANS:
+        mask, tiles = part_of_row(slots, span, shape.block)
+        random = np.random.default_rng([bench.seed, slots, span])
+        q, _, _, d_out = random_inputs(random, slots, shape.heads, shape.key_heads, shape.size)
+        _, k, v, _ = random_inputs(random, span * slots, shape.heads, shape.key_heads, shape.size)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask = mask) -> jax.Array:
+            return attention(q, k, v, mask)
+
+        seconds, _ = attention_gpu.measure(attend, (q, k, v, d_out), bench.sizes.repeats)
+        rows.append(
+            {
+                "span": span,
+                "slots": slots,
+                "keys": span * slots,
+                "tiles": tiles,
+                **{f"{direction} ms": 1e3 * took for direction, took in seconds.items()},
+            }
+        )
+    for row in rows:
+        for direction in attention_gpu.FLOPS:
+            slower = row[f"{direction} ms"] / rows[0][f"{direction} ms"]
+            row[f"{direction} over tiles"] = slower * rows[0]["tiles"] / row["tiles"]
+    return rows
+
+
+def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
+    """The mask of the last of `span` parts of a causal row of span * slots, whose blocks are dealt in
+    turn, and its number of visible tiles."""
+    blocks = span * slots // block
+    whole = causal_ids(np.ones(span * slots, np.int32))
+    tiles = visible_tiles(whole, block)
+    # Block number i goes to part i % span
+    part, place = np.arange(blocks) % span, np.arange(blocks) // span
+    places = (part * (blocks // span) + place).astype(np.int32)
+    lists = dealt_tiles(tiles, places, span)[-1]
+    order = np.argsort(places)
+    dealt = whole.map(lambda column: column.reshape(blocks, block)[order].ravel())
+    own = dealt.at(slice((span - 1) * slots, None))
+    mask = Mask(own, dealt, lists.queries, lists.keys)
+    count = int((tiles.query % span == span - 1).sum())
+    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), count
+
+
+# ---------------------------------------------------------------------------- programs and steps
+
+
+def program_rows(bench: Bench) -> list[Row]:
+    """Of every phase forward and with its backward pass; then the memory of every program."""
+    rows: list[Row] = []
+    programs, config = bench.programs, bench.run.config
+    model = programs.functions.model
+    shapes = resolved_shapes(config, model)
+    for phase, spec in programs.spec.phases.items():
+        unit = math.lcm(spec.slots_per_token, bench.sizes.block)
+        (capacity,) = spec.capacities
+        filled = Fill(capacity, ITEMS, capacity // ITEMS // unit * unit)
+        host = made_up_rows(bench.run, phase, filled)
+        timer = calibrate.MicrobatchTimer(programs, phase, bench.params)
+        timed = [timer(RowClass(capacity, 1), host) for _ in range(bench.sizes.repeats + 1)][1:]
+        for name, trained, seconds in zip(
+            ("forward", "with backward"),
+            ({}, model.trainable.shares),
+            zip(*timed, strict=True),
+            strict=True,
+        ):
+            took = statistics.median(seconds)
+            flops = ITEMS * phase_flops(shapes, phase, trained).of(filled.length)
+            rows.append(
+                {
+                    "phase": phase,
+                    "pass": name,
+                    "slots": capacity,
+                    "ms": 1e3 * took,
+                    "teraflops": flops / 1e12,
+                    "mfu": bench.mfu(flops, took),
+                }
+            )
+    for program, compiled in programs.compiled.items():
+        memory = compiled.memory_analysis()  # type: ignore[attr-defined]
+        if program.function != "zero" and memory is not None:
+            rows.append(
+                {
+                    "program": in_words(program),
+                    "temporary_gb": memory.temp_size_in_bytes / 1e9,
+                    "needed_gb": needed_bytes(memory) / 1e9,
+                }
+            )
+    return rows
+
+
+def needed_bytes(memory: Any) -> int:
+    """What a program takes on its device at one time, as its compiler says."""
+    taken: int = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    taken += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return taken - int(memory.alias_size_in_bytes)
+
+
+def step_rows(bench: Bench) -> list[Row]:
+    """Whole steps, and the share of each phase in one."""
+    run, programs = bench.run, bench.programs
+    bench.__dict__.pop("params", None)  # the state holds its own
+    state = programs.init(bench.seed)
+    times = []
+    for number in range(bench.sizes.steps + 1):
+        host = run.batches[number]
+        batch = programs.put(host)
+        jax.block_until_ready((batch.rows, batch.tables))
+        began = time.perf_counter()
+        state, metrics = programs.train(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append((time.perf_counter() - began, host.statistics))
+    counted = times[1:]  # the first one warms up
+    flops = [sum(told[f"{phase}/flops"] for phase in programs.spec.phases) for _, told in counted]
+    seconds = statistics.median(took for took, _ in counted)
+    rows: list[Row] = [
+        {
+            "phase": "step",
+            "seconds": seconds,
+            "mfu": bench.mfu(statistics.fmean(flops), seconds),
+            "loss": float(metrics["loss"]),
+            "peak_gb": peak_memory(),
+        }
+    ]
+    for phase in programs.spec.phases:
+        took = sum(phase_seconds(programs, phase, state.params, batch))
+        of_phase = host.statistics[f"{phase}/flops"]
+        rows.append(
+            {
+                "phase": phase,
+                "seconds": took,
+                "microbatches": len(batch.rows[phase]),
+                "mfu": bench.mfu(of_phase, took) if took else None,
+            }
+        )
+    return rows
+
+
+def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any) -> list[float]:
+    """Of every microbatch of a batch, as training computes it."""
+    took = []
+    buffers = programs.buffers(phase)
+    for m, rows in enumerate(batch.rows[phase]):
+        host = batch.host
+        row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
+        jax.block_until_ready((params, rows, buffers))
+        began = time.perf_counter()
+        if not programs.spec.phases[phase].has_loss:  # whose backward program runs forward, too
+            buffers = programs.forward(phase, params, rows, row_class, buffers)
+        buffers = jax.block_until_ready(programs.backward(phase, params, rows, row_class, buffers))
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def peak_memory() -> float | None:
+    """Most GB that the device has held since this process began, where it says so."""
+    statistics_ = jax.devices()[0].memory_stats() or {}
+    peak = statistics_.get("peak_bytes_in_use")
+    return None if peak is None else peak / 1e9
+
+
+def profile_rows(bench: Bench) -> list[Row]:
+    """A trace of one step."""
+    programs = bench.programs
+    state = programs.init(bench.seed)
+    batch = programs.put(bench.run.batches[0])
+    folder = bench.folder / "profile"
+    with jax.profiler.trace(str(folder)):
+        jax.block_until_ready(programs.train(state, batch))
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in written)
+    return [{"folder": str(folder), "files": len(written), "megabytes": size / 1e6}]
+
+
+def calibration_rows(bench: Bench) -> list[Row]:
+    """The coefficients of every phase."""
+    calibration = calibrate.measure(bench.run, min(2, bench.sizes.repeats))
+    names = [name.replace(" ", "_") for name in calibrate.COLUMNS]
+    return [dict(zip(names, line, strict=True)) for line in calibrate.table(calibration)]
+
+
+def exchange_rows(bench: Bench) -> list[Row]:
+    """One gradient of the tiny model through each exchange; a loss that differs is a failure."""
+    tiny = Bench(replace(SMALL, examples=32), bench.folder, bench.deadline, bench.seed)
+    rows: list[Row] = []
+    for exchange in ("padded", "ragged"):
+        try:
+            config = tiny.config(exchange)
+            inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+            spec = plan_spec(config, inputs)
+            sources = len(inputs.corpus.sources)
+            programs = phased_programs(
+                config, inputs.model, inputs.corpus.formats, spec, sources
+            ).compile()
+            filler = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention)
+            batch = programs.put(filler(0, np.arange(config.data.batch_size)))
+            params = programs.init(bench.seed).params
+            times = []
+            for _ in range(bench.sizes.repeats + 1):
+                began = time.perf_counter()
+                _, sums, _ = jax.block_until_ready(programs.gradients(params, batch))
+                times.append(time.perf_counter() - began)
+            loss = float(programs.totals(sums).loss.sum())
+            rows.append(
+                {"exchange": exchange, "ms": 1e3 * statistics.median(times[1:]), "loss": loss}
+            )
+        except Exception as error:  # an exchange that this platform does not have
+            rows.append({"exchange": exchange, "failed": reason(error)})
+    losses = [row["loss"] for row in rows if "loss" in row]
+    if losses and not np.allclose(losses, losses[0], rtol=1e-4):
+        raise AssertionError(f"the exchanges disagree: losses {losses}")
+    return rows
+
+
+def prediction_rows(bench: Bench) -> list[Row]:
+    """Memory by program, compiled for a chip that is not there, in a process that does not see the GPU."""
+    config = bench.folder / "config.yaml"
+    config.write_text(dump_config(bench.run.config), encoding="utf-8")
+    chip = "h100" if jax.default_backend() == "gpu" else "cpu"
+    told = bench.folder / "check.json"
+    command = [sys.executable, "-m", "jaxmllm", "check", "--config", str(config), "--chip", chip]
+    done = subprocess.run(
+        [*command, "--devices", "1", "--json", str(told)],
+        capture_output=True,
+        text=True,
+        timeout=max(bench.seconds_left, 10),
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    if not told.exists():
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no answer")
+    predicted = {
+        row["program"]: row["memory"]
+        for row in json.loads(told.read_text())["rows"]
+        if "memory" in row
+    }
+    rows: list[Row] = []
+    for name, compiled in bench.programs.compiled.items():
+        words = in_words(name)
+        memory = compiled.memory_analysis()  # type: ignore[attr-defined]
+        if name.function == "zero" or words not in predicted or memory is None:
+            continue
+        rows.append(
+            {
+                "program": words,
+                "needed_gb": needed_bytes(memory) / 1e9,
+                "predicted_gb": predicted[words]["needed"] / 1e9,
+                "temporary_gb": memory.temp_size_in_bytes / 1e9,
+                "predicted_temporary_gb": predicted[words]["temporaries"] / 1e9,
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------- the command
+
+# In this order; how many seconds of the time must be left for one to begin
+SECTIONS: Final[dict[str, tuple[Callable[[Bench], list[Row]], float]]] = {
+    "attention": (attention_rows, 60),
+    "spans": (span_rows, 30),
+    "programs": (program_rows, 90),
+    "step": (step_rows, 40),
+    "profile": (profile_rows, 20),
+    "calibration": (calibration_rows, 30),
+    "exchange": (exchange_rows, 40),
+    "prediction": (prediction_rows, 30),
+}
+
+
+def measure(bench: Bench, sections: Sequence[str]) -> list[Row]:
+    """The records of all sections, each printed when it ends; of one that failed the reason."""
+    rows: list[Row] = []
+    for name in sections:
+        section, least = SECTIONS[name]
+        began = time.perf_counter()
+        if bench.seconds_left < least:
+            found: list[Row] = [
+                {"failed": f"{bench.seconds_left:.0f} s are left, it needs {least:.0f}"}
+            ]
+        else:
+            try:
+                found = section(bench)
+            except Exception as error:  # whatever it is, the others shall run
+                found = [{"failed": reason(error)}]
+        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+        show(name, found)
+        rows += [{"section": name} | row for row in found]
+    return rows
+
+
+def reason(error: Exception) -> str:
+    """An error in a line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def show(name: str, rows: Sequence[Row]) -> None:
+    """A table for all records with the same columns; a line for what did not run."""
+    tables: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if "failed" in row:
+            what = " ".join(str(value) for key, value in row.items() if key != "failed")
+            print(f"  could not run {what or name}: {row['failed']}", flush=True)
+        else:
+            tables.setdefault(tuple(row), []).append(row)
+    for columns, of_table in tables.items():
+        print_table(name, columns, [[row[column] for column in columns] for row in of_table])
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=480, help="for all of it")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
+    parser.add_argument("--folder", type=Path, help="of sample, profile; default: a temporary one")
+    options = parser.parse_args(command)
+    deadline = time.perf_counter() + options.seconds
+    if jax.default_backend() != "gpu" and not options.small:
+        print(
+            f"benchmarks.gpu needs a GPU; jax finds only {jax.default_backend()}", file=sys.stderr
+        )
+        return 2
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="benchmarks-gpu-"))
+    bench = Bench(SMALL if options.small else FULL, folder, deadline, options.seed)
+    rows = measure(bench, options.only or list(SECTIONS))
+    failed = [row for row in rows if "failed" in row]
+    write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, seconds=options.seconds)
+    print(
+        f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failed)} failed"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
