@@ -35,6 +35,10 @@ def test_a_step_in_bfloat16_is_that_in_float32(
     np.testing.assert_array_equal(found.targets, expected.targets)
     assert_near(found.grads, expected.grads, LEAF_TOLERANCE)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found.grads)} == {param_dtype}
+    added = jax.tree.leaves(setup.programs.accumulators)
+    assert {leaf.dtype.name for leaf in added} == {"float32"}, (
+        "microbatches add up without rounding"
+    )
 
     moved, metrics = update(setup, step)
     wanted, _ = update(alone, reference)
