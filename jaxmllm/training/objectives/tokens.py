@@ -183,7 +183,10 @@ class _Loss:
             if name != "d_head"
         }
         if wants_head:
-            results["d_head"] = self._scattered(done["d_head"]).astype(matrix.dtype)
+            d_head = done["d_head"]
+            if self.layout.narrow_gradients:
+                d_head = d_head.astype(table.dtype)
+            results["d_head"] = self._scattered(d_head).astype(matrix.dtype)
         return tuple(results[name] for name in begin)
 
     def _cross_entropy(
