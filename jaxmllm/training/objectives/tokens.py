@@ -135,7 +135,7 @@ class _Loss:
         slots, places, count = slots_with_target(target, self.chunk)
         if self._split("vocab"):
             # Devices that meet in the loop must run it equally often
-            count = jax.lax.pmax(count, self._split(*SLOTS) + self._split("vocab"))
+            count = jax.lax.pmax(count, self._split("vocab") + self._ranks)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         table = self._gathered(matrix.astype(x.dtype))
         begin = {
@@ -227,6 +227,12 @@ class _Loss:
         axes = (axis for name in names for axis in self.layout.mesh_axes(name))
         return tuple(axis for axis in axes if self.layout.mesh.shape[axis] > 1)
 
+    @property
+    def _ranks(self) -> tuple[str, ...]:
+        """Mesh axes that split slots; in manual code replicas keep counts and sums of their own."""
+        manual = self.layout.manual_axes
+        return tuple(axis for axis in self._split(*SLOTS) if axis not in manual)
+
     def _gathered(self, matrix: Array) -> Array:
         """The matrix along its whole width."""
         axes = self._split("embed")
@@ -235,18 +241,17 @@ class _Loss:
         return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
 
     def _scattered(self, d_head: Array) -> Array:
-        """The sum of all ranks' gradients, of which a device gets the part that it holds; of ranks along
-        manual axes only those that hold parts of one matrix, for replicas keep sums of their own."""
-        holders, ranks = self._split("embed"), self._split(*SLOTS)
-        copies = tuple(axis for axis in holders if axis not in ranks)
+        """The sum of all ranks' gradients, of which a device gets the part that it holds; of a replica's
+        ranks where these add up once a step (`sharding.parameters.by_replica`)."""
+        holders = self._split("embed")
+        copies = tuple(axis for axis in holders if axis not in self._split(*SLOTS))
         if copies:  # their devices have computed the same
             d_head = jnp.where(jax.lax.axis_index(copies) == 0, d_head, 0)
         if holders:
             d_head = jax.lax.psum_scatter(
                 d_head, holders, scatter_dimension=self._width, tiled=True
             )
-        apart = self.layout.manual_axes.union(holders)
-        return _summed(d_head, tuple(axis for axis in ranks if axis not in apart))
+        return _summed(d_head, tuple(axis for axis in self._ranks if axis not in holders))
 
 
 def slots_with_target(
