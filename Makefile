@@ -24,7 +24,7 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.dev
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow -n $(TEST_WORKERS) --dist load
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check $(CODE)

@@ -259,10 +259,14 @@ def test_decoder(config):
     with jax.enable_x64(True):
         model = build(language=config)
         params = randomized(model)
-        hidden, head = jax.jit(model.hidden)(params, rows, jnp.asarray(arrived))
+        hidden = jax.jit(lambda *arguments: model.hidden(*arguments)[0])(
+            params, rows, jnp.asarray(arrived)
+        )
     own = params["language"]
     assert ("head" in own) == (config is FULL)
-    close(np.asarray(head), own["head"] if config is FULL else own["embedding"].T)
+    head = model.head(params)
+    close(np.asarray(head.matrix), own["head"] if config is FULL else own["embedding"])
+    assert head.axes == (("embed", "vocab") if config is FULL else ("vocab", "embed"))
     for row, start, stop in spans:
         here = row, slice(start, stop)
         embedded = np.where(
