@@ -2,6 +2,7 @@
 
     python -m benchmarks.ahead --json ahead.json                       all of it, a good half hour on two cores
     python -m benchmarks.ahead --model 84B --mesh "data x fsdp" [--only language_loss_and_grad]
+        [--reduce-dtype float32 compute]
 
 Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
@@ -27,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,18 +86,30 @@ COLUMNS: Final = ["program", "operation", "axes", "types", "GB", "needed GB", "t
 GENERATOR: Final = "jaxmllm.tools.workload.generate([seed, i], 2 examples a device), no multi_image"
 
 
-def mesh_config(model: str, mesh: str, remat: str = "full") -> Config:
-    """The config of a model on one of its meshes."""
-    sections = dict(MESHES[model][mesh])
-    spans = sections.pop("spans", [1])
-    # Towers take whole images into a rank
-    of_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
-    phases = {
-        phase: {"capacities": [slots], "spans": of_phase[phase]}
-        for phase, slots in CAPACITIES.items()
-    }
-    data = {"batch_size": PER_DEVICE * DEVICES[model]}
-    return omni_config(model, phases=phases, data=data, remat=remat, **sections)
+class Setting(NamedTuple):
+    """What is compiled."""
+
+    model: str
+    mesh: str
+    remat: str = "full"
+    reduce_dtype: str = "float32"  # in which gradients travel
+
+    def config(self) -> Config:
+        sections = dict(MESHES[self.model][self.mesh])
+        spans = sections.pop("spans", [1])
+        # Towers take whole images into a rank
+        of_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
+        phases = {
+            phase: {"capacities": [slots], "spans": of_phase[phase]}
+            for phase, slots in CAPACITIES.items()
+        }
+        data = {"batch_size": PER_DEVICE * DEVICES[self.model]}
+        components = {"remat": self.remat, "reduce_dtype": self.reduce_dtype}
+        return omni_config(self.model, phases=phases, data=data, **components, **sections)
+
+    def __str__(self) -> str:
+        words = f"{self.model}, {self.mesh}, remat {self.remat}"
+        return words if self.reduce_dtype == "float32" else f"{words}, sums as computed"
 
 
 # ---------------------------------------------------------------------------- what must be sent
@@ -121,7 +134,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
       (embedding, head, projector) once.
     * Gradients leave a backward pass by a reduce-scatter over the same axes, in the type of the
       computation, for there each rank's own is of that type; adding microbatches in float32 sends
-      nothing. Over replicas they are added once a step, in float32, as shards: in `update`.
+      nothing. Over replicas they are added once a step, in float32, as shards: in `add_replicas`.
     * Rows of several parts gather keys and values of all of their layers, once in each pass, and
       reduce-scatter their gradients once.
     * Axes that split layers inside (`tensor`) add activations up twice a layer in each pass, once
@@ -139,7 +152,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
             split = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
             needed[operation, whole_axes(split, mesh)] += SENT[operation](count) * size
 
-    if name.function == "update":
+    if name.function == "add_replicas":
         for component, trained in programs.trained.items():
             layout = programs.functions.model.components[component].layout
             for leaf in leaves(trained, layout):
@@ -213,14 +226,15 @@ def resident_bytes(programs: Programs) -> int:
     """What a device holds between programs: parameters and moments, gradients, pools and theirs."""
     pools = getattr(programs, "pools", {})
     tokens = [pool.tokens for pool in pools.values()]
+    gradients = getattr(programs, "accumulators", programs.trained)
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((programs.state, programs.trained, pools, tokens))
+        for leaf in jax.tree.leaves((programs.state, gradients, pools, tokens))
     )
 
 
 def rows_of(
-    setting: Mapping[str, Any], checked: CheckedProgram, needed: dict[Kind, float] | None
+    facts: Mapping[str, Any], checked: CheckedProgram, needed: dict[Kind, float] | None
 ) -> list[dict[str, Any]]:
     """One record for every operation and axes of a program, those that send most first."""
     sent: dict[Kind, dict[str, float]] = {}
@@ -233,7 +247,7 @@ def rows_of(
     kinds = sorted({*sent, *(needed or {})}, key=lambda kind: -sum(sent.get(kind, {}).values()))
     return [
         {
-            **setting,
+            **facts,
             "program": in_words(checked.name),
             "operation": operation,
             "axes": list(axes),
@@ -250,17 +264,18 @@ def rows_of(
 
 
 def measure(
-    model: str, mesh: str, remat: str, chip: Chip, only: Sequence[str] | None, seed: int
+    setting: Setting, chip: Chip, only: Sequence[str] | None, seed: int
 ) -> list[dict[str, Any]]:
     """The records of one model on one mesh, each printed when its program is compiled."""
-    config = mesh_config(model, mesh, remat)
-    devices = target_mesh(config, chip, DEVICES[model])
+    config = setting.config()
+    devices = target_mesh(config, chip, DEVICES[setting.model])
     programs = generated_lengths(config, devices, seed, MIX).programs()
-    setting = {
-        "model": model,
-        "devices": DEVICES[model],
-        "mesh": mesh,
-        "remat": remat,
+    facts = {
+        "model": setting.model,
+        "devices": DEVICES[setting.model],
+        "mesh": setting.mesh,
+        "remat": setting.remat,
+        "reduce_dtype": setting.reduce_dtype,
         "resident_gb": resident_bytes(programs) / 1e9,
     }
     rows = []
@@ -271,16 +286,14 @@ def measure(
         try:
             checked = check_job(config, programs, name, job, chip)
         except jax.errors.JaxRuntimeError as error:
-            print(
-                f"{model}, {mesh}: {in_words(name)} does not compile: {str(error).splitlines()[0]}"
-            )
+            print(f"{setting}: {in_words(name)} does not compile: {str(error).splitlines()[0]}")
             continue
-        of_program = rows_of(setting, checked, needed_bytes(programs, name))
+        of_program = rows_of(facts, checked, needed_bytes(programs, name))
         rows += of_program
         sent = sum(row["bytes"] for row in of_program)
         must = [row["needed_bytes"] for row in of_program]
         print(
-            f"{model}, {mesh}, {remat}: {in_words(name)}: sends {sent / 1e9:.1f} GB, needed "
+            f"{setting}: {in_words(name)}: sends {sent / 1e9:.1f} GB, needed "
             f"{'-' if None in must else f'{sum(must) / 1e9:.1f}'}; temporary "
             f"{checked.memory.temporaries / 1e9:.1f} GB; {time.perf_counter() - began:.0f} s",
             flush=True,
@@ -296,33 +309,43 @@ def main(command: Sequence[str] | None = None) -> int:
     meshes = list(dict.fromkeys(mesh for of_model in MESHES.values() for mesh in of_model))
     parser.add_argument("--mesh", choices=meshes, help="default: all")
     parser.add_argument("--remat", nargs="+", default=["full"], help="of towers and decoder")
+    parser.add_argument(
+        "--reduce-dtype", nargs="+", default=["float32"], help="of the sums of gradients"
+    )
     parser.add_argument("--only", nargs="+", metavar="FUNCTION", help="programs; default: all")
     options = parser.parse_args(command)
     only_compile()
+    models = MESHES if options.model is None else [options.model]
+    settings = [
+        Setting(model, mesh, remat, reduce_dtype)
+        for model in models
+        for mesh in (MESHES[model] if options.mesh is None else [options.mesh])
+        for remat in options.remat
+        for reduce_dtype in options.reduce_dtype
+    ]
     rows: list[dict[str, Any]] = []
     failed = []
-    for model in MESHES if options.model is None else [options.model]:
-        for mesh in MESHES[model] if options.mesh is None else [options.mesh]:
-            for remat in options.remat:
-                try:
-                    rows += measure(model, mesh, remat, chip_of(CHIP), options.only, options.seed)
-                except ChipError as error:
-                    print(f"benchmarks.ahead compiles nothing: {error}", file=sys.stderr)
-                    return 2
-                except USER_ERRORS as error:
-                    failed.append(f"{model}, {mesh}, {remat}: {error}")
-                    print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
+    for setting in settings:
+        try:
+            rows += measure(setting, chip_of(CHIP), options.only, options.seed)
+        except ChipError as error:
+            print(f"benchmarks.ahead compiles nothing: {error}", file=sys.stderr)
+            return 2
+        except USER_ERRORS as error:
+            failed.append(f"{setting}: {error}")
+            print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
     show(rows)
     write_json(options.json, "ahead", options.seed, GENERATOR, chip=CHIP, rows=rows, failed=failed)
     return 1 if failed else 0
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table for every model, mesh and remat."""
+    """A table for every setting."""
     tables: dict[str, list[list[Any]]] = {}
     for row in rows:
         title = (
-            f"{row['model']} on {row['devices']} of {CHIP}, {row['mesh']}, remat {row['remat']}: "
+            f"{row['model']} on {row['devices']} of {CHIP}, {row['mesh']}, remat {row['remat']}, "
+            f"sums in {row['reduce_dtype']}: "
             f"{row['resident_gb']:.1f} GB between programs"
         )
         needed = row["needed_bytes"]

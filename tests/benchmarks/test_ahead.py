@@ -46,14 +46,14 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once():
         ("reduce-scatter", ("fsdp",)): forward,
     }
     # Replicas are added once a step: shards, and what is not split at all
-    update = needed(programs, "update", "")
-    assert update.keys() == {("all-reduce", ("data",)), ("all-reduce", ("data", "fsdp"))}
+    once_a_step = needed(programs, "add_replicas", "")
+    assert once_a_step.keys() == {("all-reduce", ("data",)), ("all-reduce", ("data", "fsdp"))}
     sharded = sum(
         leaf.size
         for leaf in jax.tree.leaves(programs.trained)
         if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
     )
-    assert update["all-reduce", ("data",)] == 2 / 2 * 4 * sharded / 4
+    assert once_a_step["all-reduce", ("data",)] == 2 / 2 * 4 * sharded / 4
     of_tower = needed(programs, "encode_grad", "vision", 16384)["all-gather", ("fsdp",)]
     once = needed(programs, "encode", "vision", 16384)["all-gather", ("fsdp",)]
     assert of_tower - once == pytest.approx(TYPE * TOWER * 3 / 4)
@@ -111,7 +111,7 @@ def test_rows_set_what_is_sent_beside_what_must_be():
 @pytest.mark.parametrize("model", ahead.MESHES)
 def test_every_mesh_has_the_devices_and_splits_the_model(model):
     for mesh in ahead.MESHES[model]:
-        config = ahead.mesh_config(model, mesh)
+        config = ahead.Setting(model, mesh).config()
         shape = abstract_mesh(config.mesh_sizes, ahead.DEVICES[model], mesh_spans(config))
         built = build_model(config.model, 152_064, config.components, shape)
         leaves = jax.tree.leaves(built.abstract("float32"))
