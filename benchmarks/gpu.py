@@ -542,6 +542,13 @@ def main(command: Sequence[str] | None = None) -> int:
             f"benchmarks.gpu needs a GPU; jax finds only {jax.default_backend()}", file=sys.stderr
         )
         return 2
+    if jax.device_count() > 1:
+        print(
+            f"benchmarks.gpu measures one device, and jax finds {jax.device_count()}: choose one, "
+            "as by CUDA_VISIBLE_DEVICES=0",
+            file=sys.stderr,
+        )
+        return 2
     folder = options.folder or Path(tempfile.mkdtemp(prefix="benchmarks-gpu-"))
     bench = Bench(SMALL if options.small else FULL, folder, deadline, options.seed)
     rows = measure(bench, options.only or list(SECTIONS))
