@@ -29,7 +29,7 @@ def in_two_processes(tree, folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

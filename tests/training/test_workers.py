@@ -27,7 +27,7 @@ from tests.support import tiny_config, train_command
 
 pytestmark = pytest.mark.slow
 
-LONG = 300  # seconds: a bound that catches a hang, and nothing else
+LONG = 600  # seconds: a bound that catches a hang, and nothing else
 
 
 def losses(folder: Path) -> dict[int, float]:
