@@ -47,6 +47,7 @@ from jaxmllm.tools.workload import DEFAULT_MIX
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
+from sharding.parameters import replica_axes
 from sharding.rules import Layout
 
 Kind = tuple[str, tuple[str, ...]]  # operation, axes
@@ -122,6 +123,7 @@ class Leaf:
     size: int  # numbers of the whole
     gathered: tuple[str, ...]  # axes that split it between uses
     split: int  # parts that it stays in while it is used
+    replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
     layer: bool  # whether it belongs to the stack of layers
 
 
@@ -156,9 +158,8 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
         for component, trained in programs.trained.items():
             layout = programs.functions.model.components[component].layout
             for leaf in leaves(trained, layout):
-                replicas = _replicas(layout, leaf)
                 shard = leaf.size / leaf.split / _parts(layout, leaf.gathered)
-                send("all-reduce", layout, replicas, 4 * shard)
+                send("all-reduce", layout, leaf.replicas, 4 * shard)
         return dict(needed)
     if name.function not in (*FORWARD, *BACKWARD):
         return {}
@@ -201,6 +202,7 @@ def leaves(tree: Any, layout: Layout) -> Iterator[Leaf]:
             size=math.prod(leaf.shape),
             gathered=tuple(axis for axis in named if axis in between),
             split=_parts(layout, kept),
+            replicas=replica_axes(layout, leaf.sharding),
             layer="layers" in jax.tree_util.keystr(path),
         )
 
@@ -211,12 +213,6 @@ def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _parts(layout: Layout, axes: Sequence[str]) -> int:
     return math.prod(layout.mesh.shape[axis] for axis in axes)
-
-
-def _replicas(layout: Layout, leaf: Leaf) -> tuple[str, ...]:
-    """Axes whose devices see other tokens and hold the same shard."""
-    tokens = (*layout.batch_axes, *layout.mesh_axes("sequence"))
-    return tuple(axis for axis in tokens if axis not in leaf.gathered)
 
 
 # ---------------------------------------------------------------------------- what is sent

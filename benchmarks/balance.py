@@ -48,7 +48,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxmllm.arrays import ceil_divide, sums_by
 from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import (
     BatchItems,
@@ -59,7 +58,8 @@ from jaxmllm.balance.records import (
     PlanSpec,
     StepPlan,
 )
-from jaxmllm.balance.rows.assign import assign, item_costs
+from jaxmllm.balance.rows.assign import assign, item_costs, part_costs
+from jaxmllm.balance.statistics import slowest_flops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import MODEL, PHASES, ROW_CLASSES, describe, generate, make_spec
@@ -203,11 +203,12 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
     """Balance and fill of one phase, from the plan's arrays alone; empty without items."""
     if not len(items.length):
         return {}
-    cost = row_costs(plan, items, spec)
+    item_cost = item_costs(spec, items)
+    cost = part_costs(plan, item_cost, spec.ranks)
     by_rank = cost.sum(axis=0)
-    mean = float(item_costs(spec, items).sum()) / spec.ranks
+    mean = float(item_cost.sum()) / spec.ranks
     span = plan.span.astype(np.int64)
-    largest = float((item_costs(spec, items) / span[plan.microbatch]).max())
+    largest = float((item_cost / span[plan.microbatch]).max())
     gathered = (span - 1) * plan.capacity * spec.ranks
     proxy = phase_proxy(plan, items, spec)
     return {
@@ -225,17 +226,6 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
         "shared_rows": float((spec.ranks // span[span > 1]).sum()),
         "gathered_bytes": float(gathered.sum()) * gathered_bytes(MODEL, spec.name),
     }
-
-
-def row_costs(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> np.ndarray:
-    """Cost of every rank's row, or of its part of one, rounded up: [M, R] integers."""
-    row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
-    cost = sums_by(row, item_costs(spec, items), plan.microbatches * spec.ranks).reshape(
-        -1, spec.ranks
-    )
-    span = plan.span.astype(np.int64)[:, None]
-    first_rank = np.arange(spec.ranks) // span * span
-    return ceil_divide(np.take_along_axis(cost, first_rank, axis=1), span)
 
 
 def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
@@ -280,12 +270,10 @@ def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str
     np.add.at(slots, (plan.microbatch, plan.rank), part)
     share = spec.flops.attention(length, items.extra) / plan.span[plan.microbatch]
     np.add.at(attention, (plan.microbatch, plan.rank), share)
-    linear = spec.flops.linear
-    bare = linear * slots + attention
-    padded = linear * plan.capacity[:, None].astype(float) + attention
+    bare = spec.flops.linear * slots + attention
     return {
         "step_proxy": float(bare.max(axis=1, initial=0).sum()),
-        "step_proxy_padded": float(padded.max(axis=1, initial=0).sum()),
+        "step_proxy_padded": slowest_flops(plan, items, spec),
     }
 
 

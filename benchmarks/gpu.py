@@ -60,6 +60,7 @@ from jaxmllm.config.read import dump_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.hardware import peak_flops
+from jaxmllm.setup.ahead import memory_of
 from jaxmllm.setup.build import build_run, phased_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec, resolved_shapes
@@ -300,23 +301,16 @@ def program_rows(bench: Bench) -> list[Row]:
                 }
             )
     for program, compiled in programs.compiled.items():
-        memory = compiled.memory_analysis()  # type: ignore[attr-defined]
+        memory = memory_of(compiled)
         if program.function != "zero" and memory is not None:
             rows.append(
                 {
                     "program": in_words(program),
-                    "temporary_gb": memory.temp_size_in_bytes / 1e9,
-                    "needed_gb": needed_bytes(memory) / 1e9,
+                    "temporary_gb": memory.temporaries / 1e9,
+                    "needed_gb": memory.needed / 1e9,
                 }
             )
     return rows
-
-
-def needed_bytes(memory: Any) -> int:
-    """What a program takes on its device at one time, as its compiler says."""
-    taken: int = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    taken += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    return taken - int(memory.alias_size_in_bytes)
 
 
 def step_rows(bench: Bench) -> list[Row]:
@@ -459,15 +453,15 @@ def prediction_rows(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for name, compiled in bench.programs.compiled.items():
         words = in_words(name)
-        memory = compiled.memory_analysis()  # type: ignore[attr-defined]
+        memory = memory_of(compiled)
         if name.function == "zero" or words not in predicted or memory is None:
             continue
         rows.append(
             {
                 "program": words,
-                "needed_gb": needed_bytes(memory) / 1e9,
+                "needed_gb": memory.needed / 1e9,
                 "predicted_gb": predicted[words]["needed"] / 1e9,
-                "temporary_gb": memory.temp_size_in_bytes / 1e9,
+                "temporary_gb": memory.temporaries / 1e9,
                 "predicted_temporary_gb": predicted[words]["temporaries"] / 1e9,
             }
         )

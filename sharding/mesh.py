@@ -70,11 +70,6 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return sizes
 
 
-def axis_size(mesh: Mesh | AbstractMesh, name: str) -> int:
-    """Size of a whole axis."""
-    return axis_sizes(mesh)[name]
-
-
 def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
     """The sizes with -1 replaced by the devices that the others leave.
 

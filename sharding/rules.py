@@ -136,14 +136,6 @@ class Layout:
             )
         return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
-    @property
-    def by_part(self) -> Layout:
-        """The same devices with each part of a row counted as a row of its own: [R * X, C / X].
-
-        X are the parts that a rank holds, whatever the span.
-        """
-        return self._with(batch=self.batch_axes + self.mesh_axes("sequence"), sequence=())
-
     def _with(self, **rules: tuple[str, ...]) -> Layout:
         return replace(self, rules=tuple((dict(self.rules) | rules).items()))
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import BatchItems, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs, part_costs
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.rows.assign import item_costs, largest_share, part_costs
 
 
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -53,7 +52,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     if total:
         mean = total / spec.ranks
         costliest_rank = int(part_cost.sum(axis=0).max())
-        costliest_part = int(ceil_divide(item_cost, span[plan.microbatch]).max(initial=0))
+        costliest_part = largest_share(plan, item_cost)
         synchronised_cost = int(part_cost.max(axis=1).sum())
         statistics[f"{spec.name}/max_over_mean"] = costliest_rank / mean
         statistics[f"{spec.name}/gap_to_floor"] = costliest_rank / max(mean, costliest_part)
@@ -66,16 +65,20 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
 
 
 def step_statistics(
-    plans: Mapping[str, PhasePlan], items: BatchItems, specs: Mapping[str, PhaseSpec]
+    statistics: Mapping[str, float], specs: Mapping[str, PhaseSpec]
 ) -> dict[str, float]:
     """`step/over_ideal`: the sum of `slowest_flops` of all phases / that of equal shares of the
-    FLOPs of their data. Empty without any."""
+    FLOPs of their data. Empty without any.
+
+    Args:
+      statistics: those of all phases (`phase_statistics`).
+    """
     slowest = 0.0
     ideal = 0.0
     for phase, spec in specs.items():
-        of_phase = items.phases[phase]
-        slowest += slowest_flops(plans[phase], of_phase, spec)
-        ideal += spec.flops.total(of_phase.real, of_phase.extra) / spec.ranks
+        of_phase = statistics[f"{phase}/flops"] / spec.ranks
+        slowest += statistics.get(f"{phase}/over_ideal", 0.0) * of_phase
+        ideal += of_phase
     return {"step/over_ideal": slowest / ideal} if ideal else {}
 
 

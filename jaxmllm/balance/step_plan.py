@@ -58,7 +58,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     statistics: dict[str, float] = {}
     for phase, phase_spec in spec.phases.items():
         statistics |= phase_statistics(phases[phase], items.phases[phase], phase_spec)
-    statistics |= step_statistics(phases, items, spec.phases)
+    statistics |= step_statistics(statistics, spec.phases)
     for owner in dict.fromkeys(shared_exchange(spec.routes).values()):
         rounds = routes[owner].rounds
         encoder_node = spec.nodes.get(owner)

@@ -101,11 +101,13 @@ def check_job(
     text = compiled.as_text()
     assert text is not None
     module = parse(text)
+    memory = memory_of(compiled)
+    assert memory is not None, "every platform's compiler tells it"
     return CheckedProgram(
         name=name,
         lower_seconds=traced - began,
         compile_seconds=ended - traced,
-        memory=_memory(compiled),
+        memory=memory,
         transfers=transfers(collectives(module, mesh.size), mesh),
         custom_calls=_custom_calls(module),
         fallbacks=(
@@ -115,9 +117,11 @@ def check_job(
     )
 
 
-def _memory(compiled: Compiled) -> Memory:
+def memory_of(compiled: Compiled) -> Memory | None:
+    """What the compiler says that a program takes; none where it says nothing."""
     analysis = compiled.memory_analysis()
-    assert analysis is not None, "every platform's compiler has one"
+    if analysis is None:
+        return None
     return Memory(
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,

@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -53,13 +54,17 @@ def sharded_bytes(tree):
     )
 
 
-def gathered(program, **facts):
+def total_bytes(operation, program, **facts):
     return sum(
         transfer.total_bytes
         for transfer in program.transfers
-        if transfer.operation == "all-gather"
+        if transfer.operation == operation
         and all(getattr(transfer, name) == value for name, value in facts.items())
     )
+
+
+gathered = partial(total_bytes, "all-gather")
+reduced = partial(total_bytes, "reduce-scatter")
 
 
 def test_evaluation_gathers_every_sharded_weight_once(data):
@@ -76,15 +81,6 @@ def test_evaluation_gathers_every_sharded_weight_once(data):
 COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
 BFLOAT16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}
 BACKWARD = {"language_loss_and_grad", "encode_grad"}
-
-
-def reduced(program, **facts):
-    return sum(
-        transfer.total_bytes
-        for transfer in program.transfers
-        if transfer.operation == "reduce-scatter"
-        and all(getattr(transfer, name) == value for name, value in facts.items())
-    )
 
 
 @pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])

@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding.mesh import MeshError, abstract_mesh, axis_size, axis_sizes, make_mesh
+from sharding.mesh import MeshError, abstract_mesh, axis_sizes, make_mesh
 
 
 def test_axes_keep_their_order_and_use_every_device():
@@ -69,7 +69,7 @@ def test_axes_are_cut_by_the_prime_factors_of_spans():
     assert list(mesh.devices.flat) == list(make_mesh(sizes).devices.flat)
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert abstract_mesh(sizes, 8, (1, 2, 8)).shape == mesh.shape
-    assert axis_sizes(mesh) == sizes and axis_size(mesh, "data") == 4
+    assert axis_sizes(mesh) == sizes and axis_sizes(mesh)["data"] == 4
     many = abstract_mesh({"data": 512}, 512, (1, 2, 4, 8))
     assert tuple(many.shape.values()) == (64, 2, 2, 2)
     assert tuple(abstract_mesh({"data": 24}, 24, (2, 6)).shape.values()) == (4, 3, 2)

@@ -22,14 +22,18 @@ from jaxmllm.balance.exchange.pieces import owning_rank
 from jaxmllm.balance.exchange.row_ranks import (
     PLACEMENT_SEARCH,
     Places,
-    largest_share,
     match_rows,
     rank_limit,
 )
 from jaxmllm.balance.exchange.swaps import Destinations, reduce_traffic
 from jaxmllm.balance.exchange.traffic import media_of_examples, sequence_of_example
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import attention_costs, item_costs, part_costs
+from jaxmllm.balance.rows.assign import (
+    attention_costs,
+    item_costs,
+    largest_share,
+    part_costs,
+)
 from jaxmllm.balance.rows.level import SLOTS, RowState, balance_ranks
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.phases import LANGUAGE

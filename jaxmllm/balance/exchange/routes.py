@@ -23,7 +23,12 @@ import numpy as np
 from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.exchange.pieces import Pieces, Runs
 from jaxmllm.balance.exchange.tables import backend_of
-from jaxmllm.balance.exchange.traffic import Traffic, exchange_ranks, sequence_of_example
+from jaxmllm.balance.exchange.traffic import (
+    Traffic,
+    arriving_tokens,
+    exchange_ranks,
+    sequence_of_example,
+)
 from jaxmllm.balance.records import (
     BatchItems,
     PhasePlan,
@@ -63,9 +68,7 @@ def plan_routes(
     ranks = spec.phases[LANGUAGE].ranks
     sequence = sequence_of_example(items)
     pieces = {phase: Pieces.of(items.phases[phase], language, sequence) for phase in encoders}
-    arriving = np.zeros((language.microbatches, ranks), np.int64)
-    for of_phase in pieces.values():
-        np.add.at(arriving, (of_phase.microbatch, of_phase.rank), of_phase.tokens)
+    arriving = arriving_tokens(pieces.values(), language.microbatches, ranks)
     size = min(route.language_pool for route in spec.routes.values())
     pool, start = _fill_pools(arriving, size, "language pool")
     placed[LANGUAGE] = replace(language, pool=pool)

@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxmllm.arrays import Ints, Longs, ceil_divide, sums_by
 from jaxmllm.balance.records import ExchangeGrid, PhaseItems, PhasePlan, PhaseSpec
-from jaxmllm.balance.rows.assign import item_costs, part_costs
+from jaxmllm.balance.rows.assign import item_costs, largest_share, part_costs
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,6 @@ def match_rows(
         # The widest groups, with all that lies in them.
         rank_of[:] = moved(int(plan.span.max()), np.arange(len(cost)))
     return rank_of[plan.microbatch, plan.rank].astype(np.int32)
-
-
-def largest_share(plan: PhasePlan, cost: Longs) -> int:
-    """The most that an item costs one of the ranks that hold it."""
-    span = plan.span[plan.microbatch]
-    return int((-(-cost // span)).max(initial=0))
 
 
 def rank_limit(rank_cost: Longs, largest_item: int) -> int:

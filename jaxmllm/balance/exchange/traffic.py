@@ -8,7 +8,7 @@ Letters: B examples, K runs of tokens, R language ranks, M language microbatches
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -39,10 +39,15 @@ def media_tokens(
 ) -> Longs:
     """Tokens of all encoder phases that each language rank takes in for each microbatch: [M, R]."""
     sequence = sequence_of_example(items)
-    arriving = np.zeros((language.microbatches, ranks), np.int64)
-    for phase in encoders:
-        pieces = Pieces.of(items.phases[phase], language, sequence)
-        np.add.at(arriving, (pieces.microbatch, pieces.rank), pieces.tokens)
+    pieces = (Pieces.of(items.phases[phase], language, sequence) for phase in encoders)
+    return arriving_tokens(pieces, language.microbatches, ranks)
+
+
+def arriving_tokens(pieces: Iterable[Pieces], microbatches: int, ranks: int) -> Longs:
+    """Tokens of some pieces that each language rank takes in for each microbatch: [M, R]."""
+    arriving = np.zeros((microbatches, ranks), np.int64)
+    for of_phase in pieces:
+        np.add.at(arriving, (of_phase.microbatch, of_phase.rank), of_phase.tokens)
     return arriving
 
 

@@ -140,6 +140,15 @@ def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
     return of_rows
 
 
+def largest_share(plan: PhasePlan, cost: Longs) -> int:
+    """The most that an item costs one of the ranks that hold it, rounded up.
+
+    Args:
+      cost: [N] of each item.
+    """
+    return int(ceil_divide(cost, plan.span[plan.microbatch].astype(np.int64)).max(initial=0))
+
+
 def rank_floor(cost: Longs, ranks: int) -> int:
     """Lower bound on the load of the costliest rank, wherever items of these costs [N] lie."""
     return max(ceil_divide(int(cost.sum()), ranks), int(cost.max(initial=0)))

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.language import OutputHead
+from sharding.context import SLOTS
 from sharding.rules import Axes, Layout
 
-SLOTS = ("batch", "sequence")
 # Rows are cut into this many chunks at least, for the last one is computed whole ..
 CHUNKS = 8
 # .. unless these had fewer slots: every chunk reads and writes the head's gradient
@@ -314,8 +314,7 @@ def sums_by_source(
             examples=total(has_target, segment_source),
         )
 
-    slots = ("batch", "sequence")
-    local = layout.local(on_device, (slots,) * 4 + (("batch",),), ("batch",))
+    local = layout.local(on_device, (SLOTS,) * 4 + (("batch",),), ("batch",))
     return local(losses, hits, counted, segments, source_of)
 
 
@@ -330,5 +329,4 @@ def failed_examples(
         any_failed = jnp.zeros(max_segments + 1, jnp.int32).at[segments[0]].max(failed[0])
         return (jax.lax.psum(any_failed, split) if split else any_failed)[segments[0]][None] > 0
 
-    slots = ("batch", "sequence")
-    return layout.local(on_device, (slots, slots), slots)(failed, segments)
+    return layout.local(on_device, (SLOTS, SLOTS), SLOTS)(failed, segments)

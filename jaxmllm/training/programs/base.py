@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import PlanSpec, shared_exchange
@@ -76,7 +77,7 @@ def zeros_job(tree: Any) -> Job:
     return Job(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree), (), tree)
 
 
-def compile_jobs(jobs: Jobs) -> dict[ProgramName, Callable[..., Any]]:
+def compile_jobs(jobs: Jobs) -> dict[ProgramName, Compiled]:
     """The compiled programs."""
     # Tracing is Python and holds its lock; compiling does not
     lowered = [job.lower() for job in jobs.values()]
@@ -131,7 +132,7 @@ class Programs(abc.ABC):
         self.trained, _ = functions.model.trainable.split(self.params)
         self.state = self._abstract_state(self.params)
         self.jobs = self._jobs(formats)
-        self.compiled: dict[ProgramName, Callable[..., Any]] = {}
+        self.compiled: dict[ProgramName, Compiled] = {}
 
     @property
     def local_share(self) -> LocalRanks:

@@ -16,7 +16,7 @@ from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
 from jaxmllm.balance.sizes.capacities import _fewest_slots
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
-from jaxmllm.balance.statistics import step_statistics
+from jaxmllm.balance.statistics import phase_statistics, step_statistics
 from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
 from jaxmllm.phases import decoder_phase
@@ -99,6 +99,13 @@ def with_longest(batch, phase: str, length: int):
     return dataclasses.replace(batch, phases=batch.phases | {phase: items})
 
 
+def statistics_of(plan, batch, spec):
+    statistics = {}
+    for name, phase in spec.phases.items():
+        statistics |= phase_statistics(plan[name], batch.phases[name], phase)
+    return statistics
+
+
 def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
     samples = [generate([0, n], 32) for n in range(12)]
     fresh = [generate([1, n], 32) for n in range(8)]
@@ -109,7 +116,7 @@ def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
         plans = [place_items(batch, spec.phases, {}, "phases") for batch in fresh]
         over_ideal[spans] = np.mean(
             [
-                step_statistics(plan, batch, spec.phases)["step/over_ideal"]
+                step_statistics(statistics_of(plan, batch, spec), spec.phases)["step/over_ideal"]
                 for plan, batch in zip(plans, fresh, strict=True)
             ]
         )
