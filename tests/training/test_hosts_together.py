@@ -208,9 +208,15 @@ def test_a_second_signal_ends_all_at_once(start, processes):
         os.kill(process.pid, signal.SIGCONT)
     time.sleep(SAME_REQUEST_SECONDS)
     group.send(signal.SIGTERM)
-    codes = group.codes()
-    assert all(code in (0, 128 + signal.SIGTERM) for code in codes), group.output()
-    assert "Traceback" not in group.output()
+    for code, log in zip(group.codes(), group.logs, strict=True):
+        text = log.read_text()
+        assert "Traceback" not in text
+        # A process that was slow to see the first signal takes the second for the same one. It has saved by the time
+        # that the other ends, or ends with it.
+        ended_by_other = code == 1 and re.fullmatch(
+            r"error: process \d \(.*\): stopped by a second signal.*", text.splitlines()[-1]
+        )
+        assert code in (0, 128 + signal.SIGTERM) or ended_by_other, text[-3000:]
 
 
 # ---------------------------------------------------------------------------- processes that miss one
