@@ -81,8 +81,9 @@ MIX: Final = {task: weight for task, weight in DEFAULT_MIX.items() if task != "m
 PER_DEVICE: Final = 2  # examples
 # Once for every configuration; buffers of zeros and sums tell nothing
 LEFT_OUT: Final = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
-FORWARD: Final = ("encode", "evaluate")
-BACKWARD: Final = ("encode_grad", "language_loss_and_grad")
+FORWARD: Final = ("encode", "encode_keeping", "evaluate")
+BOTH_PASSES: Final = ("encode_grad", "language_loss_and_grad")
+BACKWARD: Final = (*BOTH_PASSES, "encode_grad_kept")
 COLUMNS: Final = ["program", "operation", "axes", "types", "GB", "needed GB", "temporary GB"]
 GENERATOR: Final = "jaxmllm.tools.workload.generate([seed, i], 2 examples a device), no multi_image"
 
@@ -166,13 +167,14 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     functions = programs.functions.spanned(name.subject, name.span)
     model = functions.model
     backward = name.function in BACKWARD
+    passes = 2 if name.function in BOTH_PASSES else 1
     for component in model.phases[name.subject].components:
         settings = model.components[component]
         number = jnp.dtype(settings.dtype).itemsize
         for leaf in leaves(programs.params[component], settings.layout):
-            passes = 2 if backward and leaf.layer else 1
+            gathers = passes if leaf.layer else 1
             whole = number * leaf.size / leaf.split
-            send("all-gather", settings.layout, leaf.gathered, passes * whole)
+            send("all-gather", settings.layout, leaf.gathered, gathers * whole)
         for leaf in leaves(programs.trained.get(component, {}), settings.layout):
             whole = number * leaf.size / leaf.split
             send("reduce-scatter", settings.layout, leaf.gathered, backward * whole)
@@ -184,11 +186,11 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     tokens = name.capacity * name.span / stride  # of the row
     keys_and_values = tokens * model.key_value_bytes(name.subject) / layout.size("kv_heads")
     parts = layout.mesh_axes("sequence")
-    send("all-gather", layout, parts, (1 + backward) * keys_and_values)
+    send("all-gather", layout, parts, passes * keys_and_values)
     send("reduce-scatter", layout, parts, backward * keys_and_values)
     activations = tokens / layout.parts * shapes.width * jnp.dtype(settings.dtype).itemsize
     sums = 2 * shapes.layers + (name.subject == LANGUAGE)
-    send("all-reduce", layout, layout.mesh_axes("mlp"), (1 + backward) * sums * activations)
+    send("all-reduce", layout, layout.mesh_axes("mlp"), passes * sums * activations)
     return dict(needed)
 
 

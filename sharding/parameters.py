@@ -64,6 +64,39 @@ def map_rows(
     axes = row_axes(layout)
     if not axes:
         return function
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=_specs(axes, tuple(arguments)),
+        out_specs=_specs(axes, results),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def by_device(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
+    """What `map_rows` returns of a function whose results are [1, ...] on every device, arrays that the
+    devices do not share: [devices along the axes of rows, ...]. Arguments as there."""
+    axes = row_axes(layout)
+    mapped = function
+    if axes:
+        mapped = jax.shard_map(
+            function,
+            mesh=layout.mesh,
+            in_specs=_specs(axes, tuple(arguments)),
+            out_specs=P(axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+    sharding = NamedSharding(layout.mesh, P(axes) if axes else P())
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(mapped, *arguments),
+    )
+
+
+def _specs(axes: tuple[str, ...], tree: Any) -> Any:
+    """How abstract arrays lie along some of the mesh's axes."""
 
     def spec(leaf: Any) -> P:
         kept = (
@@ -72,14 +105,7 @@ def map_rows(
         )
         return P(*(dimension or None for dimension in kept))
 
-    return jax.shard_map(
-        function,
-        mesh=layout.mesh,
-        in_specs=jax.tree.map(spec, tuple(arguments)),
-        out_specs=jax.tree.map(spec, results),
-        axis_names=set(axes),
-        check_vma=False,
-    )
+    return jax.tree.map(spec, tree)
 
 
 def gathered(layout: Layout, weight: jax.Array, axes: Axes, dtype: Any) -> jax.Array:

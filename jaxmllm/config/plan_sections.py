@@ -5,7 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from jaxmllm.config.section import Auto, Section
 
@@ -29,6 +36,9 @@ class PhaseConfig(Section):
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     block: PositiveInt = 128  # attention block; capacities are multiples of it
+    # Of an encoder: microbatches per step whose backward pass starts from residuals of the forward pass,
+    # instead of running it again; auto: as many as memory allows, by an estimate
+    kept_residuals: NonNegativeInt | Auto = "auto"
 
     @field_validator("capacities")
     @classmethod

@@ -132,6 +132,8 @@ class Config(Section):
                     f"phases.{name}.row_classes ({rows.row_classes}): with pipeline.stages "
                     f"({self.pipeline.stages}), a phase has rows of one class; leave it out, or set it to 1"
                 )
+            if rows.kept_residuals not in ("auto", 0):
+                self._check_kept_residuals(name, rows.kept_residuals)
             spans = rows.spans
             if spans not in ("auto", (1,)) and not self.may_share_rows:
                 reason = (
@@ -144,6 +146,19 @@ class Config(Section):
                     "leave spans out, or set pipeline.stages: 1 and balance.mode: phases"
                 )
         return self
+
+    def _check_kept_residuals(self, phase: str, microbatches: int) -> None:
+        what = f"phases.{phase}.kept_residuals ({microbatches})"
+        if phase not in self.model.encoders:
+            raise ValueError(
+                f"{what}: the {phase} phase runs forward and backward in one program, there is "
+                "nothing to keep between them; leave it out"
+            )
+        if self.pipeline.stages > 1:
+            raise ValueError(
+                f"{what}: with pipeline.stages ({self.pipeline.stages}), pipeline.kept_residuals "
+                "says what is kept; set that instead"
+            )
 
     @property
     def may_share_rows(self) -> bool:

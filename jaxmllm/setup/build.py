@@ -29,6 +29,7 @@ from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.prepare import RunInputs, prepare
+from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
 from jaxmllm.setup.spans import mesh_spans
@@ -99,8 +100,10 @@ def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     sources = len(inputs.corpus.sources)
     if config.pipeline.stages == 1:
         spec = plan_spec(config, inputs)
-        hosts.compare("plan", lambda: plan_facts(spec), SAME_PLAN)
-        return phased_programs(config, model, formats, spec, sources), None
+        programs = phased_programs(config, model, formats, spec, sources)
+        kept = {f"{phase}.kept_residuals": str(n) for phase, n in programs.kept_residuals.items()}
+        hosts.compare("plan", lambda: plan_facts(spec) | kept, SAME_PLAN)
+        return programs, None
     sizes = pipeline_sizes(config, inputs)
 
     def facts() -> dict[str, str]:
@@ -125,7 +128,11 @@ def phased_programs(
     """
     functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     attention = attention_spec(config, model, formats, spec)
-    return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype)
+    kept = {
+        phase: kept_residuals(config, model, phase, max(spec.phases[phase].capacities))
+        for phase in spec.routes
+    }
+    return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype, kept)
 
 
 def staged_programs(

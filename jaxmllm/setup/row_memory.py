@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, PhaseConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
@@ -20,6 +20,7 @@ from jaxmllm.training.optimizer import MOMENTS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
+KEPT_SHARE = 0.25  # of what the state leaves, for residuals of encoders between their two passes
 LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say that it does not fit
 # Values of a layer that are kept, by `remat`, and that are there while it runs: in widths of the layer, and
 # of its MLP.
@@ -30,11 +31,31 @@ RUNNING_WIDTHS = (16, 6)
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
     """Slots of a phase's row that a rank can hold: a power of two."""
-    memory = _memory(model)
-    left = max(memory - _state_bytes(config, model), memory * LEAST_SHARE)
-    slots = left * USED_SHARE / _slot_bytes(config, model, phase)
+    slots = _left(config, model) * USED_SHARE / _slot_bytes(config, phase)
     parts = model.layout(phase).parts
     return 1 << int(math.log2(max(slots * parts, 1)))
+
+
+def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> int:
+    """Microbatches of an encoder phase whose residuals stay in memory between its two passes: with `auto` a
+    power of two, or none.
+
+    Args:
+      capacity: of the largest rows, slots of a rank.
+    """
+    settings: PhaseConfig = getattr(config.phases, phase)
+    if settings.kept_residuals != "auto":
+        return settings.kept_residuals
+    memory = _left(config, model) * KEPT_SHARE / len(config.model.encoders)
+    slots = capacity / model.layout(phase).parts
+    fitting = memory / (slots * _kept_bytes(config, phase) + _kept_weights(config, model, phase))
+    return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
+
+
+def _left(config: Config, model: MLLM) -> float:
+    """Bytes of a device that the state leaves."""
+    memory = _memory(model)
+    return max(memory - _state_bytes(config, model), memory * LEAST_SHARE)
 
 
 def _memory(model: MLLM) -> int:
@@ -61,12 +82,29 @@ def _state_bytes(config: Config, model: MLLM) -> int:
     return bytes_of(params) + bytes_of(trained, 4) + MOMENTS * bytes_of(trained)
 
 
-def _slot_bytes(config: Config, model: MLLM, phase: str) -> float:
+def _slot_bytes(config: Config, phase: str) -> float:
     """Bytes that a slot of a row takes on the devices of its rank."""
     shapes = getattr(config.model, phase)
-    settings = getattr(config.components, phase)
-    kept, kept_mlp = KEPT_WIDTHS[settings.remat]
     running, running_mlp = RUNNING_WIDTHS
+    values = running * shapes.width + running_mlp * shapes.mlp_width
+    return _kept_bytes(config, phase) + float(values * _itemsize(config, phase))
+
+
+def _kept_bytes(config: Config, phase: str) -> float:
+    """Bytes of a slot that are kept for the backward pass."""
+    shapes = getattr(config.model, phase)
+    kept, kept_mlp = KEPT_WIDTHS[getattr(config.components, phase).remat]
     values = shapes.layers * (kept * shapes.width + kept_mlp * shapes.mlp_width)
-    values += running * shapes.width + running_mlp * shapes.mlp_width
-    return float(values * jnp.dtype(settings.compute_dtype).itemsize)
+    return float(values * _itemsize(config, phase))
+
+
+def _kept_weights(config: Config, model: MLLM, phase: str) -> int:
+    """Bytes of gathered weights that are kept with the slots of a microbatch."""
+    if getattr(config.components, phase).remat != "none":
+        return 0
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(model.components[phase].shapes))
+    return numbers * _itemsize(config, phase)
+
+
+def _itemsize(config: Config, phase: str) -> int:
+    return jnp.dtype(getattr(config.components, phase).compute_dtype).itemsize

@@ -5,6 +5,7 @@
     language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
+                      (starts from what encode_keeping left, where a microbatch was encoded by that)
     (add_replicas     gradients of every replica -> gradients: training/programs/phased.py)
     update            gradients, sums -> new state, metrics
 
@@ -15,7 +16,9 @@ when undecodable media masked some of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +40,8 @@ from jaxmllm.training.optimizer import (
     optimizer_updates,
 )
 from sharding.context import by_rank, permute, permute_back
+from sharding.gradient import KeptForward
+from sharding.gradient import Params as Parted
 from sharding.pools import add_to_first_rank, put_rows, take_rows
 
 
@@ -56,6 +61,16 @@ class KeptFeatures(NamedTuple):
 
     features: Float[Array, "R/g g*C D"]
     places: Int[Array, "R/g g*T"]  # of `EncoderRows`
+
+
+class KeptResiduals(NamedTuple):
+    """What the backward pass of a tower starts from, where its forward pass has kept more than the rows."""
+
+    rows: EncoderRows
+    residuals: tuple[Array, ...]  # [devices along the axes of rows, ...]
+
+
+Start = EncoderRows | KeptFeatures | KeptResiduals
 
 
 @dataclass(frozen=True)
@@ -107,45 +122,80 @@ class StepFunctions:
         The second result is what `encode_grad` starts from, where that is not the rows.
         """
         features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
-        tokens = self.model.project(params, phase, *features).astype(pool.tokens.dtype)
-        layout = self.model.layout(phase)
-        valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
-        pool = TokenPool(
-            jax.lax.dynamic_update_slice_in_dim(pool.tokens, tokens, pool_offset, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(
-                pool.valid, valid.astype(pool.valid.dtype), pool_offset, axis=1
-            ),
-        )
+        tokens = self.tokens(phase, params, features)
         return (
-            pool,
+            self.filled(phase, rows, tokens, pool, pool_offset),
             (features if self.keeps_features(phase) else None),
             failed + rows.failed.sum(dtype=failed.dtype),
         )
+
+    def filled(
+        self,
+        phase: str,
+        rows: EncoderRows,
+        tokens: Float[Array, "R T D"],
+        pool: TokenPool,
+        pool_offset: Int[Array, ""],
+    ) -> TokenPool:
+        """The pool with the tokens of rows from slot `pool_offset` on."""
+        layout = self.model.layout(phase)
+        valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
+        return TokenPool(
+            *(
+                jax.lax.dynamic_update_slice_in_dim(
+                    into, new.astype(into.dtype), pool_offset, axis=1
+                )
+                for into, new in zip(pool, (tokens, valid), strict=True)
+            )
+        )
+
+    def tokens(
+        self, phase: str, params: Params, start: EncoderRows | KeptFeatures
+    ) -> Float[Array, "R T D"]:
+        """Language tokens, of each rank in packed order."""
+        if isinstance(start, EncoderRows):
+            start = KeptFeatures(self.model.features(params, phase, start), start.places)
+        return self.model.project(params, phase, *start)
+
+    def tokens_and_residuals(
+        self, phase: str, params: Params, rows: EncoderRows
+    ) -> tuple[Float[Array, "R T D"], tuple[Array, ...]]:
+        """The tokens of rows, and residuals for `encode_grad` to start from: [1, ...], those of one device."""
+        parted = Parted(*self._split(params, phase))
+        tokens, residuals = self._kept_forward(phase, parted, rows).forward(parted, rows)
+        return tokens, tuple(leaf[None] for leaf in residuals)
 
     def encode_grad(
         self,
         phase: str,
         params: Params,
-        start: EncoderRows | KeptFeatures,
+        start: Start,
         d_pool: Float[Array, "R W D"],
         pool_offset: Int[Array, ""],
         grads: Params,
     ) -> Params:
-        """Add the gradients of a microbatch's trainable components; recomputes the forward from
-        `start`: the rows, or the features of a frozen tower."""
-        trained, frozen = self._split(params, phase)
-
-        def tokens_of(trained: Params) -> Array:
-            everything = join(trained, frozen)
-            if isinstance(start, KeptFeatures):
-                return self.model.project(everything, phase, *start)
-            return self.model.project(
-                everything, phase, self.model.features(everything, phase, start), start.places
+        """Add the gradients of a microbatch's trainable components; computes again what `start` lacks
+        of the forward pass."""
+        parted = Parted(*self._split(params, phase))
+        backward: Callable[[Array], Params]
+        if isinstance(start, KeptResiduals):
+            kept = self._kept_forward(phase, parted, start.rows)
+            residuals = tuple(leaf[0] for leaf in start.residuals)
+            tokens = kept.y
+            backward = partial(kept.backward, parted, start.rows, residuals)
+        else:
+            tokens, vjp = jax.vjp(
+                lambda trained: self.tokens(phase, join(trained, parted.frozen), start),
+                parted.trained,
             )
-
-        tokens, vjp = jax.vjp(tokens_of, trained)
+            backward = lambda d_tokens: vjp(d_tokens)[0]  # noqa: E731
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
-        return _accumulated(grads, vjp(d_tokens.astype(tokens.dtype))[0])
+        return _accumulated(grads, backward(d_tokens.astype(tokens.dtype)))
+
+    def _kept_forward(self, phase: str, parted: Parted, rows: EncoderRows) -> KeptForward:
+        return KeptForward(
+            lambda parted, rows: self.tokens(phase, join(*parted), rows), parted, rows
+        )
 
     # ------------------------------------------------------------------ language
 

@@ -238,6 +238,13 @@ def test_with_stages_rows_have_one_class(path):
     load_config(path, ["phases.vision.row_classes=1", "pipeline.stages=4"])
 
 
+def test_residuals_are_kept_where_there_is_something_to_keep(path):
+    kept = "phases.vision.kept_residuals=2"
+    assert load_config(path, [kept]).phases.vision.kept_residuals == 2
+    assert "pipeline.kept_residuals says what is kept" in refusal(path, kept, "pipeline.stages=4")
+    assert "nothing to keep" in refusal(path, "phases.language.kept_residuals=1")
+
+
 def test_an_override_fills_a_section_left_empty(path):
     path.write_text(MINIMAL + "mesh:\n")
     assert load_config(path, ["mesh.tensor=2"]).mesh.tensor == 2

@@ -5,7 +5,7 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.models.mllm import build_model
 from jaxmllm.setup import row_memory
-from jaxmllm.setup.row_memory import slots_that_fit
+from jaxmllm.setup.row_memory import kept_residuals, slots_that_fit
 from sharding.mesh import abstract_mesh
 from tests.support import tiny_config
 
@@ -48,3 +48,21 @@ def test_sharded_states_leave_more(tmp_path, monkeypatch, shards):
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 19)
     whole = slots(tmp_path, {"data": 8})[2]
     assert (slots(tmp_path, {"data": 8 // shards, "fsdp": shards})[2] > whole) == (shards > 1)
+
+
+def kept(tmp_path, capacity=1 << 20, **changes):
+    config = parse_config(tiny_config(tmp_path, mesh={"data": 8}, **changes))
+    model = build_model(config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8))
+    return kept_residuals(config, model, "vision", capacity)
+
+
+def test_residuals_are_kept_as_memory_allows(tmp_path):
+    auto = {"phases__vision__kept_residuals": "auto"}
+    found = kept(tmp_path, **auto)
+    # One layer's input of 16 floats for each slot, an eighth of the memory for each of two encoders
+    assert found <= (row_memory.PLANNED_MEMORY >> 3) / (16 * 4 << 20) < 2 * found * 1.01
+    assert kept(tmp_path, 1 << 21, **auto) == found // 2
+    assert kept(tmp_path, components__vision__remat="none", **auto) < found
+    assert kept(tmp_path, 1 << 40, **auto) == 0
+    assert kept(tmp_path, phases__vision__kept_residuals=5) == 5
+    assert kept(tmp_path) == 0

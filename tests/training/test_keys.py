@@ -38,6 +38,7 @@ from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import RunInputs, prepare, vocabulary
+from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec, largest_row
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
@@ -252,6 +253,12 @@ def limits(config: Config, _: Scene) -> Any:
     ]
 
 
+def kept(config: Config, scene: Scene) -> Any:
+    """Microbatches of encoders that run forward once."""
+    made = scene.inputs.model
+    return [kept_residuals(config, made, phase, CAPACITY) for phase in config.model.encoders]
+
+
 def shared(config: Config, _: Scene) -> Any:
     """How many ranks may hold a row together."""
     mesh = make_mesh({"data": 4, "fsdp": 2}, spans=mesh_spans(config))
@@ -360,6 +367,7 @@ def phase(name: str) -> dict[str, Effect]:
     return (
         found
         | effects(section, limits, max_capacity="640")
+        | effects(section, kept, kept_residuals="3")
         | effects(section, shared, spans="[1, 4]")
     )
 

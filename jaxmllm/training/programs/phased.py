@@ -6,6 +6,9 @@ no program is ever compiled again:
 
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
+
+The first microbatches of an encoder may keep their residuals (`encode_keeping`, `encode_grad_kept`);
+the others run forward again.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmllm.balance.records import RowClass
+from jaxmllm.balance.records import PlanSpec, RowClass
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
     EncoderRows,
     LanguageRows,
@@ -35,8 +39,14 @@ from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs, zeros_job
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
 from jaxmllm.training.programs.transfer import put_ranks
-from jaxmllm.training.step_functions import KeptFeatures, TrainState
-from sharding.parameters import by_replica, map_rows
+from jaxmllm.training.step_functions import (
+    KeptFeatures,
+    KeptResiduals,
+    Start,
+    StepFunctions,
+    TrainState,
+)
+from sharding.parameters import by_device, by_replica, map_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,28 @@ class PhaseBuffers(NamedTuple):
 
 
 class PhasedPrograms(Programs):
-    """Programs of single microbatches, which the host calls phase after phase."""
+    """Programs of single microbatches, which the host calls phase after phase.
+
+    Of each encoder phase, `kept_residuals` microbatches of a step run forward once: what they leave
+    for their backward pass stays in memory until then.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        spec: PlanSpec,
+        formats: Mapping[str, RowFormat],
+        attention: AttentionSpec,
+        param_dtype: str,
+        kept_residuals: Mapping[str, int],
+    ):
+        # Of a frozen tower the features are kept in any case, and a phase without gradients needs nothing
+        self.kept_residuals = {
+            phase: microbatches
+            for phase, microbatches in kept_residuals.items()
+            if functions.trainable_of(phase) and not functions.keeps_features(phase)
+        }
+        super().__init__(functions, spec, formats, attention, param_dtype)
 
     # ------------------------------------------------------------------ running
 
@@ -89,7 +120,9 @@ class PhasedPrograms(Programs):
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the
         sums by rank and source; and the number of media items that could not be decoded."""
         host = batch.host
-        pools, saved_for_backward, failed = self._encode(params, batch, self._zeros("failed"))
+        pools, saved_for_backward, failed = self._encode(
+            params, batch, self._zeros("failed"), self.kept_residuals
+        )
         d_pools = [self._zeros("d_language") for _ in pools]
         gradients = self._zeros("gradients")
         sums = self._zeros("sums")
@@ -123,7 +156,7 @@ class PhasedPrograms(Programs):
         """Add what a batch comes to, to what others came to (none: zero)."""
         host = batch.host
         sums, failed = evaluated or self._nothing_evaluated()
-        pools, _, failed = self._encode(params, batch, failed)
+        pools, _, failed = self._encode(params, batch, failed, {})
         phase_params = self._params_of(params, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = pools[host.pools[LANGUAGE][m]]
@@ -139,13 +172,17 @@ class PhasedPrograms(Programs):
         return self._call(function, phase, capacity, span)
 
     def _encode(
-        self, params: Any, batch: DeviceStep, failed: jax.Array
-    ) -> tuple[list[TokenPool], dict[str, list[Any]], jax.Array]:
+        self,
+        params: Any,
+        batch: DeviceStep,
+        failed: jax.Array,
+        kept_residuals: Mapping[str, int],
+    ) -> tuple[list[TokenPool], dict[str, list[Start]], jax.Array]:
         """Language pools with all media tokens, what the backward pass of each encoder starts from
         (by microbatch), and the items that could not be decoded, added to `failed`."""
         host = batch.host
         encoder_pools = self._empty_pools(batch, self.exchange_owner.values(), "")
-        saved_for_backward: dict[str, list[Any]] = {}
+        saved_for_backward: dict[str, list[Start]] = {}
         for phase in self.encoders:
             pools = encoder_pools[self.exchange_owner[phase]]
             phase_params = self._params_of(params, phase)
@@ -153,11 +190,12 @@ class PhasedPrograms(Programs):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                program = self._of_microbatch("encode", phase, host, m)
-                pools[pool], features, failed = program(
+                keeps = m < kept_residuals.get(phase, 0)
+                name = "encode_keeping" if keeps else "encode"
+                pools[pool], kept, failed = self._of_microbatch(name, phase, host, m)(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
-                saved_for_backward[phase].append(rows if features is None else features)
+                saved_for_backward[phase].append(_start(rows, kept))
         count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
         for owner, pools in encoder_pools.items():
@@ -196,16 +234,17 @@ class PhasedPrograms(Programs):
         phase: str,
         params: Any,
         batch: DeviceStep,
-        saved: list[Any],
+        saved: list[Start],
         d_pools: list[jax.Array],
         grads: Any,
     ) -> Any:
         host = batch.host
         phase_params = self._params_of(params, phase)
-        for m, start in enumerate(saved):
+        for m in range(len(saved)):
+            start = saved.pop(0)  # held by nothing else: its memory is free after the program
             d_pool = d_pools[host.pools[phase][m]]
             pool_offset = np.int32(host.pool_offsets[phase][m])
-            program = self._of_microbatch("encode_grad", phase, host, m)
+            program = self._of_microbatch(_backward_of(start), phase, host, m)
             grads = program(phase_params, start, d_pool, pool_offset, grads)
         return grads
 
@@ -251,13 +290,11 @@ class PhasedPrograms(Programs):
         if self.spec.phases[phase].has_loss:
             program = self._call("evaluate", phase, *row_class)
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
-        program = self._call("encode", phase, *row_class)
-        pool, features, failed = program(
+        name = "encode_keeping" if self.kept_residuals.get(phase) else "encode"
+        pool, kept, failed = self._call(name, phase, *row_class)(
             phase_params, rows, buffers.pool, np.int32(0), buffers.failed
         )
-        return buffers._replace(
-            pool=pool, failed=failed, saved=rows if features is None else features
-        )
+        return buffers._replace(pool=pool, failed=failed, saved=_start(rows, kept))
 
     def backward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
@@ -280,7 +317,7 @@ class PhasedPrograms(Programs):
                 *arguments
             )
             return buffers._replace(d_pool=d_pool, gradients=gradients, sums=sums)
-        program = self._call("encode_grad", phase, *row_class)
+        program = self._call(_backward_of(buffers.saved), phase, *row_class)
         gradients = program(
             phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
         )
@@ -368,18 +405,25 @@ class PhasedPrograms(Programs):
                 sharding = layout.sharding(("batch", "sequence"))
                 kept = jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
                 features = KeptFeatures(kept, rows.places)
-            jobs[ProgramName("encode", phase, capacity, span)] = Job(
+            name = ProgramName("encode", phase, capacity, span)
+            jobs[name] = Job(
                 encode,
                 (params, rows, pool, pool_offset, failed),
                 (pool, features, failed),
                 donated=(2,),
             )
+            starts: list[Start] = []
             if functions.trainable_of(phase):
-                start = rows if features is None else features
+                starts.append(rows if features is None else features)
+            if self.kept_residuals.get(phase):
+                job = _keeping_job(functions, phase, *jobs[name].arguments)
+                starts.append(KeptResiduals(rows, job.result[1]))
+                jobs[ProgramName("encode_keeping", phase, capacity, span)] = job
+            for start in starts:
                 arguments = (params, start, pool.tokens, pool_offset, grads)
-                by_device = partial(functions.by_device(phase).encode_grad, phase)
-                jobs[ProgramName("encode_grad", phase, capacity, span)] = Job(
-                    map_rows(layout, by_device, arguments, grads), arguments, grads, (4,)
+                on_device = partial(functions.by_device(phase).encode_grad, phase)
+                jobs[ProgramName(_backward_of(start), phase, capacity, span)] = Job(
+                    map_rows(layout, on_device, arguments, grads), arguments, grads, (4,)
                 )
         return jobs
 
@@ -451,6 +495,51 @@ class PhasedPrograms(Programs):
             local,
             local.shardings(layout),
         )
+
+
+def _start(rows: Any, kept: Any) -> Start:
+    """What the backward pass starts from after `encode` or `encode_keeping`, by what these returned."""
+    if kept is None:
+        return rows
+    return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
+
+
+def _backward_of(start: Start) -> str:
+    return "encode_grad_kept" if isinstance(start, KeptResiduals) else "encode_grad"
+
+
+def _keeping_job(
+    functions: StepFunctions,
+    phase: str,
+    params: Any,
+    rows: Any,
+    pool: Any,
+    offset: Any,
+    failed: Any,
+) -> Job:
+    """`encode` that returns the residuals of all devices, too."""
+    layout = functions.model.layout(phase)
+    on_device = partial(functions.by_device(phase).tokens_and_residuals, phase)
+    tokens = jax.eval_shape(partial(functions.tokens, phase), params, rows)
+    results = (
+        jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=pool.tokens.sharding),
+        by_device(layout, lambda *arguments: on_device(*arguments)[1], (params, rows)),
+    )
+    forward = map_rows(layout, on_device, (params, rows), results)
+
+    def encode_keeping(
+        params: Any, rows: EncoderRows, pool: TokenPool, pool_offset: Any, failed: Any
+    ) -> tuple[TokenPool, tuple[jax.Array, ...], Any]:
+        tokens, residuals = forward(params, rows)
+        pool = functions.filled(phase, rows, tokens, pool, pool_offset)
+        return pool, residuals, failed + rows.failed.sum(dtype=failed.dtype)
+
+    return Job(
+        encode_keeping,
+        (params, rows, pool, offset, failed),
+        (pool, results[1], failed),
+        donated=(2,),
+    )
 
 
 def _finished(sums: Any, total: Any) -> bool:

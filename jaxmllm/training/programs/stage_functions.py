@@ -20,8 +20,8 @@ from jaxmllm.trainable import Trainable, join
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
 from jaxmllm.training.step_functions import StepFunctions
+from sharding.gradient import Params
 from sharding.pipeline.executor.component import Component, Inputs
-from sharding.pipeline.executor.gradient import Params
 from sharding.pools import take_rows
 
 

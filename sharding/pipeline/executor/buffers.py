@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from sharding.gradient import LayerGradient, SplitGradient
 from sharding.pipeline.executor.component import Component, Inputs
-from sharding.pipeline.executor.gradient import LayerGradient, SplitGradient
 from sharding.pipeline.executor.trees import (
     Tree,
     constrained,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from sharding.pipeline.executor.gradient import Params
+from sharding.gradient import Params
 from sharding.pipeline.table import Table
 
 Tree = Any

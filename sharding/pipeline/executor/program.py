@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from sharding.gradient import Params, used_leaves
 from sharding.pipeline.executor.buffers import Pools, Row, Shapes, Values, Work, does
-from sharding.pipeline.executor.gradient import Params, used_leaves
 from sharding.pipeline.executor.trees import Tree, add_at, read, replaced, unchanged, write
 from sharding.pipeline.graph import Kind, Pool
 

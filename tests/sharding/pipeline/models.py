@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding.gradient import Params
 from sharding.mesh import make_mesh
 from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
 from sharding.pipeline.executor.executor import make_executor
-from sharding.pipeline.executor.gradient import Params
 from sharding.pipeline.graph import ChainWork, Graph, Pool, Workload
 from sharding.pipeline.ring import Chain, Ring
 from sharding.pipeline.schedules.greedy import greedy

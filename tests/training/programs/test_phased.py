@@ -1,6 +1,7 @@
 """One set of programs for every composition of a batch, every subset of encoders and every choice of what to train."""
 
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -160,3 +161,64 @@ def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
     width = programs.functions.model.config.vision.width
     start = programs.compiled[ProgramName("encode_grad", "vision", capacity)].in_avals[0][1]
     assert start.features.shape == (1, capacity, width)
+
+
+# ---------------------------------------------------------------------------- kept residuals
+
+MESHES = [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}]
+
+
+def keeping(remat: str, vision: int, audio: int, **phases):
+    """Changes of a config whose encoders keep residuals."""
+    return {
+        "components": {phase: {"remat": remat} for phase in ("vision", "audio")},
+        "phases__vision__kept_residuals": vision,
+        "phases__audio__kept_residuals": audio,
+        "phases__vision__capacities": [192],
+    } | {f"phases__{key}": value for key, value in phases.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (MESHES[0], keeping("full", 1, 9)),
+        (MESHES[1], keeping("none", 1, 1)),
+        pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
+        pytest.param(MESHES[1], keeping("full", 2, 2), marks=pytest.mark.slow),
+        pytest.param(MESHES[2], keeping("none", 1, 1), marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 4},
+            keeping("none", 2, 2, vision__spans=[1, 4], audio__spans=[2]),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kept_residuals_change_no_gradient(setups, by_example, alone, mesh, changes):
+    """Some microbatches of a step keep theirs, the others run forward again."""
+    expected = alone.gradients(alone.step(range(48)))
+    setup = setups(by_example(mesh=mesh, **changes), int(np.prod(list(mesh.values()))))
+    step = setup.step(range(48))
+    assert len(step.rows["vision"]) > setup.programs.kept_residuals["vision"]
+    assert_close(setup.gradients(step).grads, expected.grads, 1e-5)
+
+
+def test_what_is_kept_is_not_computed_again(setups, by_example):
+    """With all of it kept, the backward pass has two matrix products for each of the forward pass."""
+    programs = setups(by_example(mesh={"data": 1}, **keeping("none", 1, 9)), 1).programs
+
+    def products(function: str) -> int:
+        (name,) = (n for n in programs.jobs if n[:2] == (function, "vision"))
+        text = programs.compiled[name].as_text()
+        return len(re.findall(r" dot\(|__onednn\$matmul|custom-call.*matmul", text))
+
+    forward = products("encode")
+    assert products("encode_keeping") == forward > 4
+    assert products("encode_grad_kept") <= products("encode_grad") - forward + 1
+
+
+def test_phases_without_a_trained_tower_keep_nothing(setups, by_example):
+    """A frozen tower's features are kept in any case."""
+    changes = {"components": FREEZES["encoders"], "phases__vision__kept_residuals": 3}
+    programs = setups(by_example(**changes), 1).programs
+    assert programs.kept_residuals == {}
+    assert not any("kep" in name.function for name in programs.compiled)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sharding.gradient import Params
 from sharding.mesh import make_mesh
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.executor.component import Inputs, TableArrays
 from sharding.pipeline.executor.executor import make_executor
-from sharding.pipeline.executor.gradient import Params
 from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.ring import Chain, PipelineError, Ring
 from sharding.pipeline.schedules.greedy import greedy

@@ -1,9 +1,13 @@
-"""Backward passes in two halves: input and weight gradients as operations of their own.
+"""Backward passes that are programs of their own: from the residuals of a forward pass, and in two halves.
 
-forward            x -> y, residuals            residuals: what depends on x, nothing else
-backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
-input_gradient     residuals, dy -> dx, pending equations of the backward that dx needs
-weight_gradient    pending -> dw                the others
+KeptForward, of whole towers
+  forward            row -> y, residuals          residuals: what depends on both row and parameters
+  backward           row, residuals, dy -> dw     the rest is computed again
+LayerGradient, of layers of a pipeline
+  forward            x -> y, residuals            residuals: what depends on x, nothing else
+  backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
+  input_gradient     residuals, dy -> dx, pending equations of the backward that dx needs
+  weight_gradient    pending -> dw                the others
 """
 
 from __future__ import annotations
@@ -24,6 +28,47 @@ class Params(NamedTuple):
 
     trained: Tree
     frozen: Tree
+
+
+class KeptForward:
+    """The two passes of function(params, row) -> y as two programs. Construct it in each of them,
+    while tracing: shapes alone decide what the residuals are."""
+
+    def __init__(self, function: Callable[[Params, Tree], Tree], params: Params, row: Tree):
+        self._function = function
+        jaxpr = _inline(self._linearize, params, row).jaxpr
+        param_count = len(jax.tree.leaves(params))
+        of_both = _reached(jaxpr, jaxpr.invars[:param_count])
+        of_both &= _reached(jaxpr, jaxpr.invars[param_count:])
+        self.y = jax.eval_shape(function, params, row)
+        leaves = jaxpr.outvars[len(jax.tree.leaves(self.y)) :]
+        self._kept = [isinstance(var, core.Var) and var in of_both for var in leaves]
+
+    def _linearize(self, params: Params, row: Tree) -> tuple[Tree, list[jax.Array]]:
+        y, vjp = self._vjp(params, row)
+        return y, jax.tree.leaves(vjp)
+
+    def _vjp(self, params: Params, row: Tree) -> tuple[Tree, Callable[..., Any]]:
+        y, vjp = jax.vjp(
+            lambda trained: self._function(Params(trained, params.frozen), row), params.trained
+        )
+        return y, vjp
+
+    def forward(self, params: Params, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
+        """y and the residuals."""
+        y, leaves = self._linearize(params, row)
+        return y, tuple(leaf for leaf, kept in zip(leaves, self._kept, strict=True) if kept)
+
+    def backward(self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree) -> Tree:
+        """Gradients of the trained parameters."""
+        # XLA drops the equations that nothing but y and the residuals need
+        leaves, tree = jax.tree.flatten(self._vjp(params, row)[1])
+        given = iter(residuals)
+        leaves = [
+            next(given) if kept else leaf for leaf, kept in zip(leaves, self._kept, strict=True)
+        ]
+        (gradients,) = jax.tree.unflatten(tree, leaves)(dy)
+        return gradients
 
 
 class LayerGradient:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.pipeline.executor.gradient import LayerGradient, Params, used_leaves
+from sharding.gradient import LayerGradient, Params, used_leaves
 
 
 def gated(params: Params, x, row):
