@@ -2,7 +2,7 @@
 
     python -m benchmarks.ahead --json ahead.json                       all of it, a good half hour on two cores
     python -m benchmarks.ahead --model 84B --mesh "data x fsdp" [--only language_loss_and_grad]
-        [--reduce-dtype float32 compute]
+        [--reduce-dtype float32 compute] [--remat full "[attention, mlp]"]
 
 Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.omni import omni_config
+from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.ahead import HOPS, CheckedProgram, check_job, target_mesh, whole_axes
@@ -93,7 +94,7 @@ class Setting(NamedTuple):
 
     model: str
     mesh: str
-    remat: str = "full"
+    remat: str = "full"  # as in YAML
     reduce_dtype: str = "float32"  # in which gradients travel
 
     def config(self) -> Config:
@@ -106,7 +107,8 @@ class Setting(NamedTuple):
             for phase, slots in CAPACITIES.items()
         }
         data = {"batch_size": PER_DEVICE * DEVICES[self.model]}
-        components = {"remat": self.remat, "reduce_dtype": self.reduce_dtype}
+        remat = strict_yaml.read_text(self.remat)
+        components = {"remat": remat, "reduce_dtype": self.reduce_dtype}
         return omni_config(self.model, phases=phases, data=data, **components, **sections)
 
     def __str__(self) -> str:

@@ -3,7 +3,8 @@
 Who sees whom follows from ids of each token (attention/mask.py), and which blocks of queries and keys must meet from
 lists that the host made of them (attention/tiles.py). Both are data: one compilation serves every mask. The softmax is
 accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.08691), so that only the output and one
-logsumexp per query are kept.
+logsumexp per query are kept. Both bear the name "attention" for policies of jax.checkpoint: one that keeps it runs the
+forward kernel once.
 
     attention   checks, chooses a kernel, and owns the gradient rule
     kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmllm.attention import kernel_gpu, kernel_jax
@@ -70,7 +72,8 @@ def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[Array, tuple[Any, ...]]:
     forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
-    out, logsumexp = forward(q, k, v, mask)
+    # The output that goes on must be the named one, too, or the kernel would run again for it
+    out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
     return out, (q, k, v, mask, out, logsumexp)
 
 

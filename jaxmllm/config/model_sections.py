@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from jaxmllm.config.section import Auto, DType, Section
 
-Remat = Literal["none", "dots", "full"]
+Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
+Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
 
 
@@ -187,6 +188,14 @@ class ComponentConfig(Section):
     `*` stands for any characters: `[layers.mlp.*, "*bias"]`. `layout` overrides the rules of
     sharding/rules.py, logical axis -> mesh axes: `{batch: [data, fsdp, tensor], heads: [], mlp: []}`
     runs an encoder data-parallel over `tensor`.
+
+    `remat` is what the backward pass of a layer, or of a projector, computes again: `full` all but
+    its input, `dots` all but the products with weights, `none` nothing. A list names what is kept
+    instead, beside the input:
+
+        attention     its output and logsumexp, so that it runs once; not what it reads
+        projections   the products that make queries, keys, values and its output
+        mlp           the products before its activation
     """
 
     freeze: bool = False
@@ -196,9 +205,18 @@ class ComponentConfig(Section):
     # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
     # sends half as much where that is bfloat16, and rounds every sum
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    remat: Remat = "full"  # what the backward pass computes again; see models/layers.py
+    remat: Remat = "full"
     attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = Field(default_factory=dict)
+
+    @field_validator("remat")
+    @classmethod
+    def _check_remat(cls, remat: Remat) -> Remat:
+        if not isinstance(remat, str) and (not remat or len(set(remat)) < len(remat)):
+            raise ValueError(
+                f"must be 'none', 'dots', 'full' or different names of what is kept (got {[*remat]})"
+            )
+        return remat
 
     @model_validator(mode="after")
     def _check_train(self) -> ComponentConfig:
@@ -223,6 +241,10 @@ class ProjectorConfig(ComponentConfig):
         if self.attention != "auto":
             raise ValueError(
                 f"attention ({self.attention}): a projector has none; leave the key out"
+            )
+        if not isinstance(self.remat, str) and self.remat != ("mlp",):
+            raise ValueError(
+                f"remat ({[*self.remat]}): of these values a projector has none but mlp; set [mlp]"
             )
         return self
 

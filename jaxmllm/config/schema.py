@@ -26,6 +26,7 @@ from jaxmllm.config.model_sections import (
     AudioConfig,
     ComponentConfig,
     ComponentsConfig,
+    Kept,
     Kernel,
     LanguageConfig,
     LayerWindows,
@@ -67,6 +68,7 @@ __all__ = [
     "DistributedConfig",
     "EvaluationConfig",
     "ImageDataConfig",
+    "Kept",
     "Kernel",
     "LanguageConfig",
     "LayerWindows",
@@ -122,9 +124,11 @@ class Config(Section):
         for name in self.model.phases:
             remat = getattr(self.components, name).remat
             if self.pipeline.stages > 1 and remat != "full":
+                shown = remat if isinstance(remat, str) else [*remat]
                 raise ValueError(
-                    f"components.{name}.remat ({remat}): with pipeline.stages, layers are computed "
-                    "again except where pipeline.kept_residuals says; set that, and leave remat out"
+                    f"components.{name}.remat ({shown}): with pipeline.stages, layers are computed "
+                    "again from what their chunk reads, except in as many forwards as "
+                    "pipeline.kept_residuals says, which keep everything; set that, and leave remat out"
                 )
             rows = getattr(self.phases, name)
             if self.pipeline.stages > 1 and rows.row_classes not in ("auto", 1):

@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
-from jaxmllm.config.schema import Kernel, TowerConfig
+from jaxmllm.config.schema import Kept, Kernel, Remat, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.parameters import gathered
 from sharding.rules import Axes, Layout
-
-Remat = Literal["none", "dots", "full"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,16 @@ def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
 def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
     """The parameter as a computation in `dtype` needs it: cast, then gathered."""
     return gathered(layout, p[...], p.axes, dtype)
+
+
+def named(x: Array, name: Kept) -> Array:
+    """The same value, which `remat` may keep by its name.
+
+    What no gradient asks for has none, such as the last product of an MLP. "attention" is named by its own gradient
+    rule (attention/attention.py).
+    """
+    value: Array = checkpoint_name(x, name)
+    return value
 
 
 class RMSNorm(nnx.Module):
@@ -173,7 +182,7 @@ class SelfAttention(nnx.Module):
         out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))
         if self.out_bias is not None:
             out += weight(self.out_bias, layout, x.dtype)
-        return layout.constrain(out, ("batch", "sequence", None))
+        return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
 
     @staticmethod
     def _project(
@@ -187,6 +196,7 @@ class SelfAttention(nnx.Module):
         if b is not None:
             y += weight(b, rows.layout, x.dtype)
         y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
+        y = named(y, "projections")
         return norm(y) if norm is not None else y
 
 
@@ -216,9 +226,10 @@ class GatedMLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
-        hidden = jax.nn.silu(x @ weight(self.gate, layout, x.dtype)) * (
-            x @ weight(self.up, layout, x.dtype)
+        gate, up = (
+            named(x @ weight(factor, layout, x.dtype), "mlp") for factor in (self.gate, self.up)
         )
+        hidden = jax.nn.silu(gate) * up
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         return layout.constrain(
             hidden @ weight(self.down, layout, x.dtype), ("batch", "sequence", None)
@@ -236,9 +247,8 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        hidden = jax.nn.gelu(
-            x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype)
-        )
+        up = x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype)
+        hidden = jax.nn.gelu(named(up, "mlp"))
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         out = hidden @ weight(self.down, layout, x.dtype) + weight(self.down_bias, layout, x.dtype)
         return layout.constrain(out, ("batch", "sequence", None))
@@ -304,8 +314,18 @@ def run_stack(
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """The function, with what its backward pass keeps: none keeps all, dots matrix products, full arguments alone."""
-    if remat == "none":
-        return function
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    """The function, whose backward pass computes again what `remat` does not keep.
+
+    That is all but the arguments (full), products with weights (dots), or values of some names; or nothing (none).
+    """
+    policies = jax.checkpoint_policies
+    match remat:
+        case "none":
+            return function
+        case "full":
+            policy = policies.nothing_saveable
+        case "dots":
+            policy = policies.dots_with_no_batch_dims_saveable
+        case kept:
+            policy = policies.save_only_these_names(*kept)
     return jax.checkpoint(function, policy=policy)

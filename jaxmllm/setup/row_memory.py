@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmllm.config.schema import Config, PhaseConfig
+from jaxmllm.config.schema import Config, LanguageConfig, PhaseConfig, Remat, TowerConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
@@ -23,7 +23,7 @@ USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
 KEPT_SHARE = 0.25  # of what the state leaves, for residuals of encoders between their two passes
 LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say that it does not fit
 # Values of a layer that are kept, by `remat`, and that are there while it runs: in widths of the layer, and
-# of its MLP.
+# of its MLP. What a list names comes to what `full` keeps.
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
 # Capacities that differ by little must not differ between hosts: down to a power of two.
@@ -93,9 +93,26 @@ def _slot_bytes(config: Config, phase: str) -> float:
 def _kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
-    kept, kept_mlp = KEPT_WIDTHS[getattr(config.components, phase).remat]
-    values = shapes.layers * (kept * shapes.width + kept_mlp * shapes.mlp_width)
+    values = shapes.layers * _kept_values(shapes, getattr(config.components, phase).remat)
     return float(values * _itemsize(config, phase))
+
+
+def _kept_values(shapes: TowerConfig | LanguageConfig, remat: Remat) -> int:
+    """Numbers that a layer keeps of a slot for its backward pass."""
+    if isinstance(remat, str):
+        widths, mlp_widths = KEPT_WIDTHS[remat]
+        return widths * shapes.width + mlp_widths * shapes.mlp_width
+    if isinstance(shapes, LanguageConfig):
+        kv_heads, before_activation = shapes.kv_heads, 2
+    else:
+        kv_heads, before_activation = shapes.heads, 1
+    of_name = {
+        "attention": shapes.heads * (shapes.head_size + 2),  # a logsumexp takes up to two
+        "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,
+        "mlp": before_activation * shapes.mlp_width,
+    }
+    widths, _ = KEPT_WIDTHS["full"]
+    return widths * shapes.width + sum(of_name[name] for name in remat)
 
 
 def _kept_weights(config: Config, model: MLLM, phase: str) -> int:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 # Columns of a table that is not printed on a terminal: a file has no width to fit into
 WIDTH_OF_FILES = 160
@@ -49,11 +50,12 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0
 ) -> None:
     """Print rows under their columns: the first `left_aligned` to the left, the others to the right."""
-    table = Table(title=title, title_justify="left")
+    # As text: in markup, [attention] would be a style
+    table = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left_aligned else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_text, row))
+        table.add_row(*(Text(_text(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 

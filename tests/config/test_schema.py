@@ -216,8 +216,32 @@ def test_with_stages_the_pipeline_says_what_is_computed_again(path):
     assert "components.vision.remat (dots): with pipeline.stages" in refusal(
         path, dots, "pipeline.stages=2"
     )
+    message = refusal(path, "components.language.remat=[mlp, attention]", "pipeline.stages=2")
+    assert "components.language.remat (['mlp', 'attention']): with pipeline.stages" in message
+    # A projector is computed again inside its stage as anywhere
+    load_config(path, ["components.projector.vision.remat=[mlp]", "pipeline.stages=2"])
     # There is no such tower
     load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])
+
+
+@pytest.mark.parametrize(
+    ("component", "value", "message"),
+    [
+        ("language", "halves", "remat: must be 'none', 'dots' or 'full' or a valid list"),
+        ("language", "[mlp, heads]", "must be 'attention', 'projections' or 'mlp' (got 'heads')"),
+        ("language", "[]", "remat: must be 'none', 'dots', 'full' or different names"),
+        ("language", "[mlp, mlp]", "different names of what is kept (got ['mlp', 'mlp'])"),
+        ("projector.vision", "[attention]", "remat (['attention']): of these values a projector"),
+    ],
+)
+def test_what_is_kept_has_names(path, component, value, message):
+    assert load_config(
+        path, ["components.audio.remat=[attention, mlp]"]
+    ).components.audio.remat == (
+        "attention",
+        "mlp",
+    )
+    assert message in refusal(path, f"components.{component}.remat={value}")
 
 
 def test_with_stages_the_compiler_adds_gradients(path):

@@ -1,10 +1,14 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend import core
 
 from jaxmllm.attention.mask import TokenIds
+from jaxmllm.config.schema import TowerConfig
 from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
 from jaxmllm.models.layers import (
     MLP,
@@ -13,6 +17,7 @@ from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,
     SelfAttention,
+    encoder_block,
     rotary_angles,
     rotary_angles_2d,
     rotate,
@@ -24,6 +29,8 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
+MLP_WIDTH = 24
+EVERYTHING = ("attention", "projections", "mlp")  # that has a name
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 SEGMENTS = np.array(
     [[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64, [1] * 1 + [2] * 40 + [0] * 23]
@@ -214,7 +221,12 @@ def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
 
 def make_block(rngs):
     attention = SelfAttention(rngs, WIDTH, HEADS, KV_HEADS, HEAD_SIZE)
-    return Block(WIDTH, 1e-6, attention, GatedMLP(rngs, WIDTH, 24))
+    return Block(WIDTH, 1e-6, attention, GatedMLP(rngs, WIDTH, MLP_WIDTH))
+
+
+def make_encoder_block(rngs):
+    config = TowerConfig(width=WIDTH, layers=LAYERS, heads=HEADS, mlp_width=MLP_WIDTH)
+    return encoder_block(config, rngs)
 
 
 @pytest.fixture(scope="module")
@@ -223,25 +235,25 @@ def stack():
     return nnx.graphdef(nnx.eval_shape(make)), jax.jit(lambda: nnx.state(make()))()
 
 
+def loss_of(graph, remat, parameters, x):
+    rows = context(make_layout(MESH))
+    return (run_stack(nnx.merge(graph, parameters), x, rows, remat) ** 2).sum()
+
+
 @pytest.fixture(scope="module")
 def gradients(stack):
     graph, parameters = stack
-    rows = context(make_layout(MESH))
 
-    def loss(parameters, x, remat):
-        return (run_stack(nnx.merge(graph, parameters), x, rows, remat) ** 2).sum()
+    def gradient(remat):
+        loss = partial(loss_of, graph, remat)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, inputs())
 
-    return {
-        remat: jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(
-            parameters, inputs(), remat
-        )
-        for remat in ("none", "dots", "full")
-    }
+    return {remat: gradient(remat) for remat in ("none", "dots", "full", EVERYTHING)}
 
 
 def test_layers_of_a_stack_start_differently(stack):
     gate = np.asarray(stack[1].mlp.gate[...])
-    assert gate.shape == (LAYERS, WIDTH, 24)
+    assert gate.shape == (LAYERS, WIDTH, MLP_WIDTH)
     assert abs(gate[0] - gate[1]).min() > 0
 
 
@@ -255,7 +267,7 @@ def test_a_stack_is_its_layers_in_turn(stack):
     np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full", EVERYTHING])
 def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
     for got, want in zip(
         jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True
@@ -263,18 +275,71 @@ def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * abs(want).max())
 
 
-def test_rematerialisation_keeps_less(stack):
+@pytest.fixture(scope="module")
+def kept(stack):
+    """How many numbers the backward pass of a stack is given, by `remat`."""
     graph, parameters = stack
-    rows = context(make_layout(MESH))
 
-    def kept(remat):
-        def pullback(parameters, x):
-            return jax.vjp(
-                lambda p, x: run_stack(nnx.merge(graph, p), x, rows, remat), parameters, x
-            )[1]
+    def pullback(remat, parameters, x):
+        return jax.vjp(partial(loss_of, graph, remat), parameters, x)[1]
 
-        return sum(
-            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, parameters, inputs()))
-        )
+    def count(remat):
+        residuals = jax.eval_shape(partial(pullback, remat), parameters, inputs())
+        return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
-    assert kept("full") < kept("dots") < kept("none")
+    return count
+
+
+def test_rematerialisation_keeps_less(kept):
+    assert kept("full") < kept("dots") < kept(EVERYTHING) < kept("none")
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (("attention",), HEADS * HEAD_SIZE + HEADS),
+        (("projections",), (HEADS + 2 * KV_HEADS) * HEAD_SIZE + WIDTH),
+        (("mlp",), 2 * MLP_WIDTH),
+    ],
+)
+def test_a_list_keeps_what_it_names_beside_the_input(kept, names, values):
+    slots = LAYERS * inputs().size // WIDTH
+    assert kept(names) - kept("full") == slots * values
+
+
+def products(jaxpr):
+    """How many matrix products a jaxpr writes down; those in loops count once."""
+    return sum(
+        (eqn.primitive.name == "dot_general")
+        + sum(map(products, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+# Of a layer: four products of attention with weights and two in its loop; three or two of the MLP, for the last of
+# which no gradient asks
+ATTENTION, LOOP = 4, 2
+
+
+@pytest.mark.parametrize(("make", "mlp"), [(make_block, 3), (make_encoder_block, 2)])
+@pytest.mark.parametrize(
+    ("remat", "again"),
+    [
+        ("none", lambda mlp: 0),
+        ("dots", lambda mlp: LOOP),
+        ("full", lambda mlp: ATTENTION + LOOP + mlp),
+        (("attention",), lambda mlp: ATTENTION + mlp),
+        (("projections",), lambda mlp: LOOP + mlp),
+        (("mlp",), lambda mlp: ATTENTION + LOOP),
+        (("attention", "projections"), lambda mlp: mlp),
+        (("projections", "mlp"), lambda mlp: LOOP),
+        (("mlp", "attention"), lambda mlp: ATTENTION),
+        (EVERYTHING, lambda mlp: 0),
+    ],
+)
+def test_only_what_is_not_kept_is_computed_again(make, mlp, remat, again):
+    stack = nnx.eval_shape(lambda: stacked(make, LAYERS, nnx.Rngs(0)))
+    gradient = jax.grad(partial(loss_of, nnx.graphdef(stack), remat), argnums=(0, 1))
+    jaxpr = jax.make_jaxpr(gradient)(nnx.state(stack), inputs()).jaxpr
+    forward, backward = ATTENTION + LOOP + mlp, 2 * (ATTENTION + mlp) + 5
+    assert products(jaxpr) == forward + backward + again(mlp - 1)

@@ -152,10 +152,13 @@ def test_collectives_that_agree_are_one_record():
     assert whole_axes(("data", "fsdp.1"), mesh) == ("data", "fsdp")
 
 
+# Which the kernel for GPUs takes
+WIDE_HEADS = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+
+
 @NEEDS_WHEELS
 def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
-    wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
-    programs, results = checked(data, "h100", {"evaluate", "hop", "encode"}, **wide)
+    programs, results = checked(data, "h100", {"evaluate", "hop", "encode"}, **WIDE_HEADS)
     program = results["evaluate", "language"]
     assert program.custom_calls == {"__gpu$xla.gpu.triton": 1} and not program.fallbacks
     assert gathered(program, axes=("fsdp",)) == sharded_bytes(programs.params["language"])
@@ -165,6 +168,15 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
     # Heads of the towers have 8 numbers
     (line,) = results["encode", "vision"].fallbacks
     assert "attention of vision is the loop" in line and "heads of 16 numbers" in line
+
+
+@NEEDS_WHEELS
+@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("dots", 2), (["attention"], 1)])
+def test_attention_that_is_kept_runs_forward_once(data, remat, forward):
+    changes = WIDE_HEADS | {"components__language__remat": remat}
+    _, results = checked(data, "h100", {"language_loss_and_grad"}, **changes)
+    kernels = results["language_loss_and_grad", "language"].custom_calls
+    assert kernels == {"__gpu$xla.gpu.triton": forward + 2}, "and two for the gradients"
 
 
 @NEEDS_WHEELS

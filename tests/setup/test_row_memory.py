@@ -33,6 +33,9 @@ def test_slots_fit_what_layers_keep_of_them(tmp_path):
 def test_keeping_more_or_more_layers_leaves_less(tmp_path):
     usual = slots(tmp_path)[2]
     assert slots(tmp_path, components__language__remat="none")[2] < usual
+    for remat in ("dots", ["attention"], ["projections", "mlp"]):
+        language = {"model__language__layers": 200, "components__language__remat": remat}
+        assert slots(tmp_path, **language)[2] < slots(tmp_path, model__language__layers=200)[2]
     assert slots(tmp_path, model__language__layers=40)[2] < usual
     assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
 

@@ -12,14 +12,15 @@ from jaxmllm.tools.output import (
     write_picture,
 )
 
-ROWS = [["a<b", 0.123456, None], ["c", 7, "8 %"]]
+ROWS = [["a<b", 0.123456, None], ["[mlp]", 7, "8 %"]]
 
 
 def test_cells_are_the_same_in_text_and_html(capsys):
-    print_table("Title", ["name", "share", "rest"], ROWS, left_aligned=1)
+    print_table("Title of [mlp]", ["name", "share", "rest"], ROWS, left_aligned=1)
     printed = capsys.readouterr().out
     page = html_table(["name", "share", "rest"], ROWS, left_aligned=1)
-    for cell in ("0.123", "-", "7", "8 %"):
+    assert "Title of [mlp]" in printed
+    for cell in ("0.123", "-", "[mlp]", "7", "8 %"):
         assert cell in printed and f"<td>{cell}</td>" in page
     assert "a<b" in printed and "a&lt;b" in page
 

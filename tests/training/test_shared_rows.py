@@ -238,8 +238,9 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
 
 
 @pytest.mark.slow
-def test_a_language_row_of_several_ranks_computed_again():
-    test_a_language_row_of_several_ranks("fsdp2", remat="full")
+@pytest.mark.parametrize("remat", ["full", ("attention",)])
+def test_a_language_row_of_several_ranks_computed_again(remat):
+    test_a_language_row_of_several_ranks("fsdp2", remat=remat)
 
 
 def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):

@@ -216,6 +216,30 @@ def test_phases_add_up_to_the_derivative_of_the_whole(whole, phased):
     assert_trees_close(grads, expected)
 
 
+EVERYTHING = ("attention", "projections", "mlp")
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    """Gradients of a step in float32 by `remat` of tower and decoder."""
+
+    def gradients(remat):
+        settings = ComponentConfig(remat=remat)
+        step = make_step(vision=settings, projector=ComponentConfig(), language=settings)
+        return Driver(step).run(randomized(step, dtype=np.float32))[0]
+
+    return gradients, gradients("none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "remat", ["full", "dots", ("attention",), ("projections",), ("mlp",), EVERYTHING]
+)
+def test_what_is_computed_again_changes_no_gradient(in_float32, remat):
+    gradients, nothing_again = in_float32
+    assert_trees_close(gradients(remat), nothing_again, 1e-6)
+
+
 def test_sums_count_targets_and_examples_by_source(phased):
     _, sums, failed, _ = phased
     for source, segment in ((1, 1), (0, 2)):
