@@ -171,12 +171,16 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
 
 
 @NEEDS_WHEELS
-@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("dots", 2), (["attention"], 1)])
-def test_attention_that_is_kept_runs_forward_once(data, remat, forward):
-    changes = WIDE_HEADS | {"components__language__remat": remat}
-    _, results = checked(data, "h100", {"language_loss_and_grad"}, **changes)
-    kernels = results["language_loss_and_grad", "language"].custom_calls
-    assert kernels == {"__gpu$xla.gpu.triton": forward + 2}, "and two for the gradients"
+def test_attention_that_is_kept_runs_forward_once(data):
+    def kernels(remat):
+        changes = WIDE_HEADS | {"components__language__remat": remat}
+        _, results = checked(data, "h100", {"language_loss_and_grad"}, **changes)
+        return results["language_loss_and_grad", "language"].custom_calls["__gpu$xla.gpu.triton"]
+
+    # The forward pass has one. The backward pass, which XLA may write down more than once, has two for gradients
+    # and one more where it computes attention again.
+    full, kept = kernels("full"), kernels(["attention"])
+    assert (kept - 1) * 3 == (full - 1) * 2 > 0
 
 
 @NEEDS_WHEELS
