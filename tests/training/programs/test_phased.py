@@ -184,11 +184,11 @@ def keeping(remat: str, vision: int, audio: int, **phases):
         (MESHES[0], keeping("full", 1, 9)),
         (MESHES[1], keeping("none", 1, 1)),
         pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
-        pytest.param(MESHES[1], keeping("full", 2, 2), marks=pytest.mark.slow),
+        pytest.param(MESHES[1], keeping("full", 1, 2), marks=pytest.mark.slow),
         pytest.param(MESHES[2], keeping("none", 1, 1), marks=pytest.mark.slow),
         pytest.param(
             {"data": 4},
-            keeping("none", 2, 2, vision__spans=[1, 4], audio__spans=[2]),
+            keeping("none", 1, 2, vision__spans=[1, 4], audio__spans=[2]),
             marks=pytest.mark.slow,
         ),
     ],
