@@ -13,6 +13,7 @@ from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,
     bias,
+    biased,
     encoder_block,
     parameter,
     rotary_angles,
@@ -41,7 +42,7 @@ class HalvingConvolution(nnx.Module):
         before = jnp.where(first[..., None], 0, before)
         windows = jnp.concatenate([before, even, odd], axis=-1)
         return jax.nn.gelu(
-            windows @ weight(self.kernel, layout, x.dtype) + weight(self.bias, layout, x.dtype)
+            biased(windows @ weight(self.kernel, layout, x.dtype), self.bias, layout)
         )
 
 

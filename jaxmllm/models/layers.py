@@ -77,6 +77,59 @@ def named(x: Array, name: Kept) -> Array:
     return value
 
 
+def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Float[Array, "*S *F"]:
+    """x with a bias added in every slot."""
+    return _plus(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
+
+
+# What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plus(slots: int, x: Array, shared: Array) -> Array:
+    """x [*S, *F] and what is shared [*F] by slots of so many dimensions."""
+    return x + shared
+
+
+def _plus_forward(slots: int, x: Array, shared: Array) -> tuple[Array, None]:
+    return x + shared, None
+
+
+def _plus_backward(slots: int, _: None, gradient: Array) -> tuple[Array, Array]:
+    return gradient, slot_sum(gradient, slots)
+
+
+_plus.defvjp(_plus_forward, _plus_backward)
+
+
+@jax.custom_vjp
+def _times(x: Array, shared: Array) -> Array:
+    return x * shared
+
+
+def _times_forward(x: Array, shared: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x * shared, (x, shared)
+
+
+def _times_backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, shared = factors
+    return gradient * shared, slot_sum(gradient * x, x.ndim - shared.ndim)
+
+
+_times.defvjp(_times_forward, _times_backward)
+
+
+def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
+    """The sum over the first `slots` dimensions, in the dtype of x but added in at least float32.
+
+    Over all of them at once: what JAX derives keeps the dimension of rows, and one of length 1 makes
+    XLA's CPU backend take far longer for a sum of products [1, C, D] -> [1, D]. And bfloat16 would be
+    added in bfloat16.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x, axis=tuple(range(slots)), dtype=wide).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467)."""
 
@@ -87,7 +140,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (normed * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+        return _times(normed, self.scale[...].astype(wide.dtype)).astype(x.dtype)
 
 
 def rotary_angles(
@@ -181,7 +234,7 @@ class SelfAttention(nnx.Module):
         mixed = attend(q, k, v, rows.ids, rows.tiles)
         out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))
         if self.out_bias is not None:
-            out += weight(self.out_bias, layout, x.dtype)
+            out = biased(out, self.out_bias, layout)
         return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
 
     @staticmethod
@@ -194,7 +247,7 @@ class SelfAttention(nnx.Module):
     ) -> Array:
         y = jnp.einsum("rcd,dhk->rchk", x, weight(p, rows.layout, x.dtype))
         if b is not None:
-            y += weight(b, rows.layout, x.dtype)
+            y = biased(y, b, rows.layout)
         y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
         y = named(y, "projections")
         return norm(y) if norm is not None else y
@@ -247,10 +300,10 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        up = x @ weight(self.up, layout, x.dtype) + weight(self.up_bias, layout, x.dtype)
+        up = biased(x @ weight(self.up, layout, x.dtype), self.up_bias, layout)
         hidden = jax.nn.gelu(named(up, "mlp"))
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        out = hidden @ weight(self.down, layout, x.dtype) + weight(self.down_bias, layout, x.dtype)
+        out = biased(hidden @ weight(self.down, layout, x.dtype), self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
 
 

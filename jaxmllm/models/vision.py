@@ -12,6 +12,7 @@ from jaxmllm.models.layers import (
     RMSNorm,
     RowContext,
     bias,
+    biased,
     encoder_block,
     parameter,
     rotary_angles_2d,
@@ -43,7 +44,7 @@ class VisionTower(nnx.Module):
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
         pixels = rows.features.astype(dtype) / 127.5 - 1
-        x = pixels @ weight(self.patch, layout, dtype) + weight(self.patch_bias, layout, dtype)
+        x = biased(pixels @ weight(self.patch, layout, dtype), self.patch_bias, layout)
         return layout.constrain(x, ("batch", "sequence", None))
 
     def context(
