@@ -26,8 +26,8 @@ from jaxmllm.models.layers import (
     stacked,
 )
 from jaxmllm.models.rows import RowTiles
+from sharding.gradient import LayerGradient, Params
 from sharding.mesh import make_mesh
-from sharding.pipeline.executor.gradient import LayerGradient, Params
 from sharding.rules import make_layout
 
 SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
