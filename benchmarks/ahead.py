@@ -82,7 +82,7 @@ MIX: Final = {task: weight for task, weight in DEFAULT_MIX.items() if task != "m
 PER_DEVICE: Final = 2  # examples
 # Once for every configuration; buffers of zeros and sums tell nothing
 LEFT_OUT: Final = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
-FORWARD: Final = ("encode", "encode_keeping", "evaluate")
+FORWARD: Final = ("encode", "evaluate")
 BOTH_PASSES: Final = ("encode_grad", "language_loss_and_grad")
 BACKWARD: Final = (*BOTH_PASSES, "encode_grad_kept")
 COLUMNS: Final = ["program", "operation", "axes", "types", "GB", "needed GB", "temporary GB"]

