@@ -1,0 +1,470 @@
+"""A whole training step on CPU beside what users of PyTorch run on the same examples: seconds, and where they go.
+
+    python -m benchmarks.peer_torch [--size 40m | quickstart] [--data FOLDER] [--json PATH] [key=value ...]
+
+Needs `pip install torch transformers`; without them says so in a line and exits with 2. FOLDER holds a
+train.jsonl (as that of configs/real-small.yaml); without it the examples are generated: those of `jaxmllm
+sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight times smaller.
+
+    padded     transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two strided convolutions,
+               a Llama; SDPA and padding masks. Micro-batches in the order of the data, padded to their longest item
+    grouped    the same with the step's examples sorted by length first
+    packed     our mathematics from our parameters, over the tokens of a micro-batch end to end, with SDPA
+               segment by segment or with the segments gathered into a padded batch, whichever is faster;
+               the head runs on targets alone
+    ours       the programs of a run on one CPU device: plan, rows, and step
+
+A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same examples for
+all. Media are decoded before the clock starts; padding, packing, planning and filling rows are timed.
+Micro-batches of PyTorch have the number of examples that is fastest on the first batch. Ours keeps
+what its backward pass needs (`remat` none), and text alone is causal (`bidirectional` empty), so that
+`packed` has the same loss: that is checked, as are numbers of parameters (to 1 %) and of targets.
+
+All systems run on the same cores. PyTorch has a process of its own, and waits while ours runs, as ours
+while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x ours` is the
+median over steps of a peer's seconds over ours, of the same batch.
+
+`parts` are shares of the medians: of ours each program by itself, with its results awaited.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.balance_step import quartiles
+from benchmarks.peers.examples import Example, KeptCorpus, write_generated
+from jaxmllm.balance.records import RowClass
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.prepare import RunInputs, prepare
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.training.optimizer import learning_rate
+from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.run import USER_ERRORS
+from sharding.mesh import make_mesh
+
+PEERS: Final = ("padded", "grouped", "packed")
+NEEDED: Final = ("torch", "transformers")
+WARM_UP: Final = 1  # steps, not counted
+SMALLER: Final = 8.0  # than the workload generator's examples
+EXAMPLES: Final = 1024  # that are generated
+SAME_PARAMETERS: Final = 0.01
+SAME_LOSS: Final = 1e-3
+GENERATOR: Final = "batches of the run after those that its sizes were chosen from"
+QUICKSTART: Final = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+SIZES: Final[Mapping[str, dict[str, Any]]] = {
+    "40m": {
+        "model": {
+            "vision": {"width": 256, "layers": 4, "heads": 4, "mlp_width": 768},
+            "audio": {
+                "width": 256,
+                "layers": 4,
+                "heads": 4,
+                "mlp_width": 768,
+                "mel_bins": 80,
+                "chunk_frames": 32,
+            },
+            "language": {
+                "width": 512,
+                "layers": 10,
+                "heads": 8,
+                "kv_heads": 4,
+                "head_size": 64,
+                "mlp_width": 1536,
+            },
+        },
+        "data": {
+            "batch_size": 32,
+            "images": {"max_pixels": 200_000},
+            "audio": {"max_seconds": 60},
+            "max_rejected": 0.05,
+        },
+        "phases": {"vision": {"block": 64}, "audio": {"block": 32}, "language": {"block": 64}},
+        "optimizer": {"learning_rate": 3e-4, "warmup_steps": 20, "weight_decay": 0.05},
+    },
+    "tiny": {  # for trying out the code itself
+        "model": {
+            "vision": {"width": 96, "layers": 1, "heads": 2, "mlp_width": 192},
+            "audio": {
+                "width": 96,
+                "layers": 1,
+                "heads": 2,
+                "mlp_width": 192,
+                "mel_bins": 40,
+                "chunk_frames": 32,
+            },
+            "language": {
+                "width": 96,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+                "head_size": 24,
+                "mlp_width": 192,
+            },
+        },
+        "data": {"batch_size": 8},
+        "phases": {"vision": {"block": 32}, "audio": {"block": 32}, "language": {"block": 32}},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 4, "weight_decay": 0.05},
+    },
+}
+
+
+def config_of(
+    size: str, data: Path | None, folder: Path, seed: int, overrides: Sequence[str]
+) -> Config:
+    """The run of a size on one device; generated data are written into the folder."""
+    tree = copy.deepcopy(strict_yaml.read_file(QUICKSTART) if size == "quickstart" else SIZES[size])
+    tree["run"] = {"directory": str(folder / "run"), "steps": 1000, "seed": seed}
+    tree["mesh"] = {"data": 1}
+    kept = {"remat": "none"}
+    tree["components"] = {
+        "vision": kept,
+        "audio": kept,
+        "language": kept,
+    }
+    tree["model"]["language"]["bidirectional"] = []
+    for unused in ("evaluation", "checkpoint"):
+        tree.pop(unused, None)
+    generated = folder / "data"
+    tree["data"] = {name: value for name, value in tree["data"].items() if name != "evaluation"} | {
+        "root": str(data or generated),
+        "sources": [{"name": "train", "path": "train.jsonl"}],
+        "index_cache": str(folder / "indexes"),
+    }
+    path = folder / "config.yaml"
+    path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
+    config = load_config(path, overrides)
+    if data is None and size == "quickstart":
+        make_sample(generated, seed, train=EXAMPLES, test=4)
+    elif data is None:
+        write_generated(generated, seed, EXAMPLES, config.model, SMALLER)
+    return config
+
+
+# ---------------------------------------------------------------------------- ours
+
+
+class Ours:
+    """A run on one device, step by step."""
+
+    def __init__(self, config: Config, inputs: RunInputs, corpus: KeptCorpus):
+        spec = plan_spec(config, inputs)
+        programs = phased_programs(
+            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
+        ).compile()
+        assert isinstance(programs, PhasedPrograms)
+        self.programs = programs
+        self.filler = StepFiller(corpus, spec, programs.local_share, programs.attention)
+        self.state = programs.init(config.run.seed)
+        self.step = 0
+
+    def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
+        """Seconds of a step, of its host's part, and the loss."""
+        began = time.perf_counter()
+        host = self.filler(self.step, examples)
+        filled = time.perf_counter()
+        self.state, metrics = self.programs.train(self.state, self.programs.put(host))
+        jax.block_until_ready((self.state, metrics))
+        took = time.perf_counter() - began
+        self.step += 1
+        return {
+            "seconds": took,
+            "parts": {"host": filled - began},
+            "loss": float(metrics["loss"]),
+            "targets": host.targets,
+            "host": host,
+        }
+
+    def seconds_by_program(self, host: HostStep) -> dict[str, float]:
+        """Of the programs of one batch that encode or compute gradients, each awaited."""
+        programs = self.programs
+        batch = programs.put(host)
+        parts: dict[str, float] = defaultdict(float)
+        for phase, spec in programs.spec.phases.items():
+            buffers = programs.buffers(phase)
+            for m, rows in enumerate(batch.rows[phase]):
+                row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
+                arguments = phase, self.state.params, rows, row_class
+                jax.block_until_ready((rows, buffers))
+                began = time.perf_counter()
+                if not spec.has_loss:
+                    buffers = jax.block_until_ready(programs.forward(*arguments, buffers))
+                    parts[f"{phase} forward"] += time.perf_counter() - began
+                    began = time.perf_counter()
+                buffers = jax.block_until_ready(programs.backward(*arguments, buffers))
+                parts[f"{phase} forward and backward"] += time.perf_counter() - began
+        return dict(parts)
+
+    def padding(self, host: HostStep) -> dict[str, float]:
+        """Slots of the rows over those that hold data, by phase."""
+        found = {}
+        for phase, rows in host.rows.items():
+            slots = sum(row["segments"].size for row in rows)
+            real = sum(int((row["segments"] > 0).sum()) for row in rows)
+            found[phase] = slots / real if real else math.nan
+        return found
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def measure(config: Config, steps: int, threads: int) -> dict[str, Any]:
+    """What every step took, by system."""
+    from benchmarks.peers.torch_steps import serve
+
+    tell("reads lengths and compiles ours")
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    corpus = KeptCorpus(inputs.corpus)
+    ours = Ours(config, inputs, corpus)
+    params = jax.tree.map(np.asarray, ours.state.params)
+    rates = [
+        float(learning_rate(config.optimizer, config.decay_steps, jnp.int32(step)))
+        for step in range(WARM_UP + steps)
+    ]
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    arguments = (theirs, config.model, config.optimizer, rates, params, threads, config.run.seed)
+    process = context.Process(target=serve, args=arguments, daemon=True)
+    process.start()
+    tell("compiled ours; PyTorch chooses its micro-batches")
+    theirs.close()
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "ours")}
+    by_program: list[dict[str, float]] = []
+    settings: dict[str, Any] = {}
+    for step in range(WARM_UP + steps):
+        numbers = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + step)
+        examples = corpus.read(numbers)
+        connection.send(examples)
+        if not step:
+            settings = ask(connection, "tune")
+            tell("measures")
+        names = [*told]
+        first = step % len(names)
+        for name in names[first:] + names[:first]:
+            result = ours(numbers) if name == "ours" else ask(connection, name)
+            if step >= WARM_UP:
+                told[name].append(result)
+        if step >= WARM_UP:
+            host = told["ours"][-1].pop("host")
+            by_program.append(ours.seconds_by_program(host))
+    connection.send(None)
+    process.join()
+    counts = {name: count(component) for name, component in params.items()}
+    for name in PEERS:
+        check_parameters(name, settings[name]["parameters"], counts)
+    check_losses(told)
+    return {
+        "told": told,
+        "by_program": by_program,
+        "settings": settings,
+        "parameters": counts,
+        "padding": ours.padding(host),
+        "batch": {
+            "examples": len(examples),
+            "tokens": sum(len(example.tokens) for example in examples),
+            **slots_of(examples),
+        },
+    }
+
+
+def tell(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+def ask(connection: Connection, request: str) -> Any:
+    """What the process of PyTorch answers. Raises `EOFError` when it has ended."""
+    connection.send(request)
+    return connection.recv()
+
+
+def count(component: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(component))
+
+
+def slots_of(examples: Sequence[Example]) -> dict[str, int]:
+    slots: dict[str, int] = defaultdict(int)
+    for example in examples:
+        for item in example.items:
+            slots[f"{item.phase} slots"] += len(item.features)
+    return dict(slots)
+
+
+def check_parameters(name: str, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    """Raise ValueError unless the components are of one size."""
+    for component, size in expected.items():
+        if abs(found.get(component, 0) / size - 1) > SAME_PARAMETERS:
+            raise ValueError(
+                f"{name}: {component} has {found.get(component, 0)} parameters, ours {size}"
+            )
+
+
+def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raise ValueError unless all learned as many targets with finite losses, and `packed` begins with ours."""
+    for name, results in told.items():
+        for result, ours in zip(results, told["ours"], strict=True):
+            if result["targets"] != ours["targets"] or not math.isfinite(result["loss"]):
+                raise ValueError(
+                    f"{name}: loss {result['loss']} of {result['targets']} targets, "
+                    f"ours {ours['loss']} of {ours['targets']}"
+                )
+    packed, ours = told["packed"][0]["loss"], told["ours"][0]["loss"]
+    if abs(packed / ours - 1) > SAME_LOSS:
+        raise ValueError(
+            f"packed: loss {packed}, ours {ours} from the same parameters and examples"
+        )
+
+
+def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A record for every system."""
+    told = measured["told"]
+    ours = np.array([result["seconds"] for result in told["ours"]])
+    rows = []
+    for name, results in told.items():
+        seconds = np.array([result["seconds"] for result in results])
+        settings = measured["settings"].get(name, {})
+        parts = median_parts([result["parts"] for result in results])
+        if name == "ours":
+            parts |= median_parts(measured["by_program"])
+        median = statistics.median(seconds.tolist())
+        parts["rest"] = median - sum(parts.values())
+        rows.append(
+            {
+                "system": name,
+                "seconds": quartiles(seconds.tolist()),
+                "over_ours": quartiles((seconds / ours).tolist()),
+                "micro_batch": settings.get("micro_batch"),
+                "attention": settings.get("attention"),
+                "parameters": settings.get("parameters", measured["parameters"]),
+                "loss": results[-1]["loss"],
+                "targets": results[-1]["targets"],
+                "parts": parts,
+                "all_seconds": seconds.tolist(),
+            }
+        )
+    return rows
+
+
+def median_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Median of every part, of steps that had it."""
+    names = dict.fromkeys(name for of_step in parts for name in of_step)
+    return {name: statistics.median(of_step.get(name, 0.0) for of_step in parts) for name in names}
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--size", choices=["quickstart", *SIZES], default="40m")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="that holds train.jsonl")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each system")
+    parser.add_argument("--threads", type=int, default=2, help="cores, for every system")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
+    options = parser.parse_args(command)
+    if min(options.steps, options.threads) < 1:
+        parser.error("--steps and --threads must be positive")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"benchmarks.peer_torch measures nothing: it needs {' and '.join(missing)}; pip install torch transformers",
+            file=sys.stderr,
+        )
+        return 2
+    use_cores(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = config_of(
+                options.size, options.data, Path(folder), options.seed, options.overrides
+            )
+            measured = measure(config, options.steps, options.threads)
+        except (*USER_ERRORS, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    rows = rows_of(measured)
+    batch = ", ".join(f"{value} {name}" for name, value in measured["batch"].items())
+    million = sum(measured["parameters"].values()) / 1e6
+    show(rows, f"{options.size}: {million:.1f}M parameters, {options.threads} threads; {batch}")
+    write_json(
+        options.json,
+        "peer_torch",
+        options.seed,
+        GENERATOR,
+        size=options.size,
+        data=None if options.data is None else str(options.data),
+        overrides=options.overrides,
+        threads=options.threads,
+        steps=options.steps,
+        batch=measured["batch"],
+        padding=measured["padding"],
+        peers=measured["settings"]["versions"],
+        rows=rows,
+    )
+    return 0
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    lines = [
+        [
+            row["system"],
+            row["micro_batch"],
+            *row["seconds"].values(),
+            row["over_ours"]["median"],
+            row["loss"],
+        ]
+        for row in rows
+    ]
+    columns = [
+        "system",
+        "micro-batch",
+        "seconds",
+        "quarter below",
+        "quarter above",
+        "x ours",
+        "loss",
+    ]
+    print_table(title, columns, lines)
+    parts = [
+        [row["system"], name, seconds, seconds / row["seconds"]["median"]]
+        for row in rows
+        for name, seconds in row["parts"].items()
+    ]
+    print_table(
+        "where the time goes", ["system", "part", "seconds", "share"], parts, left_aligned=2
+    )
+
+
+def use_cores(threads: int) -> None:
+    """Keep this process and those that it starts to so many cores, where the system lets it."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        os.sched_setaffinity(0, cores)
+        # The process of PyTorch takes its number from `serve`
+        os.environ["NPROC"] = str(len(cores))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The examples of a step in memory, for systems that are compared: plain arrays, and a corpus that decodes nothing
+twice.
+
+Media are decoded before anything is timed, in the same slots for all: patches of an image merge-group
+by merge-group, log-mel frames of a clip with its padding to whole tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+from PIL import Image
+
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.config.schema import ModelConfig
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.media.modality import Modality, Shape
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.text.render import Rendered
+from jaxmllm.tools.workload import FRAME_TOKENS, FRAMES_PER_SECOND, generate
+
+SAMPLE_RATE: Final = 16_000  # of generated clips
+PROMPT: Final = "Describe it."
+
+
+class Item(NamedTuple):
+    """An image or a clip of P slots that becomes T tokens."""
+
+    phase: str
+    slot: int  # of its first token, in the example
+    tokens: int
+    real: int  # slots that hold data
+    features: NDArray[Any]  # [P, F]
+    positions: Ints  # [P, A]
+    shape: Shape
+
+
+class Example(NamedTuple):
+    """A conversation of L tokens, and its media."""
+
+    tokens: Ints  # [L]
+    targets: Ints  # [L], -1: none
+    positions: Ints  # [L, 3]
+    items: tuple[Item, ...]
+
+
+def _in_memory(modalities: Mapping[str, Modality], rendered: Rendered) -> Example:
+    items = []
+    for span in rendered.media:
+        modality = modalities[span.phase]
+        items.append(
+            Item(
+                span.phase,
+                span.slot,
+                span.tokens,
+                modality.real(span.shape),
+                modality.load(span.reference, span.shape),
+                modality.positions(span.shape)[:, modality.format.axes],
+                span.shape,
+            )
+        )
+    return Example(rendered.tokens, rendered.targets, rendered.positions, tuple(items))
+
+
+# ---------------------------------------------------------------------------- a corpus that keeps what it decoded
+
+
+@dataclass(frozen=True)
+class KeptModality:
+    """A modality that keeps what it has loaded."""
+
+    modality: Modality
+    loaded: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.modality, name)
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        if media.address not in self.loaded:
+            self.loaded[media.address] = self.modality.load(media, shape)
+        return self.loaded[media.address]
+
+
+class KeptCorpus:
+    """A corpus that keeps the examples and media that it has read, as `StepFiller` asks for them."""
+
+    def __init__(self, corpus: Corpus):
+        self.corpus = corpus
+        self.modalities: Mapping[str, Any] = {
+            phase: KeptModality(modality) for phase, modality in corpus.modalities.items()
+        }
+        self.rendered: dict[int, Rendered] = {}
+
+    @property
+    def members(self) -> tuple[tuple[str, float, Longs], ...]:
+        return self.corpus.members
+
+    def gather(self, examples: Longs) -> BatchItems:
+        return self.corpus.gather(examples)
+
+    def source_of(self, i: int) -> int:
+        return self.corpus.source_of(i)
+
+    def example(self, i: int) -> Rendered:
+        if i not in self.rendered:
+            self.rendered[i] = self.corpus.example(i)
+        return self.rendered[i]
+
+    def read(self, examples: Longs) -> list[Example]:
+        """The examples of a step, decoded; whoever reads them again gets the same arrays."""
+        return [_in_memory(self.modalities, self.example(number)) for number in examples.tolist()]
+
+
+# ---------------------------------------------------------------------------- data of generated sizes
+
+
+def write_generated(
+    folder: Path, seed: int, examples: int, model: ModelConfig, smaller: float
+) -> Path:
+    """Write conversations and media of the sizes of `jaxmllm.tools.workload`, all of them `smaller` times
+    smaller; returns the JSONL file.
+
+    Answers hold the text, a letter for a token; pictures and sounds are noise.
+    """
+    random = np.random.default_rng([seed, examples])
+    batch = generate(seed, examples, model=model)
+    (folder / "media").mkdir(parents=True, exist_ok=True)
+    content: list[list[dict[str, str]]] = [[] for _ in range(examples)]
+    text = batch.phases["language"].length.copy()
+    for phase in model.encoders:
+        items = batch.phases[phase]
+        for number, (example, tokens, real) in enumerate(
+            zip(items.example.tolist(), items.tokens.tolist(), items.real.tolist(), strict=True)
+        ):
+            text[example] -= tokens + FRAME_TOKENS
+            if phase == "vision":
+                path = f"media/{number:05d}.png"
+                _write_picture(folder / path, random, max(1, round(tokens / smaller)), model)
+                content[example].append({"type": "image", "image": path})
+            else:
+                path = f"media/{number:05d}.wav"
+                seconds = max(0.1, real / smaller / FRAMES_PER_SECOND)
+                noise = random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE))
+                soundfile.write(folder / path, noise, SAMPLE_RATE, subtype="PCM_16")
+                content[example].append({"type": "audio", "audio": path})
+    lines = []
+    for number in range(examples):
+        letters = random.integers(ord("a"), ord("z") + 1, max(2, round(text[number] / smaller)))
+        answer = bytes(letters.astype(np.uint8)).decode()
+        asked = [*content[number], {"type": "text", "text": PROMPT}]
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        lines.append(json.dumps({"id": f"{number:05d}", "messages": messages}) + "\n")
+    written = folder / "train.jsonl"
+    written.write_text("".join(lines), encoding="utf-8")
+    return written
+
+
+def _write_picture(
+    path: Path, random: np.random.Generator, tokens: int, model: ModelConfig
+) -> None:
+    """Noise of about as many tokens, in any shape from 1 : 2 to 2 : 1."""
+    assert model.vision is not None
+    unit = model.vision.patch_size * model.vision.merge
+    rows = max(1, round((tokens * np.exp(random.uniform(-0.7, 0.7))) ** 0.5))
+    size = (rows * unit, max(1, round(tokens / rows)) * unit, 3)
+    Image.fromarray(random.integers(0, 256, size, np.uint8)).save(path, compress_level=1)

@@ -1,0 +1,667 @@
+"""A training step as users of PyTorch write it, in two forms, and the process that runs them.
+
+`PaddedModel` is made of transformers' modules: a SigLIP 2 tower for native resolutions, Whisper's layers
+behind two strided convolutions, a Llama; micro-batches are padded to their longest item. `PackedModel`
+computes exactly what ours does, from our parameters, over the tokens of a micro-batch end to end, with
+attention over segments of variable length.
+
+Letters: B items or examples of a micro-batch, L length of the longest, N tokens end to end, D width,
+H heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Siglip2VisionConfig, Siglip2VisionModel
+from transformers.models.whisper.configuration_whisper import WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
+
+from benchmarks.peers.examples import Example, Item
+from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, OptimizerConfig
+
+# Sides of the learned grid of positions that the vision tower interpolates: few parameters, for ours has none
+GRID: Final = 2
+LONGEST_CLIP: Final = 1 << 14  # attention tokens
+STRIDE: Final = AudioConfig.stem_stride
+# Shares of a step's examples in a micro-batch that are tried
+SHARES: Final = (1, 2, 4, 8, 16, 32)
+TRIALS: Final = 3
+
+Seconds = dict[str, float]
+
+
+class Clock:
+    """Seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: Seconds = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+
+# ---------------------------------------------------------------------------- parts that both have
+
+
+class Projector(nn.Module):
+    """`group` neighbouring features -> one language token."""
+
+    def __init__(self, features: int, group: int, width: int):
+        super().__init__()
+        self.group = group
+        self.up = nn.Linear(group * features, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(*x.shape[:-2], x.shape[-2] // self.group, -1)
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def of_phase(examples: Sequence[Example], phase: str) -> list[tuple[int, Item]]:
+    """Items of a phase, with the number of their example."""
+    return [
+        (number, item)
+        for number, example in enumerate(examples)
+        for item in example.items
+        if item.phase == phase
+    ]
+
+
+def group_of(phase: str, model: ModelConfig) -> int:
+    """Features of a tower that become one token."""
+    section = getattr(model, phase)
+    merge: int = section.merge
+    return merge**2 if phase == "vision" else merge
+
+
+# ---------------------------------------------------------------------------- padded, of transformers
+
+
+class PaddedAudio(nn.Module):
+    """Two convolutions of stride 2, positions, Whisper's layers."""
+
+    def __init__(self, config: AudioConfig):
+        super().__init__()
+        width = config.width
+        whisper = WhisperConfig(
+            d_model=width,
+            encoder_attention_heads=config.heads,
+            encoder_ffn_dim=config.mlp_width,
+            activation_function="gelu_pytorch_tanh",
+            dropout=0.0,
+        )
+        whisper._attn_implementation = "sdpa"
+        self.first = nn.Conv1d(config.mel_bins, width, 3, stride=2, padding=1)
+        self.second = nn.Conv1d(width, width, 3, stride=2, padding=1)
+        self.layers = nn.ModuleList(WhisperEncoderLayer(whisper) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(width)
+        angles = torch.arange(LONGEST_CLIP)[:, None] / 10_000 ** (
+            torch.arange(width // 2) * 2 / width
+        )
+        table = torch.cat([angles.sin(), angles.cos()], dim=1)
+        self.register_buffer("positions", table, persistent=False)
+
+    def forward(self, frames: Tensor, visible: Tensor) -> Tensor:
+        """frames [B, L, mel], visible [B, L / 4] -> [B, L / 4, D]."""
+        x = F.gelu(self.first(frames.transpose(1, 2)), approximate="tanh")
+        x = F.gelu(self.second(x), approximate="tanh").transpose(1, 2)
+        x = x + self.positions[: x.shape[1]]
+        mask = None if visible.all() else visible[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class PaddedModel(nn.Module):
+    """Micro-batches are padded to their longest item, in the towers and in the decoder."""
+
+    def __init__(self, config: ModelConfig, vocabulary: int):
+        super().__init__()
+        self.config = config
+        language = config.language
+        parts: dict[str, nn.Module] = {}
+        if config.vision is not None:
+            vision = config.vision
+            parts["vision"] = Siglip2VisionModel(
+                Siglip2VisionConfig(
+                    hidden_size=vision.width,
+                    intermediate_size=vision.mlp_width,
+                    num_hidden_layers=vision.layers,
+                    num_attention_heads=vision.heads,
+                    patch_size=vision.patch_size,
+                    num_patches=GRID**2,
+                    vision_use_head=False,
+                    attn_implementation="sdpa",
+                )
+            )
+            parts["projector_vision"] = Projector(
+                vision.width, group_of("vision", config), language.width
+            )
+        if config.audio is not None:
+            parts["audio"] = PaddedAudio(config.audio)
+            parts["projector_audio"] = Projector(
+                config.audio.width, group_of("audio", config), language.width
+            )
+        parts["language"] = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocabulary,
+                hidden_size=language.width,
+                intermediate_size=language.mlp_width,
+                num_hidden_layers=language.layers,
+                num_attention_heads=language.heads,
+                num_key_value_heads=language.kv_heads,
+                head_dim=language.head_size,
+                attention_bias=language.qkv_bias,
+                tie_word_embeddings=language.tie_embeddings,
+                attn_implementation="sdpa",
+                use_cache=False,
+            )
+        )
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, examples: Sequence[Example], clock: Clock) -> Tensor:
+        """Sum of the losses of a micro-batch."""
+        language = self.parts["language"]
+        longest = max(len(example.tokens) for example in examples)
+        tokens = padded([example.tokens for example in examples], longest)
+        targets = padded([example.targets for example in examples], longest, -1)
+        mask = padded([np.ones_like(example.tokens) for example in examples], longest)
+        x = language.get_input_embeddings()(tokens)
+        for phase in self.config.encoders:
+            items = of_phase(examples, phase)
+            if not items:
+                continue
+            with clock(f"{phase} forward"):
+                features = self.parts[f"projector_{phase}"](
+                    getattr(self, f"_{phase}")([item for _, item in items])
+                )
+            slots = [row * longest + item.slot + np.arange(item.tokens) for row, item in items]
+            made = torch.cat(
+                [f[: item.tokens] for f, (_, item) in zip(features, items, strict=True)]
+            )
+            x = x.flatten(0, 1).index_copy(0, torch.from_numpy(np.concatenate(slots)), made)
+            x = x.unflatten(0, tokens.shape)
+        with clock("language forward"):
+            logits = language(inputs_embeds=x, attention_mask=mask).logits
+            return F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+            )
+
+    def _vision(self, items: Sequence[Item]) -> Tensor:
+        pixels = padded([item.features for item in items]).float() / 127.5 - 1
+        mask = padded([np.ones(len(item.features), np.int64) for item in items])
+        shapes = torch.tensor([item.shape[1:] for item in items])
+        return self.parts["vision"](pixels, mask, shapes).last_hidden_state
+
+    def _audio(self, items: Sequence[Item]) -> Tensor:
+        frames = padded([item.features for item in items])
+        visible = padded([np.ones(-(-item.real // STRIDE), np.bool_) for item in items])
+        visible = F.pad(visible, (0, frames.shape[1] // STRIDE - visible.shape[1]))
+        return self.parts["audio"](frames, visible)
+
+
+def padded(arrays: Sequence[NDArray[Any]], longest: int = 0, value: int = 0) -> Tensor:
+    """[L, ...] each -> [B, longest, ...]."""
+    longest = longest or max(map(len, arrays))
+    dtype = np.int64 if arrays[0].dtype == np.int32 else arrays[0].dtype
+    out = np.full((len(arrays), longest, *arrays[0].shape[1:]), value, dtype)
+    for row, array in zip(out, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(out)
+
+
+# ---------------------------------------------------------------------------- packed, our mathematics
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, scale: NDArray[Any], epsilon: float):
+        super().__init__()
+        self.scale = parameter(scale)
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.scale.shape, self.scale, self.epsilon)
+
+
+def parameter(array: NDArray[Any]) -> nn.Parameter:
+    return nn.Parameter(torch.from_numpy(np.array(array, np.float32)))
+
+
+def linear(matrix: NDArray[Any], inputs: int, bias: NDArray[Any] | None = None) -> nn.Linear:
+    """From our [inputs.., outputs..] and a bias [outputs..]."""
+    matrix = matrix.reshape(inputs, -1)
+    layer = nn.Linear(*matrix.shape, bias=bias is not None)
+    layer.weight = parameter(np.ascontiguousarray(matrix.T))
+    if bias is not None:
+        layer.bias = parameter(bias.reshape(-1))
+    return layer
+
+
+class Segments:
+    """Lengths of what lies end to end, and how attention goes over it."""
+
+    def __init__(self, lengths: Sequence[int], causal: bool, gathers: bool):
+        self.lengths = list(lengths)
+        self.causal = causal
+        self.gathers = gathers
+        if gathers:
+            counts = np.array(self.lengths)
+            inside = np.arange(counts.max()) < counts[:, None]
+            first = (np.cumsum(counts) - counts)[:, None]
+            table = np.where(inside, first + np.arange(counts.max()), 0)
+            self.table = torch.from_numpy(table)  # [B, L]
+            self.places = torch.from_numpy(np.flatnonzero(inside))  # [N] in B * L
+            visible = torch.from_numpy(inside)[:, None, None, :]
+            if causal:  # what follows an example is not seen by it
+                visible = None
+            self.visible = visible
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, H, K], k, v [N, G, K] -> [N, H, K]."""
+        if not self.gathers:
+            parts = zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True)
+            return torch.cat([self._of_segment(*part) for part in parts])
+        rows = [x[self.table].transpose(1, 2) for x in (q, k, v)]
+        mixed = F.scaled_dot_product_attention(
+            *rows, attn_mask=self.visible, is_causal=self.causal, enable_gqa=grouped(q, k)
+        )
+        return mixed.transpose(1, 2).flatten(0, 1)[self.places]
+
+    def _of_segment(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=grouped(q, k, 1)
+        )
+        return mixed[0].transpose(0, 1)
+
+
+def grouped(q: Tensor, k: Tensor, heads: int = 1) -> bool:
+    return q.shape[heads] != k.shape[heads]
+
+
+class Attention(nn.Module):
+    def __init__(self, tree: Mapping[str, Any], width: int):
+        super().__init__()
+        self.head_size = tree["query"].shape[-1]
+        for name in ("query", "key", "value"):
+            setattr(self, name, linear(tree[name], width, tree.get(f"{name}_bias")))
+        self.out = linear(
+            tree["out"], tree["out"].shape[0] * tree["out"].shape[1], tree.get("out_bias")
+        )
+
+    def forward(self, x: Tensor, segments: Segments, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_size))
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = segments.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.out(mixed.flatten(1))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, H, K]; cos, sin [N, 1, K / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, tree: Mapping[str, Any], width: int):
+        super().__init__()
+        self.gate, self.up = linear(tree["gate"], width), linear(tree["up"], width)
+        self.down = linear(tree["down"], tree["down"].shape[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, tree: Mapping[str, Any]):
+        super().__init__()
+        self.up = linear(tree["up"], tree["up"].shape[0], tree["up_bias"])
+        self.down = linear(tree["down"], tree["down"].shape[0], tree["down_bias"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, tree: Mapping[str, Any], epsilon: float):
+        super().__init__()
+        width = tree["attention_norm"]["scale"].shape[0]
+        self.attention_norm = RMSNorm(tree["attention_norm"]["scale"], epsilon)
+        self.attention = Attention(tree["attention"], width)
+        self.mlp_norm = RMSNorm(tree["mlp_norm"]["scale"], epsilon)
+        self.mlp = GatedMLP(tree["mlp"], width) if "gate" in tree["mlp"] else MLP(tree["mlp"])
+
+    def forward(self, x: Tensor, segments: Segments, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), segments, cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Tower(nn.Module):
+    """Layers and the norm behind them."""
+
+    def __init__(self, tree: Mapping[str, Any], epsilon: float):
+        super().__init__()
+        layers = tree["layers"]["attention_norm"]["scale"].shape[0]
+        self.layers = nn.ModuleList(
+            Block(layer_of(tree["layers"], number), epsilon) for number in range(layers)
+        )
+        self.norm = RMSNorm(tree["norm"]["scale"], epsilon)
+
+    def forward(self, x: Tensor, segments: Segments, angles: Tensor) -> Tensor:
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        for layer in self.layers:
+            x = layer(x, segments, cos, sin)
+        return self.norm(x)
+
+
+def layer_of(tree: Any, number: int) -> Any:
+    """Parameters of one layer of a stack."""
+    if isinstance(tree, Mapping):
+        return {name: layer_of(leaf, number) for name, leaf in tree.items()}
+    return tree[number]
+
+
+def frequencies(pairs: int, theta: float) -> NDArray[Any]:
+    return theta ** (-np.arange(pairs) / pairs)
+
+
+class PackedModel(nn.Module):
+    """What our model computes, over the tokens of a micro-batch end to end."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], gathers: bool):
+        super().__init__()
+        self.config = config
+        self.gathers = gathers
+        towers: dict[str, nn.Module] = {}
+        for phase in config.phases:
+            towers[phase] = Tower(params[phase], getattr(config, phase).norm_epsilon)
+        if config.vision is not None:
+            vision = params["vision"]
+            self.patch = linear(vision["patch"], config.vision.patch_features, vision["patch_bias"])
+        if config.audio is not None:
+            audio = params["audio"]
+            self.first, self.second = (
+                linear(audio[stem]["kernel"], audio[stem]["kernel"].shape[0], audio[stem]["bias"])
+                for stem in ("stem_mels", "stem_width")
+            )
+        for phase in config.encoders:
+            mlp = params[f"projector.{phase}"]["mlp"]
+            width = mlp["down"].shape[0]
+            projector = Projector(getattr(config, phase).width, group_of(phase, config), width)
+            projector.up = linear(mlp["up"], mlp["up"].shape[0], mlp["up_bias"])
+            projector.down = linear(mlp["down"], width, mlp["down_bias"])
+            towers[f"projector_{phase}"] = projector
+        self.towers = nn.ModuleDict(towers)
+        language = params["language"]
+        self.embedding = parameter(language["embedding"])
+        self.head = None
+        if not config.language.tie_embeddings:
+            self.head = linear(language["head"], config.language.width)
+
+    def forward(self, examples: Sequence[Example], clock: Clock) -> Tensor:
+        """Sum of the losses of a micro-batch."""
+        lengths = [len(example.tokens) for example in examples]
+        starts = np.cumsum(lengths) - lengths
+        x = F.embedding(whole([example.tokens for example in examples]), self.embedding)
+        for phase in self.config.encoders:
+            items = of_phase(examples, phase)
+            if not items:
+                continue
+            with clock(f"{phase} forward"):
+                media = self.towers[f"projector_{phase}"](
+                    getattr(self, f"_{phase}")([item for _, item in items])
+                )
+            slots = [starts[number] + item.slot + np.arange(item.tokens) for number, item in items]
+            x = x.index_copy(0, torch.from_numpy(np.concatenate(slots)), media)
+        with clock("language forward"):
+            segments = Segments(lengths, True, self.gathers)
+            positions = np.concatenate([example.positions for example in examples])
+            x = self.towers["language"](
+                x, segments, language_angles(self.config.language, positions)
+            )
+            targets = whole([example.targets for example in examples])
+        with clock("head forward"):
+            wanted = torch.nonzero(targets >= 0)[:, 0]
+            x = x[wanted]
+            logits = F.linear(x, self.embedding) if self.head is None else self.head(x)
+            return F.cross_entropy(logits, targets[wanted], reduction="sum")
+
+    def _vision(self, items: Sequence[Item]) -> Tensor:
+        config = self.config.vision
+        assert config is not None
+        pixels = torch.from_numpy(np.concatenate([item.features for item in items]))
+        x = self.patch(pixels.float() / 127.5 - 1)
+        positions = np.concatenate([item.positions for item in items])
+        pairs = config.head_size // 2
+        frequency = np.tile(frequencies(pairs // 2, config.rope_theta), 2)
+        angles = positions[:, np.repeat(np.arange(2), pairs // 2)] * frequency
+        segments = Segments([len(item.features) for item in items], False, self.gathers)
+        return self.towers["vision"](x, segments, torch.from_numpy(angles.astype(np.float32)))
+
+    def _audio(self, items: Sequence[Item]) -> Tensor:
+        config = self.config.audio
+        assert config is not None
+        frames = torch.from_numpy(np.concatenate([item.features for item in items]))
+        positions = np.concatenate([item.positions[::STRIDE, 0] for item in items])
+        first = torch.from_numpy(positions % (config.chunk_frames // STRIDE) == 0)
+        halves = torch.stack([first, torch.zeros_like(first)], dim=1).flatten()
+        x = halved(self.second, halved(self.first, frames, halves), first)
+        frequency = frequencies(config.head_size // 2, config.rope_theta)
+        angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
+        # Padding inside a clip is seen by none, itself included: it runs through the layers alone
+        real = np.concatenate(
+            [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
+        )
+        segments = Segments([-(-item.real // STRIDE) for item in items], False, self.gathers)
+        if real.all():
+            return self.towers["audio"](x, segments, angles)
+        tower = self.towers["audio"]
+        places = torch.from_numpy(np.flatnonzero(real))
+        seen = tower(x[places], segments, angles[places])
+        rest = torch.from_numpy(np.flatnonzero(~real))
+        alone = tower(x[rest], Unseen(), angles[rest])
+        whole_clips = torch.zeros_like(x).index_copy(0, places, seen)
+        return whole_clips.index_copy(0, rest, alone)
+
+
+class Unseen(Segments):
+    """Tokens that see nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.zeros_like(q)
+
+
+def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
+    """Convolution of width 3 and stride 2; outputs that are `first` see zeros before their two slots."""
+    even, odd = x[0::2], x[1::2]
+    before = torch.cat([torch.zeros_like(odd[:1]), odd[:-1]])
+    before = torch.where(first[:, None], 0, before)
+    return F.gelu(project(torch.cat([before, even, odd], dim=1)), approximate="tanh")
+
+
+def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
+    pairs = config.head_size // 2
+    spatial = 3 * pairs // 8
+    sections = config.rope_sections or (pairs - 2 * spatial, spatial, spatial)
+    axis = np.repeat(np.arange(3), sections)
+    angles = positions[:, axis] * frequencies(pairs, config.rope_theta)
+    return torch.from_numpy(angles.astype(np.float32))
+
+
+def whole(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+
+
+# ---------------------------------------------------------------------------- steps
+
+
+class Stepper:
+    """A model with its optimizer, and how a step's examples become micro-batches."""
+
+    def __init__(
+        self, model: nn.Module, sorts: bool, config: OptimizerConfig, rate: Callable[[int], float]
+    ):
+        self.model = model
+        self.sorts = sorts
+        self.config = config
+        self.rate = rate  # of a step
+        self.size = 0  # of a micro-batch, in examples; 0: all
+        self.steps = 0
+        decayed = [leaf for name, leaf in model.named_parameters() if is_decayed(name, leaf)]
+        others = [leaf for name, leaf in model.named_parameters() if not is_decayed(name, leaf)]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+
+    def microbatches(self, examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+        if self.sorts:
+            examples = sorted(examples, key=lambda example: len(example.tokens))
+        size = self.size or len(examples)
+        for first in range(0, len(examples), size):
+            yield examples[first : first + size]
+
+    def __call__(self, examples: Sequence[Example], updates: bool = True) -> dict[str, Any]:
+        """One step: seconds, those of its parts, loss and targets."""
+        clock = Clock()
+        began = time.perf_counter()
+        targets = sum(int((example.targets >= 0).sum()) for example in examples)
+        total = 0.0
+        for microbatch in self.microbatches(examples):
+            loss = self.model(microbatch, clock)
+            with clock("backward"):
+                (loss / targets).backward()
+            total += loss.item()
+        with clock("update"):
+            if self.config.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            if updates:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.rate(self.steps)
+                self.optimizer.step()
+                self.steps += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        took = time.perf_counter() - began
+        return {
+            "seconds": took,
+            "parts": dict(clock.seconds),
+            "loss": total / targets,
+            "targets": targets,
+        }
+
+    def tune(self, examples: Sequence[Example]) -> float:
+        """Choose the size of micro-batches that is fastest on these examples; seconds of a step with it."""
+        seconds: dict[int, float] = {}
+        for share in SHARES:
+            self.size = max(1, len(examples) // share)
+            if self.size in seconds:
+                break
+            self(examples, updates=False)
+            times = [self(examples, updates=False)["seconds"] for _ in range(TRIALS)]
+            seconds[self.size] = statistics.median(times)
+            if seconds[self.size] > 1.5 * min(seconds.values()):
+                break
+        self.size = min(seconds, key=seconds.__getitem__)
+        return seconds[self.size]
+
+
+def is_decayed(name: str, leaf: Tensor) -> bool:
+    """Matrices but embeddings, as ours."""
+    return leaf.ndim > 1 and not name.endswith(("embedding", "embed_tokens.weight"))
+
+
+def parameters_by_component(model: nn.Module, config: ModelConfig) -> dict[str, int]:
+    """Numbers of parameters, by the names of our components."""
+    counts: dict[str, int] = defaultdict(int)
+    own = {"patch": "vision", "first": "audio", "second": "audio"}
+    for name, leaf in model.named_parameters():
+        path = name.split(".")
+        part = path[1] if path[0] in ("parts", "towers") else own.get(path[0], "language")
+        counts[part.replace("projector_", "projector.")] += leaf.numel()
+    return dict(counts)
+
+
+# ---------------------------------------------------------------------------- the process
+
+
+def serve(
+    connection: Connection,
+    config: ModelConfig,
+    optimizer: OptimizerConfig,
+    rates: Sequence[float],
+    params: Mapping[str, Any],
+    threads: int,
+    seed: int,
+) -> None:
+    """Answer "tune" or a peer's name with what was told, until None comes; a list of examples is the next step."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    vocabulary = params["language"]["embedding"].shape[0]
+
+    def rate(step: int) -> float:
+        return rates[min(step, len(rates) - 1)]
+
+    def padded_model() -> nn.Module:
+        return PaddedModel(config, vocabulary).train()
+
+    steppers = {
+        "padded": Stepper(padded_model(), False, optimizer, rate),
+        "grouped": Stepper(padded_model(), True, optimizer, rate),
+    }
+    packed = {
+        gathers: Stepper(PackedModel(config, params, gathers), False, optimizer, rate)
+        for gathers in (False, True)
+    }
+    examples: list[Example] = []
+    while (request := connection.recv()) is not None:
+        if isinstance(request, list):
+            examples = request
+            continue
+        if request != "tune":
+            connection.send(steppers[request](examples))
+            continue
+        took = {gathers: stepper.tune(examples) for gathers, stepper in packed.items()}
+        gathers = min(took, key=took.__getitem__)
+        steppers["packed"] = packed.pop(gathers)
+        packed.clear()
+        for other in ("padded", "grouped"):
+            steppers[other].tune(examples)
+        told = {
+            name: {
+                "micro_batch": stepper.size,
+                "parameters": parameters_by_component(stepper.model, config),
+            }
+            for name, stepper in steppers.items()
+        }
+        told["packed"]["attention"] = (
+            "segments gathered into a padded batch" if gathers else "segment by segment"
+        )
+        told["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        connection.send(told)

@@ -1,0 +1,99 @@
+"""The records that peer_torch writes, its checks, and where torch is installed, one run of a tiny model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import peer_torch
+from benchmarks.peers.examples import KeptCorpus
+from jaxmllm.setup.prepare import prepare
+from sharding.mesh import make_mesh
+
+
+def told(losses, seconds, targets=10):
+    return [
+        {"loss": loss, "seconds": took, "targets": targets, "parts": {"update": took / 4}}
+        for loss, took in zip(losses, seconds, strict=True)
+    ]
+
+
+def test_without_torch_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert peer_torch.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ratios_are_over_the_same_batch():
+    measured = {
+        "told": {
+            "packed": told([2.0, 2.0, 2.0], [2.0, 6.0, 3.0]),
+            "ours": told([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]),
+        },
+        "by_program": [{"language forward and backward": 0.5}] * 3,
+        "settings": {"packed": {"micro_batch": 4, "parameters": {"language": 7}}},
+        "parameters": {"language": 7},
+    }
+    packed, ours = peer_torch.rows_of(measured)
+    assert packed["over_ours"]["median"] == 2 and ours["over_ours"]["median"] == 1
+    assert packed["seconds"]["median"] == 3 and packed["micro_batch"] == 4
+    assert ours["parts"] == {
+        "update": 0.5,
+        "language forward and backward": 0.5,
+        "rest": pytest.approx(1.0),
+    }
+
+
+def test_systems_that_compute_something_else_are_named():
+    same = {"packed": told([2.0, 1.5], [1, 1]), "ours": told([2.0, 1.6], [1, 1])}
+    peer_torch.check_losses(same)
+    for wrong in (
+        told([2.1, 1.5], [1, 1]),
+        told([2.0, np.nan], [1, 1]),
+        told([2.0, 1.5], [1, 1], 9),
+    ):
+        with pytest.raises(ValueError, match="packed"):
+            peer_torch.check_losses(same | {"packed": wrong})
+    peer_torch.check_parameters("padded", {"audio": 1005}, {"audio": 1000})
+    with pytest.raises(ValueError, match="audio"):
+        peer_torch.check_parameters("padded", {"audio": 1020}, {"audio": 1000})
+
+
+@pytest.mark.slow
+def test_generated_examples_are_read_as_they_were_drawn(tmp_path):
+    config = peer_torch.config_of("tiny", None, tmp_path, 0, [])
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    assert len(inputs.corpus) == peer_torch.EXAMPLES and not inputs.corpus.rejected
+    corpus = KeptCorpus(inputs.corpus)
+    numbers = np.arange(64)
+    examples = corpus.read(numbers)
+    items = corpus.gather(numbers)
+    assert [len(example.tokens) for example in examples] == items.phases["language"].length.tolist()
+    for phase in config.model.encoders:
+        found = [i for example in examples for i in example.items if i.phase == phase]
+        assert [len(item.features) for item in found] == items.phases[phase].length.tolist()
+        assert len(set(map(len, (item.features for item in found)))) > 3
+    again = corpus.read(numbers[:1])[0]
+    assert all(
+        first.features is second.features
+        for first, second in zip(examples[0].items, again.items, strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_packed_peer_has_our_loss(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(peer_torch, "use_cores", lambda threads: None)
+    path = tmp_path / "peer.json"
+    overrides = ["data.batch_size=4"]
+    assert peer_torch.main(["--size", "tiny", "--steps", "1", "--json", str(path), *overrides]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["system"] for row in rows] == [*peer_torch.PEERS, "ours"]
+    packed, ours = rows[-2:]
+    assert packed["loss"] == pytest.approx(ours["loss"], rel=peer_torch.SAME_LOSS)
+    assert all(row["seconds"]["median"] > 0 for row in rows)
