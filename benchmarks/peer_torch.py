@@ -24,6 +24,9 @@ All systems run on the same cores. PyTorch has a process of its own, and waits w
 while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x ours` is the
 median over steps of a peer's seconds over ours, of the same batch.
 
+On a machine under other load, PyTorch's two threads wait for each other and its seconds mean nothing: measure with
+`--threads 1`, and compare CPU seconds.
+
 `parts` are shares of the medians: of ours each program by itself, with its results awaited.
 """
 
@@ -98,7 +101,7 @@ SIZES: Final[Mapping[str, dict[str, Any]]] = {
             },
         },
         "data": {
-            "batch_size": 32,
+            "batch_size": 16,
             "images": {"max_pixels": 200_000},
             "audio": {"max_seconds": 60},
             "max_rejected": 0.05,
@@ -184,15 +187,16 @@ class Ours:
 
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
         """Seconds of a step, of its host's part, and the loss."""
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         host = self.filler(self.step, examples)
         filled = time.perf_counter()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
-        took = time.perf_counter() - began
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
         self.step += 1
         return {
             "seconds": took,
+            "cpu_seconds": cpu,
             "parts": {"host": filled - began},
             "loss": float(metrics["loss"]),
             "targets": host.targets,
@@ -232,8 +236,8 @@ class Ours:
 # ---------------------------------------------------------------------------- measuring
 
 
-def measure(config: Config, steps: int, threads: int) -> dict[str, Any]:
-    """What every step took, by system."""
+def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) -> dict[str, Any]:
+    """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not choose."""
     from benchmarks.peers.torch_steps import serve
 
     tell("reads lengths and compiles ours")
@@ -247,7 +251,8 @@ def measure(config: Config, steps: int, threads: int) -> dict[str, Any]:
     ]
     context = multiprocessing.get_context("spawn")
     connection, theirs = context.Pipe()
-    arguments = (theirs, config.model, config.optimizer, rates, params, threads, config.run.seed)
+    seed = config.run.seed
+    arguments = (theirs, config.model, config.optimizer, rates, params, sizes, threads, seed)
     process = context.Process(target=serve, args=arguments, daemon=True)
     process.start()
     tell("compiled ours; PyTorch chooses its micro-batches")
@@ -341,10 +346,13 @@ def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A record for every system."""
     told = measured["told"]
-    ours = np.array([result["seconds"] for result in told["ours"]])
+    ours = {
+        clock: np.array([result[clock] for result in told["ours"]])
+        for clock in ("seconds", "cpu_seconds")
+    }
     rows = []
     for name, results in told.items():
-        seconds = np.array([result["seconds"] for result in results])
+        seconds, cpu = (np.array([result[clock] for result in results]) for clock in ours)
         settings = measured["settings"].get(name, {})
         parts = median_parts([result["parts"] for result in results])
         if name == "ours":
@@ -355,7 +363,9 @@ def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "system": name,
                 "seconds": quartiles(seconds.tolist()),
-                "over_ours": quartiles((seconds / ours).tolist()),
+                "over_ours": quartiles((seconds / ours["seconds"]).tolist()),
+                "cpu_seconds": quartiles(cpu.tolist()),
+                "cpu_over_ours": quartiles((cpu / ours["cpu_seconds"]).tolist()),
                 "micro_batch": settings.get("micro_batch"),
                 "attention": settings.get("attention"),
                 "parameters": settings.get("parameters", measured["parameters"]),
@@ -383,10 +393,18 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="that holds train.jsonl")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each system")
     parser.add_argument("--threads", type=int, default=2, help="cores, for every system")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        nargs=len(PEERS),
+        metavar=tuple(name.upper() for name in PEERS),
+        help="examples, instead of the fastest",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
     options = parser.parse_args(command)
     if min(options.steps, options.threads) < 1:
         parser.error("--steps and --threads must be positive")
+    sizes = dict(zip(PEERS, options.micro_batch or (), strict=False))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -400,7 +418,7 @@ def main(command: Sequence[str] | None = None) -> int:
             config = config_of(
                 options.size, options.data, Path(folder), options.seed, options.overrides
             )
-            measured = measure(config, options.steps, options.threads)
+            measured = measure(config, options.steps, sizes, options.threads)
         except (*USER_ERRORS, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -433,19 +451,14 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
             row["micro_batch"],
             *row["seconds"].values(),
             row["over_ours"]["median"],
+            row["cpu_seconds"]["median"],
+            row["cpu_over_ours"]["median"],
             row["loss"],
         ]
         for row in rows
     ]
-    columns = [
-        "system",
-        "micro-batch",
-        "seconds",
-        "quarter below",
-        "quarter above",
-        "x ours",
-        "loss",
-    ]
+    columns = ["system", "micro-batch", "seconds", "quarter below", "quarter above", "x ours"]
+    columns += ["CPU s", "x ours", "loss"]
     print_table(title, columns, lines)
     parts = [
         [row["system"], name, seconds, seconds / row["seconds"]["median"]]

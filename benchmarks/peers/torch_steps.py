@@ -11,7 +11,6 @@ H heads, G key-value heads, K head size.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +36,9 @@ GRID: Final = 2
 LONGEST_CLIP: Final = 1 << 14  # attention tokens
 STRIDE: Final = AudioConfig.stem_stride
 # Shares of a step's examples in a micro-batch that are tried
-SHARES: Final = (1, 2, 4, 8, 16, 32)
-TRIALS: Final = 3
+SHARES: Final = (16, 8, 4, 2, 1)
+TRIALS: Final = 2
+WORSE: Final = 1.2  # than the best so far: larger ones are not tried
 
 Seconds = dict[str, float]
 
@@ -526,7 +526,7 @@ class Stepper:
         self.sorts = sorts
         self.config = config
         self.rate = rate  # of a step
-        self.size = 0  # of a micro-batch, in examples; 0: all
+        self.size = 1  # of a micro-batch, in examples
         self.steps = 0
         decayed = [leaf for name, leaf in model.named_parameters() if is_decayed(name, leaf)]
         others = [leaf for name, leaf in model.named_parameters() if not is_decayed(name, leaf)]
@@ -544,14 +544,13 @@ class Stepper:
     def microbatches(self, examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         if self.sorts:
             examples = sorted(examples, key=lambda example: len(example.tokens))
-        size = self.size or len(examples)
-        for first in range(0, len(examples), size):
-            yield examples[first : first + size]
+        for first in range(0, len(examples), self.size):
+            yield examples[first : first + self.size]
 
     def __call__(self, examples: Sequence[Example], updates: bool = True) -> dict[str, Any]:
         """One step: seconds, those of its parts, loss and targets."""
         clock = Clock()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         targets = sum(int((example.targets >= 0).sum()) for example in examples)
         total = 0.0
         for microbatch in self.microbatches(examples):
@@ -568,25 +567,25 @@ class Stepper:
                 self.optimizer.step()
                 self.steps += 1
             self.optimizer.zero_grad(set_to_none=True)
-        took = time.perf_counter() - began
         return {
-            "seconds": took,
+            "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - cpu,
             "parts": dict(clock.seconds),
             "loss": total / targets,
             "targets": targets,
         }
 
-    def tune(self, examples: Sequence[Example]) -> float:
-        """Choose the size of micro-batches that is fastest on these examples; seconds of a step with it."""
+    def tune(self, examples: Sequence[Example], size: int | None) -> float:
+        """Choose the size of micro-batches that is fastest on these examples, or take the given one; seconds
+        of a step."""
+        given = [max(1, len(examples) // share) for share in SHARES] if size is None else [size]
         seconds: dict[int, float] = {}
-        for share in SHARES:
-            self.size = max(1, len(examples) // share)
-            if self.size in seconds:
-                break
+        for self.size in dict.fromkeys(given):
             self(examples, updates=False)
-            times = [self(examples, updates=False)["seconds"] for _ in range(TRIALS)]
-            seconds[self.size] = statistics.median(times)
-            if seconds[self.size] > 1.5 * min(seconds.values()):
+            seconds[self.size] = min(
+                self(examples, updates=False)["seconds"] for _ in range(TRIALS)
+            )
+            if seconds[self.size] > WORSE * min(seconds.values()):
                 break
         self.size = min(seconds, key=seconds.__getitem__)
         return seconds[self.size]
@@ -617,6 +616,7 @@ def serve(
     optimizer: OptimizerConfig,
     rates: Sequence[float],
     params: Mapping[str, Any],
+    sizes: Mapping[str, int],
     threads: int,
     seed: int,
 ) -> None:
@@ -647,12 +647,15 @@ def serve(
         if request != "tune":
             connection.send(steppers[request](examples))
             continue
-        took = {gathers: stepper.tune(examples) for gathers, stepper in packed.items()}
+        took = {
+            gathers: stepper.tune(examples, sizes.get("packed"))
+            for gathers, stepper in packed.items()
+        }
         gathers = min(took, key=took.__getitem__)
         steppers["packed"] = packed.pop(gathers)
         packed.clear()
         for other in ("padded", "grouped"):
-            steppers[other].tune(examples)
+            steppers[other].tune(examples, sizes.get(other))
         told = {
             name: {
                 "micro_batch": stepper.size,

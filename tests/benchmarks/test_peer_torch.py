@@ -17,7 +17,13 @@ from sharding.mesh import make_mesh
 
 def told(losses, seconds, targets=10):
     return [
-        {"loss": loss, "seconds": took, "targets": targets, "parts": {"update": took / 4}}
+        {
+            "loss": loss,
+            "seconds": took,
+            "cpu_seconds": took,
+            "targets": targets,
+            "parts": {"update": took / 4},
+        }
         for loss, took in zip(losses, seconds, strict=True)
     ]
 
