@@ -48,6 +48,21 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: Seconds = defaultdict(float)
+        self.reached = 0.0
+
+    def notes(self, x: Tensor) -> None:
+        """Note when the backward pass has come as far as x."""
+        x.register_hook(self._reach)
+
+    def _reach(self, _: Tensor) -> None:
+        self.reached = time.perf_counter()
+
+    def backward(self, loss: Tensor) -> None:
+        """From the loss to what is noted is the decoder, what follows are encoders and the embedding."""
+        began = time.perf_counter()
+        loss.backward()
+        self.seconds["language backward"] += self.reached - began
+        self.seconds["encoders backward"] += time.perf_counter() - self.reached
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -197,6 +212,7 @@ class PaddedModel(nn.Module):
             )
             x = x.flatten(0, 1).index_copy(0, torch.from_numpy(np.concatenate(slots)), made)
             x = x.unflatten(0, tokens.shape)
+        clock.notes(x)
         with clock("language forward"):
             logits = language(inputs_embeds=x, attention_mask=mask).logits
             return F.cross_entropy(
@@ -431,6 +447,7 @@ class PackedModel(nn.Module):
                 )
             slots = [starts[number] + item.slot + np.arange(item.tokens) for number, item in items]
             x = x.index_copy(0, torch.from_numpy(np.concatenate(slots)), media)
+        clock.notes(x)
         with clock("language forward"):
             segments = Segments(lengths, True, self.gathers)
             positions = np.concatenate([example.positions for example in examples])
@@ -555,8 +572,7 @@ class Stepper:
         total = 0.0
         for microbatch in self.microbatches(examples):
             loss = self.model(microbatch, clock)
-            with clock("backward"):
-                (loss / targets).backward()
+            clock.backward(loss / targets)
             total += loss.item()
         with clock("update"):
             if self.config.clip_norm is not None:
@@ -578,9 +594,11 @@ class Stepper:
     def tune(self, examples: Sequence[Example], size: int | None) -> float:
         """Choose the size of micro-batches that is fastest on these examples, or take the given one; seconds
         of a step."""
-        given = [max(1, len(examples) // share) for share in SHARES] if size is None else [size]
+        if size is not None:
+            self.size = size
+            return float(self(examples, updates=False)["seconds"])
         seconds: dict[int, float] = {}
-        for self.size in dict.fromkeys(given):
+        for self.size in dict.fromkeys(max(1, len(examples) // share) for share in SHARES):
             self(examples, updates=False)
             seconds[self.size] = min(
                 self(examples, updates=False)["seconds"] for _ in range(TRIALS)
