@@ -27,7 +27,7 @@ median over steps of a peer's seconds over ours, of the same batch.
 On a machine under other load, PyTorch's two threads wait for each other and its seconds mean nothing: measure with
 `--threads 1`, and compare CPU seconds.
 
-`parts` are shares of the medians: of ours each program by itself, with its results awaited.
+`parts` are medians of CPU seconds; of ours those of each program by itself, with its results awaited.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Ours:
         """Seconds of a step, of its host's part, and the loss."""
         began, cpu = time.perf_counter(), time.process_time()
         host = self.filler(self.step, examples)
-        filled = time.perf_counter()
+        filled = time.process_time() - cpu
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -197,14 +197,14 @@ class Ours:
         return {
             "seconds": took,
             "cpu_seconds": cpu,
-            "parts": {"host": filled - began},
+            "parts": {"host": filled},
             "loss": float(metrics["loss"]),
             "targets": host.targets,
             "host": host,
         }
 
     def seconds_by_program(self, host: HostStep) -> dict[str, float]:
-        """Of the programs of one batch that encode or compute gradients, each awaited."""
+        """CPU seconds of the programs of one batch that encode or compute gradients, each awaited."""
         programs = self.programs
         batch = programs.put(host)
         parts: dict[str, float] = defaultdict(float)
@@ -214,13 +214,13 @@ class Ours:
                 row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
                 arguments = phase, self.state.params, rows, row_class
                 jax.block_until_ready((rows, buffers))
-                began = time.perf_counter()
+                began = time.process_time()
                 if not spec.has_loss:
                     buffers = jax.block_until_ready(programs.forward(*arguments, buffers))
-                    parts[f"{phase} forward"] += time.perf_counter() - began
-                    began = time.perf_counter()
+                    parts[f"{phase} forward"] += time.process_time() - began
+                    began = time.process_time()
                 buffers = jax.block_until_ready(programs.backward(*arguments, buffers))
-                parts[f"{phase} forward and backward"] += time.perf_counter() - began
+                parts[f"{phase} forward and backward"] += time.process_time() - began
         return dict(parts)
 
     def padding(self, host: HostStep) -> dict[str, float]:
@@ -357,8 +357,7 @@ def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = median_parts([result["parts"] for result in results])
         if name == "ours":
             parts |= median_parts(measured["by_program"])
-        median = statistics.median(seconds.tolist())
-        parts["rest"] = median - sum(parts.values())
+        parts["rest"] = statistics.median(cpu.tolist()) - sum(parts.values())
         rows.append(
             {
                 "system": name,
@@ -461,13 +460,11 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     columns += ["CPU s", "x ours", "loss"]
     print_table(title, columns, lines)
     parts = [
-        [row["system"], name, seconds, seconds / row["seconds"]["median"]]
+        [row["system"], name, seconds, seconds / row["cpu_seconds"]["median"]]
         for row in rows
         for name, seconds in row["parts"].items()
     ]
-    print_table(
-        "where the time goes", ["system", "part", "seconds", "share"], parts, left_aligned=2
-    )
+    print_table("where the time goes", ["system", "part", "CPU s", "share"], parts, left_aligned=2)
 
 
 def use_cores(threads: int) -> None:

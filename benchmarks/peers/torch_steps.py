@@ -44,7 +44,7 @@ Seconds = dict[str, float]
 
 
 class Clock:
-    """Seconds by what they were spent on."""
+    """CPU seconds by what they were spent on."""
 
     def __init__(self) -> None:
         self.seconds: Seconds = defaultdict(float)
@@ -55,20 +55,20 @@ class Clock:
         x.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
-        self.reached = time.perf_counter()
+        self.reached = time.process_time()
 
     def backward(self, loss: Tensor) -> None:
         """From the loss to what is noted is the decoder, what follows are encoders and the embedding."""
-        began = time.perf_counter()
+        began = time.process_time()
         loss.backward()
         self.seconds["language backward"] += self.reached - began
-        self.seconds["encoders backward"] += time.perf_counter() - self.reached
+        self.seconds["encoders backward"] += time.process_time() - self.reached
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = time.process_time()
         yield
-        self.seconds[name] += time.perf_counter() - began
+        self.seconds[name] += time.process_time() - began
 
 
 # ---------------------------------------------------------------------------- parts that both have
