@@ -96,7 +96,7 @@ def test_packed_peer_has_our_loss(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(peer_torch, "use_cores", lambda threads: None)
     path = tmp_path / "peer.json"
-    overrides = ["data.batch_size=4"]
+    overrides = ["--micro-batch", "2", "2", "4", "data.batch_size=4"]
     assert peer_torch.main(["--size", "tiny", "--steps", "1", "--json", str(path), *overrides]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["system"] for row in rows] == [*peer_torch.PEERS, "ours"]
