@@ -70,6 +70,11 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return sizes
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """JAX platform of a mesh's devices; of an abstract one, as if the run began on this machine."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+
+
 def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
     """The sizes with -1 replaced by the devices that the others leave.
 

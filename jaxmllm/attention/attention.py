@@ -6,6 +6,10 @@ accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.0869
 logsumexp per query are kept. Both bear the name "attention" for policies of jax.checkpoint: one that keeps it runs the
 forward kernel once.
 
+Both kernels have deterministic gradients, on every platform: each sum is added up in the order of a loop, and no two
+programs write to one place (no atomics). Where rows are split over devices, a collective adds the gradients of keys, in
+the order of its library.
+
     attention   checks, chooses a kernel, and owns the gradient rule
     kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
                                                                            kernel_gpu.py   NVIDIA GPUs, Pallas
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -26,6 +30,27 @@ from jaxtyping import Array, Float
 from jaxmllm.attention import kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
 from jaxmllm.config.schema import Kernel
+
+# As JAX calls the platform of NVIDIA's devices, and that which programs are compiled for
+GPUS = ("gpu", "cuda")
+
+
+class Choice(NamedTuple):
+    """The kernel that the programs of a platform run."""
+
+    kernel: Literal["jax", "gpu"]
+    # What the platform's own kernel would need of the inputs, where "auto" had to do without it
+    needs: str | None = None
+
+
+def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> Choice:
+    """What `kernel` comes to for heads of a size and dtype, in blocks of so many slots."""
+    if kernel != "auto":
+        return Choice(kernel)
+    if platform not in GPUS:
+        return Choice("jax")
+    needs = kernel_gpu.unsupported_reason(dtype, head, block)
+    return Choice("jax", needs) if needs else Choice("gpu")
 
 
 def attention(

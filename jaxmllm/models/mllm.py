@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmllm.attention.attention import Choice, choice
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.language import Decoder, OutputHead
@@ -29,6 +30,7 @@ from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
+from sharding.mesh import platform_of
 from sharding.parameters import row_axes
 from sharding.rules import Layout, make_layout
 
@@ -94,6 +96,17 @@ class MLLM:
             heads = getattr(tower, "kv_heads", heads)
         size: int = 2 * tower.layers * heads * tower.head_size * component.dtype.itemsize
         return size
+
+    def attention_choice(self, phase: str, block: int) -> Choice:
+        """The kernel that attends in a phase on the mesh's devices, to blocks of so many tokens."""
+        component = self.components[phase]
+        return choice(
+            component.settings.attention,
+            platform_of(component.layout.mesh),
+            component.dtype,
+            getattr(self.config, phase).head_size,
+            block,
+        )
 
     def spanned(self, phase: str, span: int) -> MLLM:
         """The same model for rows of a phase that `span` ranks hold together."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from jaxmllm.attention import kernel_gpu
 from jaxmllm.attention.kernel_jax import LOOP_SCOPE
 from jaxmllm.config.schema import Config
 from jaxmllm.setup.chips import Chip, chip_devices
@@ -184,11 +183,8 @@ def _slow_attention(
         component = getattr(config.components, phase)
         if component.attention == "jax":
             continue
-        needs = kernel_gpu.unsupported_reason(
-            programs.functions.model.components[phase].dtype,
-            getattr(config.model, phase).head_size,
-            programs.attention.blocks[phase],
-        )
+        block = programs.attention.blocks[phase]
+        needs = programs.functions.model.attention_choice(phase, block).needs
         if needs or len(phases) == 1:
             reason = f"its kernel for GPUs needs {needs}" if needs else "for no reason known here"
             lines.append(f"attention of {phase} is the loop for every platform: {reason}")

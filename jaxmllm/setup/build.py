@@ -8,6 +8,7 @@ batches   MapDatasets whose element k is this host's share of step k
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -42,6 +43,7 @@ from jaxmllm.training.run import Run
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
 
+_log = logging.getLogger(__name__)
 SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same data"
 
 
@@ -90,6 +92,8 @@ def build_run(config: Config) -> Run:
 def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
     programs, sizes = plan_programs(config, inputs)
+    if jax.process_index() == 0:  # all of them would say the same
+        _warn_of_slow_attention(programs)
     return programs.compile(), sizes
 
 
@@ -146,6 +150,22 @@ def staged_programs(
     functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype)
+
+
+def _warn_of_slow_attention(programs: Programs) -> None:
+    """Name the phases whose attention could not be the kernel that their platform has."""
+    for phase in programs.spec.phases:
+        needs = programs.functions.model.attention_choice(
+            phase, programs.attention.blocks[phase]
+        ).needs
+        if needs:
+            _log.warning(
+                "attention of %s is the loop for every platform, which is slow here: the gpu kernel needs %s; "
+                "change that, or set components.%s.attention: jax if it is meant",
+                phase,
+                needs,
+                phase,
+            )
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-from jax.sharding import AbstractMesh, Mesh
-
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
 from jaxmllm.balance.records import ExchangeGrid
@@ -12,6 +9,7 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from sharding.exchange import LayoutPair
+from sharding.mesh import platform_of
 from sharding.rules import rank_nodes
 
 
@@ -29,11 +27,6 @@ def exchange_backend(config: Config, model: MLLM) -> str:
     if config.balance.exchange != "auto":
         return config.balance.exchange
     return backend_for(platform_of(model.layout(LANGUAGE).mesh))
-
-
-def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """JAX platform of a mesh's devices; of an abstract one, as if the run began on this machine."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:

@@ -21,16 +21,12 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
-from jaxmllm.setup.exchange_layout import (
-    exchange_backend,
-    exchange_grids,
-    nodes_of_ranks,
-    platform_of,
-)
+from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import RunInputs
 from jaxmllm.setup.row_memory import slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
+from sharding.mesh import platform_of
 
 LARGEST_EXAMPLES = 64  # with most slots of an encoder; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory

@@ -65,8 +65,11 @@ class Run:
             rows = " and ".join(map(_in_words, phase.classes))
             parts = self.programs.layouts[name].parts
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
+            model, block = self.programs.functions.model, self.programs.attention.blocks[name]
+            kernel = model.attention_choice(name, block).kernel
             lines.append(
-                f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments"
+                f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments, "
+                f"attention kernel {kernel}"
             )
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"

@@ -224,6 +224,14 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
 # ---------------------------------------------------------------------------- as the project needs it
 
 
+def test_gradients_are_the_same_in_every_run():
+    mask = packed([RAGGED, HOLED], True)
+    q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(2))
+    first, second = (tiled_vjp(q, k, v, mask, d_out) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_equals_alone(causal):
     inputs = [x.astype(np.float32) for x in random_inputs(1)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmllm.attention import kernel_gpu as attention_gpu
-from jaxmllm.attention.attention import attention
+from jaxmllm.attention.attention import Choice, attention, choice
 from jaxmllm.attention.mask import Mask, causal_ids, item_ids
 from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
@@ -184,7 +184,41 @@ def test_gradients_are_the_same_in_every_run():
         np.testing.assert_array_equal(a, b)
 
 
+def test_no_program_writes_what_another_one_writes():
+    """Why gradients are deterministic on a GPU, too: kernels without atomics, and nothing scattered around them."""
+    q, k, v, mask = model_inputs(jnp.float32)
+    text = str(jax.make_jaxpr(vjp)(q, k, v, mask, q))
+    assert text.count("attention_queries") and "atomic" not in text and "scatter" not in text
+
+
 # ---------------------------------------------------------------------------- choice
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform", "dtype", "head", "chosen"),
+    [
+        ("auto", "gpu", jnp.bfloat16, 64, Choice("gpu")),
+        ("auto", "cuda", jnp.bfloat16, 64, Choice("gpu")),
+        ("auto", "cpu", jnp.bfloat16, 8, Choice("jax")),
+        ("auto", "tpu", jnp.bfloat16, 64, Choice("jax")),
+        ("jax", "gpu", jnp.bfloat16, 8, Choice("jax")),
+        ("gpu", "cpu", jnp.bfloat16, 64, Choice("gpu")),
+    ],
+)
+def test_auto_is_the_kernel_of_the_platform(kernel, platform, dtype, head, chosen):
+    assert choice(kernel, platform, dtype, head, BLOCK) == chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "block", "needs"),
+    [
+        (jnp.float64, 64, BLOCK, "bfloat16, float16 or float32, not float64"),
+        (jnp.bfloat16, 8, BLOCK, "heads of 16 numbers to 512 bytes, not 8 of bfloat16"),
+        (jnp.bfloat16, 64, 8, "attention blocks of a multiple of 16 slots, not 8"),
+    ],
+)
+def test_auto_says_what_the_kernel_of_the_platform_would_need(dtype, head, block, needs):
+    assert choice("auto", "gpu", dtype, head, block) == Choice("jax", needs)
 
 
 def layers(kernel, q, k, v, mask):

@@ -23,6 +23,11 @@ def run(data):
     return build_run(parse_config(tiny_config(data)))
 
 
+def test_a_run_names_the_kernel_that_attends_in_each_phase(run):
+    lines = [line for line in run.describe().splitlines() if line.endswith("attention kernel jax")]
+    assert [line.partition(":")[0] for line in lines] == ["vision", "audio", "language"]
+
+
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize("writes", range(1, 6))
 def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):

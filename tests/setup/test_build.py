@@ -1,0 +1,45 @@
+"""What a run says before it compiles anything."""
+
+import logging
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.models import mllm
+from jaxmllm.setup.build import make_programs
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.training.programs.base import Programs
+from sharding.mesh import make_mesh
+from tests.support import tiny_config
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_auto_that_comes_to_the_loop_on_a_gpu_is_a_warning(tmp_path, monkeypatch, caplog, platform):
+    """Heads of the towers have 8 numbers, those of the language model 16; audio asks for the loop."""
+    make_sample(tmp_path, seed=1, train=32, test=8)
+    config = parse_config(
+        tiny_config(
+            tmp_path,
+            model__language__head_size=16,
+            model__language__rope_sections=[4, 2, 2],
+            components__audio__attention="jax",
+        )
+    )
+    monkeypatch.setattr(mllm, "platform_of", lambda mesh: platform)
+    monkeypatch.setattr(Programs, "compile", lambda self: self)
+    with caplog.at_level(logging.WARNING, "jaxmllm"):
+        programs, _ = make_programs(config, prepare(config, make_mesh(config.mesh_sizes)))
+    kernels = {
+        phase: programs.functions.model.attention_choice(phase, block).kernel
+        for phase, block in programs.attention.blocks.items()
+    }
+    own = "gpu" if platform == "gpu" else "jax"
+    assert kernels == {"vision": "jax", "audio": "jax", "language": own}
+    lines = [line for line in caplog.messages if "attention" in line]
+    if platform == "cpu":
+        assert not lines
+    else:
+        (line,) = lines
+        assert line.startswith("attention of vision is the loop")
+        assert "heads of 16 numbers" in line and "components.vision.attention" in line
