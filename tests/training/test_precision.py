@@ -1,10 +1,13 @@
 """Whole steps in bfloat16 are those in float32, up to the rounding of bfloat16."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from tests.support import Setup
+from jaxmllm.phases import LANGUAGE
+from tests.support import Setup, assemble
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
@@ -12,6 +15,9 @@ COMPUTE = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONEN
 # An operation in bfloat16 is off by up to 2^-9 = 0.2 %. Through encoder, projector and decoder and back again that adds
 # up to 5 % of a leaf's norm at most (audio, whose gradients come a long way); an error of mathematics is off by 100 %.
 LEAF_TOLERANCE = 0.08
+ADDED_TOLERANCE = (
+    1e-6  # of the sum of microbatches: measured 2e-8, and 4e-3 where it is kept in bfloat16
+)
 LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
 
 
@@ -52,6 +58,40 @@ def test_a_step_in_bfloat16_is_that_in_float32(
         )
         cosine = want @ got / np.linalg.norm(want) / np.linalg.norm(got)
         assert cosine > 0.95, f"{name}: {cosine:.3f}"
+
+
+@pytest.mark.slow
+def test_microbatches_add_up_without_rounding(by_example):
+    """Small rows, so that one device has many microbatches; each of them alone is the step without the targets of the
+    others. Their gradients in bfloat16 add up to that of the step, whose error is that of one of them."""
+    rows = {"phases__language": {"block": 32, "capacities": [160], "spans": [1]}}
+    narrow, wide = (assemble(by_example(**rows, **compute), 1) for compute in (COMPUTE, {}))
+    examples = np.random.default_rng(0).permutation(96)[:48]
+    step, reference = narrow.step(examples), wide.step(examples)
+    count = len(step.rows[LANGUAGE])
+    assert count >= 16
+
+    def gradient(setup, step):
+        grads = setup.gradients(step, setup.params).grads[LANGUAGE]
+        return np.concatenate([np.float64(leaf).ravel() for leaf in jax.tree.leaves(grads)])
+
+    def error(found, expected):
+        return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+    parts = [gradient(narrow, alone_in(step, number)) for number in range(count)]
+    exact = [gradient(wide, alone_in(reference, number)) for number in range(count)]
+    whole = gradient(narrow, step)
+    assert error(whole, sum(parts)) < ADDED_TOLERANCE
+    assert error(whole, sum(exact)) < np.median([*map(error, parts, exact)])
+
+
+def alone_in(step, number: int):
+    """The step with the targets of one language microbatch alone."""
+    rows = [
+        row if at == number else row | {"targets": np.full_like(row["targets"], -1)}
+        for at, row in enumerate(step.rows[LANGUAGE])
+    ]
+    return dataclasses.replace(step, rows=step.rows | {LANGUAGE: rows})
 
 
 def assert_near(found, expected, tolerance: float) -> None:
