@@ -442,7 +442,9 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
     return folder, example
 
 
-@pytest.mark.parametrize("ranks, apart", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "ranks, apart", [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+)
 def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks, apart):
     """`apart`: the picture is encoded on another rank than that of its text."""
     folder, bad = damaged

@@ -74,7 +74,9 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
 # ---------------------------------------------------------------------------- subsets of encoders
 
 
-@pytest.mark.parametrize("encoders", [(), ("vision",), ("audio",)])
+@pytest.mark.parametrize(
+    "encoders", [(), pytest.param(("vision",), marks=pytest.mark.slow), ("audio",)]
+)
 def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
     kinds = {
         "text",
@@ -117,7 +119,15 @@ FREEZES = {
 EXAMPLES = range(16)
 
 
-@pytest.mark.parametrize("freeze", FREEZES)
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        "encoders",
+        "language",
+        "all-but-projectors",
+        pytest.param("one-modality", marks=pytest.mark.slow),
+    ],
+)
 def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example, alone, freeze):
     settings = FREEZES[freeze]
     frozen = {name for name in settings if name != "projector"}
@@ -182,7 +192,7 @@ def keeping(remat: str, vision: int, audio: int, **phases):
     ("mesh", "changes"),
     [
         (MESHES[0], keeping("full", 1, 9)),
-        (MESHES[1], keeping("none", 1, 1)),
+        pytest.param(MESHES[1], keeping("none", 1, 1), marks=pytest.mark.slow),
         pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
         pytest.param(MESHES[1], keeping("full", 1, 2), marks=pytest.mark.slow),
         pytest.param(MESHES[2], keeping("none", 1, 1), marks=pytest.mark.slow),
