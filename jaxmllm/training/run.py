@@ -67,9 +67,11 @@ class Run:
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
             model, block = self.programs.functions.model, self.programs.attention.blocks[name]
             kernel = model.attention_choice(name, block).kernel
+            kept = self.programs.kept_residuals.get(name)
+            residuals = f"residuals of up to {kept} microbatches kept, " if kept else ""
             lines.append(
                 f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments, "
-                f"attention kernel {kernel}"
+                f"{residuals}attention kernel {kernel}"
             )
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"

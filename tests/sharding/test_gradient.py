@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.gradient import LayerGradient, Params, used_leaves
+from sharding.gradient import KeptForward, LayerGradient, Params, used_leaves
 
 
 def gated(params: Params, x, row):
@@ -93,3 +93,47 @@ def test_used_leaves():
 
     # Leaves of a dictionary are sorted: down, gate, scale, up.
     assert used_leaves(function, params.trained | params.frozen, x) == [False, True, True, False]
+
+
+# ---------------------------------------------------------------------------- two passes as two programs
+
+
+@pytest.mark.parametrize("layer", PLAIN.values(), ids=PLAIN)
+def test_a_backward_pass_goes_on_from_what_the_forward_pass_kept(layer):
+    params, *row, dy = arrays()
+
+    def function(params, row):
+        return layer(params, *row)
+
+    @jax.jit
+    def forward(params, row):
+        return KeptForward(function, params, row).forward(params, row)
+
+    @jax.jit
+    def backward(params, row, residuals, dy):
+        return KeptForward(function, params, row).backward(params, row, residuals, dy)
+
+    expected, vjp = jax.vjp(
+        lambda trained: function(Params(trained, params.frozen), row), params.trained
+    )
+    y, residuals = forward(params, row)
+    found = backward(params, row, residuals, dy)
+    for one, other in zip(
+        jax.tree.leaves((y, found)), jax.tree.leaves((expected, *vjp(dy))), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert bool(residuals) == (layer is not PLAIN["recomputed"])
+    zeros = backward(params, row, jax.tree.map(jnp.zeros_like, residuals), dy)
+    assert np.allclose(zeros["down"], found["down"]) == (not residuals), "what is kept is read"
+
+
+def test_only_what_depends_on_both_parameters_and_row_is_kept():
+    """Of tanh(sin(x) @ exp(w)): neither sin(x) nor exp(w), for either is there again at once."""
+    params = Params({"w": jnp.ones((8, 16))}, {})
+    kept = KeptForward(
+        lambda params, x: jnp.tanh(jnp.sin(x) @ jnp.exp(params.trained["w"])),
+        params,
+        jnp.ones((4, 8)),
+    )
+    _, residuals = kept.forward(params, jnp.ones((4, 8)))
+    assert {leaf.shape for leaf in residuals} == {(4, 16)}

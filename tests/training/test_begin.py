@@ -28,6 +28,13 @@ def test_a_run_names_the_kernel_that_attends_in_each_phase(run):
     assert [line.partition(":")[0] for line in lines] == ["vision", "audio", "language"]
 
 
+def test_a_run_tells_what_its_encoders_keep(run, monkeypatch):
+    assert "residuals" not in run.describe()
+    monkeypatch.setattr(run.programs, "kept_residuals", {"audio": 2})
+    (line,) = (line for line in run.describe().splitlines() if "residuals" in line)
+    assert line.startswith("audio: ") and "residuals of up to 2 microbatches kept" in line
+
+
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize("writes", range(1, 6))
 def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):

@@ -100,6 +100,9 @@ class Programs(abc.ABC):
     `jobs` is there from the start: what is compiled, by name. What `put` returns is each kind's own.
     """
 
+    # By encoder phase, where `phases.<phase>.kept_residuals` comes to any: microbatches
+    kept_residuals: Mapping[str, int] = {}
+
     def __init__(
         self,
         functions: StepFunctions,
