@@ -57,17 +57,13 @@ class KeptForward:
     def forward(self, params: Params, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals."""
         y, leaves = self._linearize(params, row)
-        return y, tuple(leaf for leaf, kept in zip(leaves, self._kept, strict=True) if kept)
+        return y, _chosen(leaves, self._kept)
 
     def backward(self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree) -> Tree:
         """Gradients of the trained parameters."""
         # XLA drops the equations that nothing but y and the residuals need
-        leaves, tree = jax.tree.flatten(self._vjp(params, row)[1])
-        given = iter(residuals)
-        leaves = [
-            next(given) if kept else leaf for leaf, kept in zip(leaves, self._kept, strict=True)
-        ]
-        (gradients,) = jax.tree.unflatten(tree, leaves)(dy)
+        _, vjp = self._vjp(params, row)
+        (gradients,) = _with_chosen(vjp, self._kept, residuals)(dy)
         return gradients
 
 
@@ -113,9 +109,7 @@ class LayerGradient:
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals that depend on x."""
         y, leaves = self._linearize(params, x, row)
-        return y, tuple(
-            leaf for leaf, depends in zip(leaves, self._depends, strict=True) if depends
-        )
+        return y, _chosen(leaves, self._depends)
 
     def backward(
         self,
@@ -132,13 +126,7 @@ class LayerGradient:
             params.trained,
             zeros,
         )
-        leaves, tree = jax.tree.flatten(vjp)
-        remaining = iter(residuals)
-        leaves = [
-            next(remaining) if depends else leaf
-            for leaf, depends in zip(leaves, self._depends, strict=True)
-        ]
-        return jax.tree.unflatten(tree, leaves)(dy)
+        return _with_chosen(vjp, self._depends, residuals)(dy)
 
     def split(self) -> SplitGradient:
         """The backward pass as two operations."""
@@ -203,6 +191,24 @@ def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list
     eqns = _needed(jaxpr.eqns, jaxpr.outvars)
     reads = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
     return [var in reads for var in jaxpr.invars[: len(jax.tree.leaves(tree))]]
+
+
+# ---------------------------------------------------------------------------- residuals
+
+
+def _chosen(leaves: Sequence[jax.Array], choice: Sequence[bool]) -> tuple[jax.Array, ...]:
+    return tuple(leaf for leaf, chosen in zip(leaves, choice, strict=True) if chosen)
+
+
+def _with_chosen(
+    vjp: Callable[..., Any], choice: Sequence[bool], residuals: Sequence[jax.Array]
+) -> Callable[..., Any]:
+    """A backward pass that reads these residuals in place of its own."""
+    leaves, tree = jax.tree.flatten(vjp)
+    given = iter(residuals)
+    leaves = [next(given) if chosen else leaf for leaf, chosen in zip(leaves, choice, strict=True)]
+    function: Callable[..., Any] = jax.tree.unflatten(tree, leaves)
+    return function
 
 
 # ---------------------------------------------------------------------------- equations

@@ -61,6 +61,24 @@ def map_rows(
       arguments: shapes and shardings.
       results: likewise.
     """
+    return _mapped(layout, function, arguments, _specs(row_axes(layout), results))
+
+
+def results_of_devices(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
+    """What `map_rows` returns of a function whose results are [1, ...] on every device, arrays that the
+    devices do not share: [devices along the axes of rows, ...]. Arguments as there."""
+    axes = row_axes(layout)
+    spec = P(axes) if axes else P()
+    sharding = NamedSharding(layout.mesh, spec)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(_mapped(layout, function, arguments, spec), *arguments),
+    )
+
+
+def _mapped(
+    layout: Layout, function: Callable[..., Any], arguments: Any, out_specs: Any
+) -> Callable[..., Any]:
     axes = row_axes(layout)
     if not axes:
         return function
@@ -68,30 +86,9 @@ def map_rows(
         function,
         mesh=layout.mesh,
         in_specs=_specs(axes, tuple(arguments)),
-        out_specs=_specs(axes, results),
+        out_specs=out_specs,
         axis_names=set(axes),
         check_vma=False,
-    )
-
-
-def by_device(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
-    """What `map_rows` returns of a function whose results are [1, ...] on every device, arrays that the
-    devices do not share: [devices along the axes of rows, ...]. Arguments as there."""
-    axes = row_axes(layout)
-    mapped = function
-    if axes:
-        mapped = jax.shard_map(
-            function,
-            mesh=layout.mesh,
-            in_specs=_specs(axes, tuple(arguments)),
-            out_specs=P(axes),
-            axis_names=set(axes),
-            check_vma=False,
-        )
-    sharding = NamedSharding(layout.mesh, P(axes) if axes else P())
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(mapped, *arguments),
     )
 
 

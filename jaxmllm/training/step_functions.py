@@ -123,24 +123,23 @@ class StepFunctions:
         """
         features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
         tokens = self.tokens(phase, params, features)
-        return (
-            self.filled(phase, rows, tokens, pool, pool_offset),
-            (features if self.keeps_features(phase) else None),
-            failed + rows.failed.sum(dtype=failed.dtype),
-        )
+        pool, failed = self.written(phase, rows, tokens, pool, pool_offset, failed)
+        return pool, (features if self.keeps_features(phase) else None), failed
 
-    def filled(
+    def written(
         self,
         phase: str,
         rows: EncoderRows,
         tokens: Float[Array, "R T D"],
         pool: TokenPool,
         pool_offset: Int[Array, ""],
-    ) -> TokenPool:
-        """The pool with the tokens of rows from slot `pool_offset` on."""
+        failed: Int[Array, ""],
+    ) -> tuple[TokenPool, Int[Array, ""]]:
+        """The pool with the tokens of rows from slot `pool_offset` on, and `failed` with the items that
+        could not be decoded."""
         layout = self.model.layout(phase)
         valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
-        return TokenPool(
+        pool = TokenPool(
             *(
                 jax.lax.dynamic_update_slice_in_dim(
                     into, new.astype(into.dtype), pool_offset, axis=1
@@ -148,6 +147,7 @@ class StepFunctions:
                 for into, new in zip(pool, (tokens, valid), strict=True)
             )
         )
+        return pool, failed + rows.failed.sum(dtype=failed.dtype)
 
     def tokens(
         self, phase: str, params: Params, start: EncoderRows | KeptFeatures

@@ -41,6 +41,7 @@ from sharding.exchange import Exchange
 from sharding.rules import Layout
 
 COMPILE_THREADS = os.cpu_count()
+NOTHING_KEPT: Mapping[str, int] = {}
 
 
 class ProgramName(NamedTuple):
@@ -100,9 +101,6 @@ class Programs(abc.ABC):
     `jobs` is there from the start: what is compiled, by name. What `put` returns is each kind's own.
     """
 
-    # By encoder phase, where `phases.<phase>.kept_residuals` comes to any: microbatches
-    kept_residuals: Mapping[str, int] = {}
-
     def __init__(
         self,
         functions: StepFunctions,
@@ -110,6 +108,7 @@ class Programs(abc.ABC):
         formats: Mapping[str, RowFormat],
         attention: AttentionSpec,
         param_dtype: str,
+        kept_residuals: Mapping[str, int] = NOTHING_KEPT,
     ):
         self.functions = functions
         self.spec = spec
@@ -129,6 +128,13 @@ class Programs(abc.ABC):
             for phase, route in spec.routes.items()
         }
         self.attention = attention
+        # Microbatches by encoder phase. Of a frozen tower the features are kept in any case, and a phase
+        # without gradients needs nothing
+        self.kept_residuals = {
+            phase: microbatches
+            for phase, microbatches in kept_residuals.items()
+            if functions.trainable_of(phase) and not functions.keeps_features(phase)
+        }
         self.param_dtype = param_dtype
         self.params = self._abstract_params()
         # Shapes of what is trained, and of its gradients when they are complete

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmllm.balance.records import PlanSpec, RowClass
+from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.fill import HostStep
-from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
     EncoderRows,
     LanguageRows,
@@ -46,7 +45,7 @@ from jaxmllm.training.step_functions import (
     StepFunctions,
     TrainState,
 )
-from sharding.parameters import by_device, by_replica, map_rows
+from sharding.parameters import by_replica, map_rows, results_of_devices
 
 
 @dataclass(frozen=True)
@@ -75,23 +74,6 @@ class PhasedPrograms(Programs):
     Of each encoder phase, `kept_residuals` microbatches of a step run forward once: what they leave
     for their backward pass stays in memory until then.
     """
-
-    def __init__(
-        self,
-        functions: StepFunctions,
-        spec: PlanSpec,
-        formats: Mapping[str, RowFormat],
-        attention: AttentionSpec,
-        param_dtype: str,
-        kept_residuals: Mapping[str, int],
-    ):
-        # Of a frozen tower the features are kept in any case, and a phase without gradients needs nothing
-        self.kept_residuals = {
-            phase: microbatches
-            for phase, microbatches in kept_residuals.items()
-            if functions.trainable_of(phase) and not functions.keeps_features(phase)
-        }
-        super().__init__(functions, spec, formats, attention, param_dtype)
 
     # ------------------------------------------------------------------ running
 
@@ -398,20 +380,23 @@ class PhasedPrograms(Programs):
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
             rows = abstract_encoder_rows(layout, capacity, row_format, block, windows)
+            arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []
             if self.kept_residuals.get(phase):
-                encode = _keeping_job(functions, phase, params, rows, pool, pool_offset, failed)
-                starts = [rows, KeptResiduals(rows, encode.result[1])]
+                encode, kept = _keeping(functions, phase, params, rows, pool)
+                starts = [rows, KeptResiduals(rows, kept)]
             else:
-                encode = _encode_job(functions, phase, params, rows, pool, pool_offset, failed)
+                encode, kept = _encoding(functions, phase, arguments)
                 if functions.trainable_of(phase):
-                    starts = [_start(rows, encode.result[1])]
-            jobs[ProgramName("encode", phase, capacity, span)] = encode
+                    starts = [_start(rows, kept)]
+            jobs[ProgramName("encode", phase, capacity, span)] = Job(
+                encode, arguments, (pool, kept, failed), donated=(2,)
+            )
             for start in starts:
-                arguments = (params, start, pool.tokens, pool_offset, grads)
+                given = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
                 jobs[ProgramName(_backward_of(start), phase, capacity, span)] = Job(
-                    map_rows(layout, on_device, arguments, grads), arguments, grads, (4,)
+                    map_rows(layout, on_device, given, grads), given, grads, (4,)
                 )
         return jobs
 
@@ -496,55 +481,40 @@ def _backward_of(start: Start) -> str:
     return "encode_grad_kept" if isinstance(start, KeptResiduals) else "encode_grad"
 
 
-def _encode_job(
-    functions: StepFunctions,
-    phase: str,
-    params: Any,
-    rows: Any,
-    pool: Any,
-    pool_offset: Any,
-    failed: Any,
-) -> Job:
-    """`encode` that keeps the features of a frozen tower, or nothing."""
-    arguments = (params, rows, pool, pool_offset, failed)
+def _encoding(
+    functions: StepFunctions, phase: str, arguments: tuple[Any, ...]
+) -> tuple[Callable[..., Any], KeptFeatures | None]:
+    """`encode`, and what it keeps: the features of a frozen tower, or nothing."""
     encode = partial(functions.encode, phase)
     _, kept, _ = jax.eval_shape(encode, *arguments)
     if kept is not None:
+        rows = arguments[1]
         features: Any = kept.features
         sharding = functions.model.layout(phase).sharding(("batch", "sequence"))
         features = jax.ShapeDtypeStruct(features.shape, features.dtype, sharding=sharding)
         kept = KeptFeatures(features, rows.places)
-    return Job(encode, arguments, (pool, kept, failed), donated=(2,))
+    return encode, kept
 
 
-def _keeping_job(
-    functions: StepFunctions,
-    phase: str,
-    params: Any,
-    rows: Any,
-    pool: Any,
-    pool_offset: Any,
-    failed: Any,
-) -> Job:
-    """`encode` that keeps the residuals of all devices."""
+def _keeping(
+    functions: StepFunctions, phase: str, params: Any, rows: Any, pool: Any
+) -> tuple[Callable[..., Any], Any]:
+    """`encode` that keeps residuals, and those of all devices."""
     layout = functions.model.layout(phase)
     on_device = partial(functions.by_device(phase).tokens_and_residuals, phase)
     tokens = jax.eval_shape(partial(functions.tokens, phase), params, rows)
-    results = (
-        jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=pool.tokens.sharding),
-        by_device(layout, lambda *arguments: on_device(*arguments)[1], (params, rows)),
-    )
-    forward = map_rows(layout, on_device, (params, rows), results)
+    tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=pool.tokens.sharding)
+    kept = results_of_devices(layout, lambda *given: on_device(*given)[1], (params, rows))
+    forward = map_rows(layout, on_device, (params, rows), (tokens, kept))
 
     def encode(
         params: Any, rows: EncoderRows, pool: TokenPool, pool_offset: Any, failed: Any
     ) -> tuple[TokenPool, tuple[jax.Array, ...], Any]:
         tokens, residuals = forward(params, rows)
-        pool = functions.filled(phase, rows, tokens, pool, pool_offset)
-        return pool, residuals, failed + rows.failed.sum(dtype=failed.dtype)
+        pool, failed = functions.written(phase, rows, tokens, pool, pool_offset, failed)
+        return pool, residuals, failed
 
-    arguments = (params, rows, pool, pool_offset, failed)
-    return Job(encode, arguments, (pool, results[1], failed), donated=(2,))
+    return encode, kept
 
 
 def _finished(sums: Any, total: Any) -> bool:
