@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -537,12 +537,12 @@ class Stepper:
     """A model with its optimizer, and how a step's examples become micro-batches."""
 
     def __init__(
-        self, model: nn.Module, sorts: bool, config: OptimizerConfig, rate: Callable[[int], float]
+        self, model: nn.Module, sorts: bool, config: OptimizerConfig, rates: Sequence[float]
     ):
         self.model = model
         self.sorts = sorts
         self.config = config
-        self.rate = rate  # of a step
+        self.rates = rates  # learning rate of each step
         self.size = 1  # of a micro-batch, in examples
         self.steps = 0
         decayed = [leaf for name, leaf in model.named_parameters() if is_decayed(name, leaf)]
@@ -579,7 +579,7 @@ class Stepper:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
             if updates:
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.rate(self.steps)
+                    group["lr"] = self.rates[self.steps]
                 self.optimizer.step()
                 self.steps += 1
             self.optimizer.zero_grad(set_to_none=True)
@@ -643,18 +643,15 @@ def serve(
     torch.manual_seed(seed)
     vocabulary = params["language"]["embedding"].shape[0]
 
-    def rate(step: int) -> float:
-        return rates[min(step, len(rates) - 1)]
-
     def padded_model() -> nn.Module:
         return PaddedModel(config, vocabulary).train()
 
     steppers = {
-        "padded": Stepper(padded_model(), False, optimizer, rate),
-        "grouped": Stepper(padded_model(), True, optimizer, rate),
+        "padded": Stepper(padded_model(), False, optimizer, rates),
+        "grouped": Stepper(padded_model(), True, optimizer, rates),
     }
     packed = {
-        gathers: Stepper(PackedModel(config, params, gathers), False, optimizer, rate)
+        gathers: Stepper(PackedModel(config, params, gathers), False, optimizer, rates)
         for gathers in (False, True)
     }
     examples: list[Example] = []
