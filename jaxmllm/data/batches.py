@@ -127,6 +127,23 @@ def continued_steps(
     A new batch size continues in the same order. New weights begin a new mixture, in which every
     source continues where it stands, in the middle of its epoch.
     """
+    order, segment, first = _continued(members, seed, history)
+    return Steps(order, segment.batch_size, filler, "step", segment.step, first)
+
+
+def continued_examples(
+    members: Sequence[Member], seed: int, history: Sequence[Segment], step: int
+) -> Longs:
+    """Example numbers [B] of a step of the last segment, without planning or loading. Raises
+    `IndexError` before that segment."""
+    order, segment, first = _continued(members, seed, history)
+    return batch_examples(order, segment.batch_size, step - segment.step, first)
+
+
+def _continued(
+    members: Sequence[Member], seed: int, history: Sequence[Segment]
+) -> tuple[grain.MapDataset[int], Segment, int]:
+    """(the order of the last segment, that segment, where in the order it begins)."""
     segment = history[0]
     weights = segment.weights
     taken = [0] * len(members)  # examples of each source before the mixture of these weights
@@ -142,7 +159,7 @@ def continued_steps(
         (name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)
     ]
     order = example_order(weighted, seed, taken if any(taken) else None)
-    return Steps(order, segment.batch_size, filler, "step", segment.step, first)
+    return order, segment, first
 
 
 def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> Steps:

@@ -1,15 +1,18 @@
 """Draw a pipeline's schedule: every rank's operations over time, coloured by component and kind.
 
     jaxmllm timeline --config FILE [--step K] [--save TABLE] [key=value ...]
+    jaxmllm timeline --run FOLDER [--step K] [--save TABLE]
     jaxmllm timeline --table TABLE
     jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
 
-The first plans a step of a run exactly as the run does, from its data; the second draws the tables
-of a step that a run saved while it was profiled (profile.steps), or that --save wrote. The third
-plans a batch of jaxmllm/tools/workload.py on its model. Operations are as wide as their FLOPs and a
-tick as its longest operation; a saved table knows no FLOPs, so its ticks are equally wide. A step
-of several runs shows them one after another. Writes pipeline.png and pipeline.html, and prints
-their table. Nothing is compiled or run.
+The first plans a step of a config's run exactly as the run does, from its data. The second does so
+for the run in a folder, with the batch sizes and weights that its steps had; without --step it draws
+the tables that the run kept of its last step. The third draws the tables of a step that a run saved
+while it was profiled (profile.steps), or that --save wrote. The fourth plans a batch of
+jaxmllm/tools/workload.py on its model. Operations are as wide as their FLOPs and a tick as its
+longest operation; a saved table knows no FLOPs, so its ticks are equally wide. A step of several
+runs shows them one after another. Writes pipeline.png and pipeline.html, and prints their table.
+Nothing is compiled or run.
 
     busy         share of the step that a rank computes
 """
@@ -29,14 +32,16 @@ from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.batches import Segment, continued_examples
 from jaxmllm.setup.planning_mesh import staged_mesh
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.tools.timeline_drawing import Bar, Timeline, table, write
 from jaxmllm.tools.timeline_generated import UNIT, generated_schedule
+from jaxmllm.training.history import read_history, segment_of
 from jaxmllm.training.run import USER_ERRORS
+from jaxmllm.training.run_folder import SCHEDULE_FILE, read_config
 from sharding.pipeline.cuts import LayoutName
 from sharding.pipeline.graph import Kind
 from sharding.pipeline.schedules.by_name import SCHEDULES
@@ -108,19 +113,25 @@ def of_table(path: Path) -> Timeline:
 # ---------------------------------------------------------------------------- a step of a run
 
 
-def plan_step_of(config: Config, step: int) -> tuple[list[PlannedRun], PipelineSizes]:
+def plan_step_of(
+    config: Config, step: int, history: Sequence[Segment] = ()
+) -> tuple[list[PlannedRun], PipelineSizes]:
     """The runs of a step, planned as training plans them, and the sizes that the plan keeps to.
 
     Args:
       step: counted as metrics.jsonl does, from 1.
+      history: batch sizes and weights of the run's steps; none: always those of the config.
 
     Raises:
       ConfigError: a config without stages, or a step that its data do not have.
     """
+    past = [segment for segment in history if segment.step < step] or [segment_of(config)]
+    data = config.data.model_copy(update={"batch_size": past[-1].batch_size})
+    config = config.model_copy(update={"data": data})
     inputs = prepare(config, staged_mesh(config))
     sizes = pipeline_sizes(config, inputs)
     try:
-        examples = batch_examples(inputs.order, config.data.batch_size, step - 1)
+        examples = continued_examples(inputs.corpus.members, config.run.seed, past, step - 1)
     except IndexError as error:
         raise ConfigError(f"--step {step}: {error}") from error
     return plan_runs(inputs.corpus.gather(examples), sizes.spec, sizes.training), sizes
@@ -128,14 +139,31 @@ def plan_step_of(config: Config, step: int) -> tuple[list[PlannedRun], PipelineS
 
 def _of_config(options: Namespace) -> Timeline:
     config = load_config(options.config, options.overrides)
-    runs, sizes = plan_step_of(config, options.step)
-    if options.save:
+    step = 1 if options.step is None else options.step
+    return _of_step(config, options.config, step, options.save)
+
+
+def _of_run(options: Namespace) -> Timeline:
+    config = read_config(options.run)
+    if config is None:
+        raise ConfigError(f"--run {options.run}: the folder holds no run")
+    if options.step is None:
+        return of_table(options.run / SCHEDULE_FILE)
+    return _of_step(config, options.run, options.step, options.save, read_history(options.run))
+
+
+def _of_step(
+    config: Config, name: object, step: int, save: Path | None, history: Sequence[Segment] = ()
+) -> Timeline:
+    """A planned step, whose tables are also written where they shall be saved."""
+    runs, sizes = plan_step_of(config, step, history)
+    if save:
         counts = [run.table.count for run in runs]
         rows = [run.table.rows[:count] for run, count in zip(runs, counts, strict=True)]
         wire_active = [
             run.table.wire_active[:count] for run, count in zip(runs, counts, strict=True)
         ]
-        save_tables(options.save, sizes.training.tables, rows, wire_active)
+        save_tables(save, sizes.training.tables, rows, wire_active)
     microbatches = sum(
         run.rows.phases[sizes.training.tables.ring.language.name].count for run in runs
     )
@@ -143,7 +171,7 @@ def _of_config(options: Namespace) -> Timeline:
     if any(run.fallback for run in runs):
         settings += ", greedy where that does not fit"
     title = (
-        f"step {options.step} of {options.config}: {settings}, layout {config.pipeline.layout}, "
+        f"step {step} of {name}: {settings}, layout {config.pipeline.layout}, "
         f"{config.pipeline.stages} ranks, {microbatches} microbatches"
     )
     return of_schedules([run.schedule for run in runs], title)
@@ -176,7 +204,8 @@ def _in_words(schedule: str, split: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm timeline")
     add_config(parser, required=False)
-    parser.add_argument("--step", type=int, default=1, help="of the config's run, counted from 1")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run")
+    parser.add_argument("--step", type=int, help="of the run, counted from 1")
     parser.add_argument(
         "--save",
         type=Path,
@@ -208,17 +237,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder of pipeline.png and pipeline.html",
     )
     options = parse(parser, arguments)
-    if sum([options.config is not None, options.table is not None, options.generated]) != 1:
-        parser.error("one of --config, --table and --generated is required")
-    if options.config is None and (options.overrides or options.save):
-        parser.error("--save and key=value belong to --config")
+    kinds = {
+        "config": _of_config,
+        "run": _of_run,
+        "table": lambda options: of_table(options.table),
+        "generated": _of_generated,
+    }
+    chosen = [name for name in kinds if getattr(options, name) not in (None, False)]
+    if len(chosen) != 1:
+        parser.error("one of --config, --run, --table and --generated is required")
+    kind = chosen[0]
+    if kind != "config" and options.overrides:
+        parser.error("key=value belongs to --config")
+    if options.step is None and kind == "run" and options.save:
+        parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
+    if kind in ("table", "generated") and (options.save or options.step is not None):
+        parser.error("--save and --step belong to --config or --run")
     try:
-        if options.config is not None:
-            timeline = _of_config(options)
-        elif options.table is not None:
-            timeline = of_table(options.table)
-        else:
-            timeline = _of_generated(options)
+        timeline = kinds[kind](options)
     except (*USER_ERRORS, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

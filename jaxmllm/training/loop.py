@@ -29,6 +29,7 @@ from jaxmllm.training.initial import CHECKPOINTS
 from jaxmllm.training.process_messages import Messages
 from jaxmllm.training.report import RunReport, StartedStep, TrainingError, due
 from jaxmllm.training.run import USER_ERRORS, Run
+from jaxmllm.training.run_folder import SCHEDULE_FILE
 from jaxmllm.training.step_functions import TrainState
 
 DATA_ERRORS = (*USER_ERRORS, LoadError)  # what loading a step may raise
@@ -150,11 +151,14 @@ class Loop:
         if self.profiler.before_step(self.step, self.state.step):
             self.report.settle()
         programs = self.run.programs
-        if self.profiler.recording and self.run.is_main:
-            programs.save_schedule(batch, self.profiler.directory / f"schedule_{self.step + 1}.npz")
         began = time.monotonic()
         self.state, metrics = programs.train(self.state, programs.put(batch))
         self.step += 1
+        if self.run.is_main:  # while the devices compute
+            programs.save_schedule(batch, self.run.directory / SCHEDULE_FILE)
+            if self.profiler.recording:
+                profiled = self.profiler.directory / f"schedule_{self.step}.npz"
+                programs.save_schedule(batch, profiled)
         self.report.follow(
             StartedStep(self.step, batch, metrics, waited, began, self.completions.of(metrics))
         )

@@ -7,6 +7,7 @@ run.directory/
   checkpoints/     runtime/checkpoint.py
   data.json, data.npz, rejected.jsonl          training/data_stamps.py
   metrics.jsonl, summary.json, tensorboard/    runtime/metrics.py
+  schedule.npz     with stages, what the last step did in which tick: sharding/pipeline/table_file.py
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_confi
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 
 CONFIG_FILE = "config.yaml"
+SCHEDULE_FILE = "schedule.npz"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # whatever was being written
 # What a run leaves behind besides its config.
-OWN = (CHECKPOINTS, "data.json", "data.npz", "history.json", "metrics.jsonl", "summary.json")
+OWN = (
+    CHECKPOINTS,
+    "data.json",
+    "data.npz",
+    "history.json",
+    "metrics.jsonl",
+    SCHEDULE_FILE,
+    "summary.json",
+)
 
 
 def write_config(run_directory: str | Path, config: Config) -> None:

@@ -41,7 +41,8 @@ def save_tables(
     rows: Sequence[Ints],
     wire_active: Sequence[Ints],
 ) -> None:
-    """Write the tables of a step's runs as an npz file; its folder must exist."""
+    """Write the tables of a step's runs as an npz file; its folder must exist. What is there under that
+    name is replaced at once, or not at all."""
     description = {
         "format": FORMAT,
         "components": [chain.name for chain in spec.ring.chains],
@@ -49,13 +50,15 @@ def save_tables(
         "wires": [wire.name for wire in spec.wires],
         "ticks": [len(table) for table in rows],
     }
-    with open(path, "wb") as file:  # np.savez would append .npz to the name of a path
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:  # np.savez would append .npz to the name of a path
         np.savez_compressed(
             file,
             rows=np.concatenate(rows),
             wire_active=np.concatenate(wire_active),
             description=np.array(json.dumps(description)),
         )
+    partial.replace(path)
 
 
 def load_tables(path: Path) -> SavedTables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import re
 
@@ -19,6 +20,8 @@ from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.tools import timeline, timeline_drawing
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.timeline import of_schedules, of_table
+from jaxmllm.training.history import segment_of, write_history
+from jaxmllm.training.run_folder import write_config
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.graph import ChainWork, Kind, Workload
 from sharding.pipeline.ring import Chain, Ring
@@ -146,6 +149,32 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
     assert not any(np.array_equal(second, other) for other in others)
 
 
+def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_path, capsys):
+    settings = load_config(str(config), [])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, settings)
+    begun = segment_of(settings)
+    write_history(folder, [begun, dataclasses.replace(begun, step=1, batch_size=8)])
+    saved = tmp_path / "third.npz"
+    command = ["--run", str(folder), "--step", "3", "--save", str(saved), "--out", str(tmp_path)]
+    assert timeline.main(command) == 0
+    assert "step 3 of" in capsys.readouterr().out
+
+    settings = load_config(str(config), ["data.batch_size=8"])
+    inputs = prepare(settings, staged_mesh(settings))
+    sizes = pipeline_sizes(settings, inputs)
+    items = inputs.corpus.gather(np.array([inputs.order[i] for i in range(24, 32)]))
+    plan = plan_pipeline(items, sizes.spec, sizes.training)
+    expected = np.concatenate([run.table for run in plan.runs])
+    np.testing.assert_array_equal(np.concatenate(load_tables(saved).rows), expected)
+
+    assert timeline.main(["--run", str(tmp_path / "none")]) == 1
+    assert "none: the folder holds no run" in capsys.readouterr().err
+    assert timeline.main(["--run", str(folder), "--out", str(tmp_path)]) == 1
+    assert "schedule.npz is not a schedule table" in capsys.readouterr().err
+
+
 def test_configs_that_have_no_schedule_to_draw(config, capsys):
     for change, words in (
         ("pipeline.stages=1", "pipeline.stages (1): there is no schedule without stages"),
@@ -158,7 +187,12 @@ def test_configs_that_have_no_schedule_to_draw(config, capsys):
         assert words in capsys.readouterr().err
     assert timeline.main(["--config", str(config), "--step", "0"]) == 1
     assert "--step 0" in capsys.readouterr().err
-    for command in (["--table", "x.npz", "--generated"], ["--table", "x.npz", "run.seed=1"]):
+    for command in (
+        ["--table", "x.npz", "--generated"],
+        ["--table", "x.npz", "run.seed=1"],
+        ["--table", "x.npz", "--step", "1"],
+        ["--run", "x", "--save", "x.npz"],
+    ):
         with pytest.raises(SystemExit):
             timeline.main(command)
 

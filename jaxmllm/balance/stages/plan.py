@@ -13,6 +13,7 @@ is dropped.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ from sharding.pipeline.graph import Graph, Pool, Slots, Workload
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.by_name import scheduler_of
 from sharding.pipeline.schedules.greedy import greedy
-from sharding.pipeline.schedules.schedule import Schedule, durations, lockstep
+from sharding.pipeline.schedules.schedule import Schedule, idle_by_cause, lockstep
 from sharding.pipeline.slots import keep_residuals, slots_needed
 from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
@@ -73,7 +74,8 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
 
     Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`,
     `cost` (FLOPs, tick by tick those of the slowest rank), `idle_share` (of all ranks' time, as
-    these costs predict it), `search_ms` (finding schedules), `fallbacks` (runs whose schedule is
+    these costs predict it) and its parts `idle_imbalance`, `idle_bubble` and `idle_lockstep` (see
+    `idle_by_cause`), `search_ms` (finding schedules), `fallbacks` (runs whose schedule is
     not the configured one, for want of slots), `deferred_examples`, `slots_used` (most slots of a
     rank that one run fills, all pools).
 
@@ -290,12 +292,16 @@ def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
 def _statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
     cost = sum(lockstep(run.schedule) for run in runs)
     ranks = runs[0].schedule.graph.ring.stages if runs else 1
-    busy = sum(sum(durations(run.schedule)) for run in runs)
+    idle: Counter[str] = Counter()
+    for run in runs:
+        idle.update(idle_by_cause(run.schedule))
+    shares = {cause: time / (ranks * cost) for cause, time in idle.items()}
     return {
         "pipeline/runs": len(runs),
         "pipeline/ticks": sum(run.table.count for run in runs),
         "pipeline/cost": cost,
-        "pipeline/idle_share": 1 - busy / (ranks * cost) if cost else 0.0,
+        "pipeline/idle_share": sum(shares.values()),
+        **{f"pipeline/idle_{cause}": share for cause, share in shares.items()},
         "pipeline/search_ms": sum(run.search_ms for run in runs),
         "pipeline/fallbacks": sum(run.fallback for run in runs),
         "pipeline/deferred_examples": sum(run.rows.deferred for run in runs),

@@ -186,7 +186,7 @@ class Programs(abc.ABC):
         return self._call("totals")(sums)
 
     def save_schedule(self, batch: HostStep, path: Path) -> None:
-        """Write what a profiled step did in which tick, for `jaxmllm timeline --table`; nothing without stages."""
+        """Write what a step does in which tick, for `jaxmllm timeline`; nothing without stages."""
         return
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:

@@ -71,3 +71,22 @@ def asynchronous(schedule: Schedule) -> int:
         for follower in graph.followers(n):
             ready[follower] = max(ready[follower], free[rank])
     return max(free)
+
+
+def idle_by_cause(schedule: Schedule) -> dict[str, int]:
+    """Rank-time of a step in which nothing is computed, by what would have to change:
+
+    imbalance: ranks have less work than the busiest one. bubble: even the busiest one waits for what
+    it needs. lockstep: a tick lasts as long as its longest operation. Together with the work they are
+    the ranks times `lockstep`.
+    """
+    ranks = schedule.graph.ring.stages
+    work = [0] * ranks
+    for n, length in enumerate(durations(schedule)):
+        work[schedule.graph.stage[n]] += length
+    without_ticks = asynchronous(schedule)
+    return {
+        "imbalance": ranks * max(work) - sum(work),
+        "bubble": ranks * (without_ticks - max(work)),
+        "lockstep": ranks * (lockstep(schedule) - without_ticks),
+    }

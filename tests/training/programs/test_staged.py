@@ -28,7 +28,15 @@ from tests.support import Result, assert_close, assert_same, tiny_config
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
 DEEP = {"model__vision__layers": 2, "model__audio__layers": 2, "model__language__layers": 4}
-METRICS = ("ticks", "idle_share", "search_ms", "fallbacks", "deferred_examples", "slots_used")
+METRICS = (
+    "ticks",
+    "idle_share",
+    "idle_bubble",
+    "search_ms",
+    "fallbacks",
+    "deferred_examples",
+    "slots_used",
+)
 
 
 def computed(setup, step) -> Result:
@@ -333,6 +341,9 @@ def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, cap
             np.testing.assert_array_equal(ours, theirs)
     assert timeline.main(["--table", str(saved), "--out", str(tmp_path)]) == 0
     assert "schedule_2.npz" in capsys.readouterr().out
+    last = load_tables(tmp_path / "run" / "schedule.npz")
+    np.testing.assert_array_equal(np.concatenate(last.rows), np.concatenate(run.rows))
+    assert timeline.main(["--run", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
 
 
 # ---------------------------------------------------------------------------- what cannot be

@@ -8,7 +8,7 @@ import pytest
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe
-from sharding.pipeline.schedules.schedule import asynchronous, lockstep
+from sharding.pipeline.schedules.schedule import asynchronous, idle_by_cause, lockstep
 from tests.sharding.pipeline.models import ring_of, workload_of
 from tests.sharding.pipeline.schedules.test_orders import plain
 
@@ -37,3 +37,21 @@ def test_asynchronous_makespan_by_recursion(seed):
         return graph.duration[n] + max((end(other) for other in before[n]), default=0)
 
     assert asynchronous(schedule) == max(end(n) for n in range(graph.size))
+
+
+def test_what_is_not_work_has_a_cause():
+    """One microbatch on two ranks: the busiest waits for the other, and ticks hold no two operations."""
+    graph = plain(2, 1)
+    schedule = gpipe(graph)
+    idle = idle_by_cause(schedule)
+    assert idle["lockstep"] == 0 and idle["bubble"] == 2 * min(graph.rank_work)
+    assert idle["imbalance"] == max(graph.rank_work) - min(graph.rank_work)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_work_and_idle_time_are_the_whole_step(seed):
+    ring = ring_of("segments", 4)
+    schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
+    idle = idle_by_cause(schedule)
+    assert all(time > 0 for time in idle.values())
+    assert sum(idle.values()) + sum(schedule.graph.rank_work) == 4 * lockstep(schedule)
