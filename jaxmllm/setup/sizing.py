@@ -16,7 +16,7 @@ from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
-from jaxmllm.config.schema import Config, ModelConfig
+from jaxmllm.config.schema import Config, ModelConfig, Remat
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
@@ -62,7 +62,13 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
         inputs.model.trainable.shares,
         config.data.batch_size,
         largest,
+        remat_of(config, inputs.model),
     )
+
+
+def remat_of(config: Config, model: MLLM) -> dict[str, Remat]:
+    """What the backward pass of each phase's tower or decoder computes again."""
+    return {phase: getattr(config.components, phase).remat for phase in model.phases}
 
 
 def largest_examples(corpus: Corpus, phase: str) -> BatchItems:

@@ -20,7 +20,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import run_modalities, vocabulary
-from jaxmllm.setup.sizing import resolved_shapes, sizing_inputs
+from jaxmllm.setup.sizing import remat_of, resolved_shapes, sizing_inputs
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
 from jaxmllm.training.programs.base import Programs
@@ -61,6 +61,7 @@ class GeneratedLengths:
             resolved_shapes(self.config, self.model),
             self.model.trainable.shares,
             self.config.data.batch_size,
+            remat=remat_of(self.config, self.model),
         )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,7 +24,15 @@ class Layer:
     parameters: int = 0
     trainable: bool = True
     trained_share: Fraction | int = 1  # of its weights, where it is trainable at all
-    checkpointed: bool = True  # its forward pass is computed again before its backward pass
+    # What its own backward pass computes again although its input is there, as `remat` says: shares
+    # of the products with weights, and of attention
+    linear_again: Fraction | int = 0
+    attention_again: int = 0
+
+    @property
+    def keeps_input_alone(self) -> bool:
+        """Whether its backward pass needs nothing that a forward pass through it would leave."""
+        return self.linear_again == 1 and self.attention_again == 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,15 @@ class LayerCost:
     forward: int = 0
     input_grad: int = 0
     weight_grad: int = 0
+    # The way from what the chunk reads to what its layers keep, where the forward pass kept nothing;
+    # of that what need not be computed where this is the chunk's last layer
     recompute: int = 0
+    unread: int = 0
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """Forward pass, input gradient, weight gradient, recomputation."""
+        return self.forward, self.input_grad, self.weight_grad, self.recompute
 
     @property
     def backward(self) -> int:
@@ -53,6 +69,7 @@ class LayerCost:
             input_grad=self.input_grad + other.input_grad,
             weight_grad=self.weight_grad + other.weight_grad,
             recompute=self.recompute + other.recompute,
+            unread=other.unread,
         )
 
 
@@ -60,8 +77,10 @@ def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerC
     """Costs of all layers, as far as freezing demands them.
 
         up(l)   = something trainable strictly upstream of l
-        bwd(l)  = [up] dX + [trainable] share * dW + [either, and checkpointed] forward
+        bwd(l)  = [up] dX + [trainable] share * dW + [either] (again + recompute)
 
+    `again` is what `remat` makes a layer's own backward pass compute once more: it counts as the first
+    of the gradients. `recompute` is the forward pass through the chunk before that.
     dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5
     times its forward pass, frozen or not, wherever anything flows through it: it counts as input
     gradient, or, in a layer with nothing trainable upstream, as weight gradient.
@@ -87,11 +106,13 @@ def _cost(layer: Layer, up: bool) -> LayerCost:
     attention_backward = 5 * layer.attention // 2
     flows = up or layer.trainable
     weights = round(layer.linear * layer.trained_share) if layer.trainable else 0
+    again = round(layer.linear * layer.linear_again) + layer.attention * layer.attention_again
     return LayerCost(
         forward=forward,
-        input_grad=layer.linear + attention_backward if up else 0,
-        weight_grad=weights + (attention_backward if flows and not up else 0),
-        recompute=forward if flows and layer.checkpointed else 0,
+        input_grad=layer.linear + attention_backward + again if up else 0,
+        weight_grad=weights + (attention_backward + again if flows and not up else 0),
+        recompute=forward if flows else 0,
+        unread=forward if flows and layer.keeps_input_alone else 0,
     )
 
 
@@ -106,7 +127,10 @@ def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ..
     # last one.
     bounds = [0, *(stop + 1 for stop in itertools.accumulate(chain.layers))]
     bounds[-1] += 1
-    return tuple(sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds))
+    chunks = [sum(costs[start:stop], LayerCost()) for start, stop in itertools.pairwise(bounds)]
+    return tuple(
+        replace(chunk, recompute=chunk.recompute - chunk.unread, unread=0) for chunk in chunks
+    )
 
 
 def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
@@ -118,7 +142,7 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
     """
     by_id = {id(row_costs): chunk_costs(chain, row_costs) for row_costs in costs}
     columns = np.array(
-        [[astuple(cost) for cost in by_id[id(row_costs)]] for row_costs in costs],
+        [[cost.columns for cost in by_id[id(row_costs)]] for row_costs in costs],
         np.int64,
     )
     forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(

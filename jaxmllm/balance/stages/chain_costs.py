@@ -3,21 +3,25 @@ in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from jaxmllm.arrays import Longs
 from jaxmllm.balance.costs.flops import NO_SQUARES, phase_layers
-from jaxmllm.config.schema import ModelConfig
+from jaxmllm.balance.costs.flops import Layer as FlopsLayer
+from jaxmllm.config.schema import Kept, ModelConfig, Remat
 from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
 
 # Attention of a row is counted in such parts of what one item that fills it takes
 ATTENTION_PARTS = 1024
+# Of a layer's products with weights, about what those of attention and those of the MLP are
+LINEAR_SHARES: dict[Kept, Fraction] = {"projections": Fraction(1, 3), "mlp": Fraction(2, 3)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class ChainLayers:
     model: ModelConfig
     trained: Mapping[str, Fraction | int]  # share of the parameters, by component of which any is
     capacities: Mapping[str, int]
+    remat: Mapping[str, Remat]  # by phase, of its tower or decoder; full where it is not said
 
     def layers(self, squares: Mapping[str, Sequence[int]]) -> dict[str, list[Layer]]:
         """By phase, for rows whose items have squares of these sums [kinds]."""
@@ -68,11 +73,22 @@ class ChainLayers:
                     parameters=layer.parameters,
                     trainable=layer.component in self.trained,
                     trained_share=self.trained.get(layer.component, 0),
+                    **again,
                 )
-                for layer in phase_layers(self.model, name)
+                for layer, again in self._with_recomputation(name)
             ]
             for name, capacity in self.capacities.items()
         }
+
+    def _with_recomputation(self, phase: str) -> Iterator[tuple[FlopsLayer, dict[str, Any]]]:
+        """The layers of a phase, and what their own backward pass computes again: only between the first,
+        a stem or embedding, and the last, a projector or head."""
+        layers = phase_layers(self.model, phase)
+        for number, layer in enumerate(layers):
+            if 0 < number < len(layers) - 1:
+                yield layer, computed_again(self.remat.get(phase, "full"))
+            else:
+                yield layer, {}
 
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:
         """Costs of the chunks of every chain."""
@@ -97,7 +113,20 @@ class ChainLayers:
         return costs
 
 
+def computed_again(remat: Remat) -> dict[str, Any]:
+    """What the backward pass of a layer computes once more, as `Layer` says it."""
+    match remat:
+        case "none":
+            return {}
+        case "full":
+            return {"linear_again": 1, "attention_again": 1}
+        case "dots":
+            return {"attention_again": 1}
+        case kept:
+            linear = sum(share for name, share in LINEAR_SHARES.items() if name not in kept)
+            return {"linear_again": linear, "attention_again": int("attention" not in kept)}
+
+
 def _columns(costs: Sequence[LayerCost]) -> Longs:
     """[4, D], in the order in which `ChainCosts.work` reads them."""
-    columns = [(cost.forward, cost.input_grad, cost.weight_grad, cost.recompute) for cost in costs]
-    return np.array(columns, np.int64).T
+    return np.array([cost.columns for cost in costs], np.int64).T

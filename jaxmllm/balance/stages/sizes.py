@@ -22,7 +22,7 @@ from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_roo
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
 from jaxmllm.balance.stages.run_rows import RunRows, pack_run
-from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig
+from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.cuts import partition
 from sharding.pipeline.graph import Pool, PoolKey, Slots
@@ -48,6 +48,7 @@ class Choice:
 
 
 CHOICE: Final = Choice()
+ALL_FULL: Mapping[str, Remat] = {}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def choose_pipeline(
     trained: Mapping[str, Fraction | int],
     examples: int,
     largest: Sequence[BatchItems] = (),
+    remat: Mapping[str, Remat] = ALL_FULL,
 ) -> PipelineSizes:
     """Fill in every size of a pipeline.
 
@@ -77,6 +79,7 @@ def choose_pipeline(
       trained: share of the parameters that are trained, by component that has any.
       examples: of a batch.
       largest: the examples of the whole data that have most slots; each shall fit a run by itself.
+      remat: by phase, of its tower or decoder; full where it is not said.
 
     Raises:
       ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a
@@ -114,6 +117,7 @@ def choose_pipeline(
         model,
         trained,
         {name: phase.capacities[0] for name, phase in spec.phases.items()},
+        remat,
     )
     ring = _ring(layers, sampled, config)
     costs = layers.costs(ring)

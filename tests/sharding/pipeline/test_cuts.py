@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.pipeline.cuts import cut, partition
-from sharding.pipeline.layer_costs import Layer, chain_work, chunk_costs, layer_costs
-from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.layer_costs import Layer, LayerCost, chain_work, chunk_costs, layer_costs
+from sharding.pipeline.ring import Chain, PipelineError
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
@@ -40,12 +42,33 @@ def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, l
 )
 def test_backward_passes_by_what_is_frozen(trained, encoder, projector, language):
     """In forward passes, beside recomputation; of the tower a layer that has another before it."""
-    costs = layer_costs(model(*trained, checkpointed=False))
-    assert costs["vision"][1].backward == costs["vision"][2].backward == 10 * encoder
-    assert costs["vision"][3].backward == 10 * projector
-    assert {cost.backward for cost in costs["language"]} == {10 * language}
-    for kept, again in zip(costs["vision"], layer_costs(model(*trained))["vision"], strict=True):
-        assert again.backward == kept.backward + (10 if kept.backward else 0)
+
+    def gradients(cost: LayerCost) -> int:
+        return cost.input_grad + cost.weight_grad
+
+    costs = layer_costs(model(*trained))
+    assert gradients(costs["vision"][1]) == gradients(costs["vision"][2]) == 10 * encoder
+    assert gradients(costs["vision"][3]) == 10 * projector
+    assert {gradients(cost) for cost in costs["language"]} == {10 * language}
+    for chain in costs.values():
+        assert all(cost.recompute == (10 if gradients(cost) else 0) for cost in chain)
+    again = layer_costs(model(*trained, linear_again=1, attention_again=1))
+    for name, chain in costs.items():
+        for cost, twice in zip(chain, again[name], strict=True):
+            assert gradients(twice) == gradients(cost) + (10 if gradients(cost) else 0)
+            assert (twice.input_grad > 0) == (cost.input_grad > 0)
+
+
+def test_a_chunk_that_keeps_inputs_alone_does_not_run_its_last_layer_again():
+    """But the one that ends with a projector or head, which reads what that layer yields."""
+    ends = Layer("language", 1)
+    full = Layer("language", 10, attention=4, linear_again=1, attention_again=1)
+    some = replace(full, linear_again=Fraction(1, 2), attention_again=0)
+    chain = Chain("language", (0, 1, 2), (2, 1, 1))
+    for layer, expected in ((full, [1 + 14, 0, 14 + 1]), (some, [1 + 28, 14, 14 + 1])):
+        costs = layer_costs({"language": [ends, layer, layer, layer, layer, ends]})["language"]
+        assert [chunk.recompute for chunk in chunk_costs(chain, costs)] == expected
+    assert costs[2].input_grad + costs[2].weight_grad == 10 + 10 + 5 * 2 + 5
 
 
 def test_the_first_trained_layer_has_no_input_gradient():

@@ -1,0 +1,54 @@
+"""What a backward operation computes again, by `remat`."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from jaxmllm.balance.costs.flops import phase_layers
+from jaxmllm.balance.stages.chain_costs import ChainLayers
+from sharding.pipeline.ring import Chain, Ring
+from tests.balance.stages.test_plan import MODEL, TRAINED
+
+SLOTS = 64
+FEATURES = 16 * 16  # of one item's squares, a quarter of a row
+KINDS = (FEATURES, 0)
+# Shares of a layer's products and of its attention
+AGAIN = {
+    "none": (0, 0),
+    "dots": (0, 1),
+    "full": (1, 1),
+    ("attention",): (1, 0),
+    ("attention", "projections", "mlp"): (0, 0),
+    ("mlp",): (Fraction(1, 3), 1),
+}
+
+
+def language_costs(remat, layers):
+    """Of the decoder's chunks, in a row of `SLOTS`."""
+    costs = ChainLayers(MODEL, TRAINED, {"language": SLOTS}, {"language": remat})
+    ring = Ring(1, (Chain("language", (0,) * len(layers), layers),))
+    return costs.costs(ring)["language"].linear
+
+
+@pytest.mark.parametrize("remat", AGAIN)
+def test_layers_compute_again_what_remat_does_not_keep(remat):
+    linear, attention = AGAIN[remat]
+    costs = ChainLayers(MODEL, TRAINED, {"language": SLOTS}, {"language": remat})
+    squares = {"language": KINDS}
+    stem, *layers, head = costs.layers(squares)["language"]
+    assert (stem.linear_again, head.linear_again, head.attention_again) == (0, 0, 0)
+    assert len(layers) == len(phase_layers(MODEL, "language")) - 2
+    assert {(layer.linear_again, layer.attention_again) for layer in layers} == {
+        (linear, attention)
+    }
+
+
+def test_what_is_kept_costs_no_backward_pass():
+    """Columns: forward, input gradient, weight gradient, recomputation."""
+    count = len(phase_layers(MODEL, "language")) - 2
+    full, none = (language_costs(remat, (count,))[:, 0] for remat in ("full", "none"))
+    assert full[0] == none[0] and full[3] == none[3]
+    head = phase_layers(MODEL, "language")[-1].linear(SLOTS)
+    assert full[1:3].sum() - none[1:3].sum() == full[0] - head
