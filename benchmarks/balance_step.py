@@ -167,7 +167,7 @@ def main(command: Sequence[str] | None = None) -> int:
         show(
             summary,
             f"{options.config}: {options.processes} processes x {options.devices} devices x "
-            f"{options.per_rank} examples",
+            f"{config.data.batch_size / devices:g} examples",
             VARIANTS[options.compare],
         )
         settings = {
@@ -178,7 +178,7 @@ def main(command: Sequence[str] | None = None) -> int:
         sizes = {
             "processes": options.processes,
             "devices": options.devices,
-            "per_rank": options.per_rank,
+            "per_rank": config.data.batch_size / devices,
             "compare": options.compare,
         }
         write_json(
