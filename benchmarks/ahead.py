@@ -2,7 +2,7 @@
 
     python -m benchmarks.ahead --json ahead.json                       all of it, a good half hour on two cores
     python -m benchmarks.ahead --model 84B --mesh "data x fsdp" [--only language_loss_and_grad]
-        [--reduce-dtype float32 compute] [--remat full "[attention, mlp]"]
+        [--reduce-dtype float32 compute] [--reduce microbatch step] [--remat full "[attention, mlp]"]
 
 Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
@@ -96,6 +96,7 @@ class Setting(NamedTuple):
     mesh: str
     remat: str = "full"  # as in YAML
     reduce_dtype: str = "float32"  # in which gradients travel
+    reduce: str = "microbatch"  # when they do
 
     def config(self) -> Config:
         sections = dict(MESHES[self.model][self.mesh])
@@ -108,12 +109,13 @@ class Setting(NamedTuple):
         }
         data = {"batch_size": PER_DEVICE * DEVICES[self.model]}
         remat = strict_yaml.read_text(self.remat)
-        components = {"remat": remat, "reduce_dtype": self.reduce_dtype}
+        components = {"remat": remat, "reduce_dtype": self.reduce_dtype, "reduce": self.reduce}
         return omni_config(self.model, phases=phases, data=data, **components, **sections)
 
     def __str__(self) -> str:
         words = f"{self.model}, {self.mesh}, remat {self.remat}"
-        return words if self.reduce_dtype == "float32" else f"{words}, sums as computed"
+        words += "" if self.reduce_dtype == "float32" else ", sums as computed"
+        return words if self.reduce == "microbatch" else f"{words}, reduced once a step"
 
 
 # ---------------------------------------------------------------------------- what must be sent
@@ -140,6 +142,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     * Gradients leave a backward pass by a reduce-scatter over the same axes, in the type of the
       computation, for there each rank's own is of that type; adding microbatches in float32 sends
       nothing. Over replicas they are added once a step, in float32, as shards: in `add_replicas`.
+      With `reduce: step` these sums, in float32, also go to the shards there, and none before.
     * Rows of several parts gather keys and values of all of their layers, once in each pass, and
       reduce-scatter their gradients once.
     * Axes that split layers inside (`tensor`) add activations up twice a layer in each pass, once
@@ -159,8 +162,11 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
 
     if name.function == "add_replicas":
         for component, trained in programs.trained.items():
-            layout = programs.functions.model.components[component].layout
+            settings = programs.functions.model.components[component]
+            layout = settings.layout
+            once = settings.settings.reduce == "step"
             for leaf in leaves(trained, layout):
+                send("reduce-scatter", layout, leaf.gathered, once * 4 * leaf.size / leaf.split)
                 shard = leaf.size / leaf.split / _parts(layout, leaf.gathered)
                 send("all-reduce", layout, leaf.replicas, 4 * shard)
         return dict(needed)
@@ -173,13 +179,14 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     for component in model.phases[name.subject].components:
         settings = model.components[component]
         number = jnp.dtype(settings.dtype).itemsize
+        scatters = backward and settings.settings.reduce == "microbatch"
         for leaf in leaves(programs.params[component], settings.layout):
             gathers = passes if leaf.layer else 1
             whole = number * leaf.size / leaf.split
             send("all-gather", settings.layout, leaf.gathered, gathers * whole)
         for leaf in leaves(programs.trained.get(component, {}), settings.layout):
             whole = number * leaf.size / leaf.split
-            send("reduce-scatter", settings.layout, leaf.gathered, backward * whole)
+            send("reduce-scatter", settings.layout, leaf.gathered, scatters * whole)
 
     settings = model.components[name.subject]
     layout = settings.layout
@@ -276,6 +283,7 @@ def measure(
         "mesh": setting.mesh,
         "remat": setting.remat,
         "reduce_dtype": setting.reduce_dtype,
+        "reduce": setting.reduce,
         "resident_gb": resident_bytes(programs) / 1e9,
     }
     rows = []
@@ -312,16 +320,20 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--reduce-dtype", nargs="+", default=["float32"], help="of the sums of gradients"
     )
+    parser.add_argument(
+        "--reduce", nargs="+", default=["microbatch"], help="when gradients are reduced"
+    )
     parser.add_argument("--only", nargs="+", metavar="FUNCTION", help="programs; default: all")
     options = parser.parse_args(command)
     only_compile()
     models = MESHES if options.model is None else [options.model]
     settings = [
-        Setting(model, mesh, remat, reduce_dtype)
+        Setting(model, mesh, remat, reduce_dtype, reduce)
         for model in models
         for mesh in (MESHES[model] if options.mesh is None else [options.mesh])
         for remat in options.remat
         for reduce_dtype in options.reduce_dtype
+        for reduce in options.reduce
     ]
     rows: list[dict[str, Any]] = []
     failed = []
@@ -345,7 +357,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         title = (
             f"{row['model']} on {row['devices']} of {CHIP}, {row['mesh']}, remat {row['remat']}, "
-            f"sums in {row['reduce_dtype']}: "
+            f"sums in {row['reduce_dtype']} once a {row['reduce']}: "
             f"{row['resident_gb']:.1f} GB between programs"
         )
         needed = row["needed_bytes"]

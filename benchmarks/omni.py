@@ -106,14 +106,14 @@ def omni_config(model: str, **sections: Any) -> Config:
 
     Args:
       sections: of the config, besides `model` and `components`: `data` may leave out its sources.
-        `remat` is that of the towers and of the decoder, `reduce_dtype` of all components.
+        `remat` is that of the towers and of the decoder, `reduce_dtype` and `reduce` of all components.
 
     Raises:
       ConfigError: the sections do not make a config.
     """
     remat = sections.pop("remat", "full")
-    reduce_dtype = sections.pop("reduce_dtype", "float32")
-    settings = {"compute_dtype": COMPUTE_DTYPE, "reduce_dtype": reduce_dtype}
+    settings = {"compute_dtype": COMPUTE_DTYPE}
+    settings |= {key: sections.pop(key) for key in ("reduce_dtype", "reduce") if key in sections}
     # With stages, pipeline.kept_residuals takes the place of `remat`
     of_layers = settings | ({} if remat == "full" else {"remat": remat})
     components = {phase: of_layers for phase in MODELS[model]}

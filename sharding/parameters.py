@@ -7,12 +7,16 @@ own: a gradient is summed over the devices that split its parameter, no others. 
 copies of a shard, replicas, each have a sum of their own, which need not be added before the last
 microbatch (`replica_axes`). Elsewhere XLA places the collectives. It gathers forward as here, but
 adds gradients over all devices that have rows, microbatch by microbatch, and may cast late.
+
+Where a parameter is `Deferred`, its gradient stays whole on the device that computed it, and adds up
+there; `reduced` sends it to the shards, once for many microbatches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +26,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.rules import COMPUTE_AXES, Axes, Layout
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("shard", "stand_in"), meta_fields=())
+@dataclass(frozen=True)
+class Deferred:
+    """A parameter whose gradient is not to be scattered yet. Nothing reads `stand_in`, an array of the
+    shape of the gathered parameter: it is what the whole gradient is the gradient of."""
+
+    shard: jax.Array
+    stand_in: jax.Array
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.shard.dtype
+
+    def __getitem__(self, index: Any) -> Deferred:
+        """Itself, for `[...]`: modules read their parameters so."""
+        assert index is Ellipsis, "a parameter that lies in shards is used whole"
+        return self
+
+
+Parameter = jax.Array | Deferred
 
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
@@ -48,6 +74,17 @@ def by_replica(layout: Layout, leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     if axes:
         replicas = math.prod(layout.mesh.shape[axis] for axis in axes)
         shape, spec = (replicas, *shape), P(axes, *spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(leaf.sharding.mesh, spec))
+
+
+def whole_sum(layout: Layout, leaf: Any, axes: Axes, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Where the gradient of a `Deferred` parameter adds up: [devices along the axes of rows, ...].
+
+    Args:
+      layout: inside, as `map_rows` has it.
+    """
+    shape = (math.prod(layout.mesh.shape[axis] for axis in _row_devices(layout)), *leaf.shape)
+    spec = P(_row_devices(layout), *layout.spec(kept_axes(axes)))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(leaf.sharding.mesh, spec))
 
 
@@ -105,19 +142,73 @@ def _specs(axes: tuple[str, ...], tree: Any) -> Any:
     return jax.tree.map(spec, tree)
 
 
-def gathered(layout: Layout, weight: jax.Array, axes: Axes, dtype: Any) -> jax.Array:
+def is_split(layout: Layout, axes: Axes) -> bool:
+    """Whether devices that have different rows, and run the code here one by one, hold parts of a parameter."""
+    sizes = layout.mesh.shape
+    return any(sizes[axis] > 1 for names in _shards_here(layout, axes) for axis in names)
+
+
+def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:
+    """A parameter whose whole gradient is wanted, in `dtype`."""
+    parts = (
+        math.prod(layout.mesh.shape[axis] for axis in names) for names in _shards_here(layout, axes)
+    )
+    shape = tuple(length * n for length, n in zip(shard.shape, parts, strict=True))
+    return Deferred(shard, jnp.zeros(shape, dtype))
+
+
+def whole_gradient(whole: jax.Array | None) -> Any:
+    """The gradient of a `Deferred` parameter, for a gradient rule to return; none where none is asked for."""
+    return Deferred(None, whole)  # type: ignore[arg-type]  # None is JAX's word for zero
+
+
+def reduced(
+    layout: Layout, rows: tuple[str, ...], axes: Axes, dtype: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """What makes the gradient of a `Deferred` parameter of its sums by device (`whole_sum`): they are added
+    over all devices that have rows, and each gets its shard.
+
+    Args:
+      layout: outside.
+      rows: the axes of rows.
+      dtype: in which sums go to the shards, where the layout has narrow gradients.
+    """
+    inside = layout.inside(*rows)
+    devices, shards = _row_devices(inside), _shards_here(inside, axes)
+    split = {axis for names in shards for axis in names}
+    replicas = tuple(axis for axis in devices if axis not in split)
+
+    def on_device(total: jax.Array) -> jax.Array:
+        whole = total[0].astype(dtype) if layout.narrow_gradients else total[0]
+        shard = _scattered(inside, axes, whole).astype(total.dtype)
+        return jax.lax.psum(shard, replicas) if replicas else shard
+
+    # Manual along all axes, for XLA's partitioner knows no copies between what is so in part
+    kept = inside.spec(kept_axes(axes))
+    return jax.shard_map(
+        on_device,
+        mesh=layout.mesh,
+        in_specs=P(devices, *kept),
+        out_specs=P(*(names or own for names, own in zip(shards, kept, strict=True))),
+        check_vma=False,
+    )
+
+
+def gathered(layout: Layout, weight: Parameter, axes: Axes, dtype: Any) -> jax.Array:
     """A parameter in `dtype`, gathered except along the compute axes, as the computation needs it.
 
     This is the all-gather of FSDP. What it moves has the compute dtype; what its gradient moves has
     at least float32, for it is a sum over many devices, unless the layout says otherwise.
     """
+    if isinstance(weight, Deferred):
+        return _gathered_alone(layout, axes, jnp.dtype(dtype), weight.stand_in.dtype, weight)
     if any(_shards_here(layout, axes)):
         return _gathered(layout, axes, jnp.dtype(dtype), weight.dtype, weight)
-    return layout.constrain(weight.astype(dtype), _kept(axes))
+    return layout.constrain(weight.astype(dtype), kept_axes(axes))
 
 
 def looked_up(
-    layout: Layout, table: jax.Array, axes: Axes, rows: jax.Array, dtype: Any
+    layout: Layout, table: Parameter, axes: Axes, rows: jax.Array, dtype: Any
 ) -> jax.Array:
     """Rows of a table [V, D] in `dtype`: [R, C, D] for int32 [R, C].
 
@@ -128,14 +219,22 @@ def looked_up(
     along_rows, names = _shards_here(layout, axes)
     if along_rows or not names:
         return gathered(layout, table, axes, table.dtype)[rows].astype(dtype)
+    if isinstance(table, Deferred):
+        table = _own_part(layout, axes, table.stand_in.dtype, table)
     everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    found = layout.constrain(table, _kept(axes))[everyones].astype(dtype)
+    found = layout.constrain(table, kept_axes(axes))[everyones].astype(dtype)
     return _returned(layout, names, found)
 
 
-def _kept(axes: Axes) -> Axes:
+def kept_axes(axes: Axes) -> Axes:
     """The axes of a gathered parameter."""
     return tuple(name if name in COMPUTE_AXES else None for name in axes)
+
+
+def _row_devices(layout: Layout) -> tuple[str, ...]:
+    """Of the manual axes, those of several devices."""
+    sizes = layout.mesh.shape
+    return tuple(axis for axis in sizes if axis in layout.manual_axes and sizes[axis] > 1)
 
 
 def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
@@ -160,7 +259,7 @@ def _gathered(layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array
         return shard
 
     # What else splits these dimensions is XLA's to gather
-    return layout.local(on_device, (_kept(axes),), _kept(axes))(shard.astype(dtype))
+    return layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(shard.astype(dtype))
 
 
 def _gathered_forward(
@@ -172,21 +271,74 @@ def _gathered_forward(
 def _gathered_backward(
     layout: Layout, axes: Axes, dtype: Any, own: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    def on_device(gradient: jax.Array) -> jax.Array:
-        for dimension, names in enumerate(_shards_here(layout, axes)):
-            if names:
-                gradient = jax.lax.psum_scatter(
-                    gradient, names, scatter_dimension=dimension, tiled=True
-                )
-        return gradient
-
     if not layout.narrow_gradients:
         gradient = gradient.astype(jnp.promote_types(own, jnp.float32))
-    scattered = layout.local(on_device, (_kept(axes),), _kept(axes))(gradient)
+    scatter = partial(_scattered, layout, axes)
+    scattered = layout.local(scatter, (kept_axes(axes),), kept_axes(axes))(gradient)
     return (layout.constrain(scattered.astype(own), axes),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _scattered(layout: Layout, axes: Axes, whole: jax.Array) -> jax.Array:
+    for dimension, names in enumerate(_shards_here(layout, axes)):
+        if names:
+            whole = jax.lax.psum_scatter(whole, names, scatter_dimension=dimension, tiled=True)
+    return whole
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gathered_alone(
+    layout: Layout, axes: Axes, dtype: Any, own: Any, weight: Deferred
+) -> jax.Array:
+    return _gathered(layout, axes, dtype, weight.dtype, weight.shard)
+
+
+def _gathered_alone_forward(
+    layout: Layout, axes: Axes, dtype: Any, own: Any, weight: Deferred
+) -> tuple[jax.Array, None]:
+    return _gathered_alone(layout, axes, dtype, own, weight), None
+
+
+def _gathered_alone_backward(
+    layout: Layout, axes: Axes, dtype: Any, own: Any, _: None, gradient: jax.Array
+) -> tuple[Deferred]:
+    return (whole_gradient(layout.constrain(gradient.astype(own), kept_axes(axes))),)
+
+
+_gathered_alone.defvjp(_gathered_alone_forward, _gathered_alone_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _own_part(layout: Layout, axes: Axes, own: Any, table: Deferred) -> jax.Array:
+    """The shard [V, D / F] of a table, whose gradient is one of the whole that is zero elsewhere."""
+    return table.shard
+
+
+def _own_part_forward(
+    layout: Layout, axes: Axes, own: Any, table: Deferred
+) -> tuple[jax.Array, None]:
+    return table.shard, None
+
+
+def _own_part_backward(
+    layout: Layout, axes: Axes, own: Any, _: None, gradient: jax.Array
+) -> tuple[Deferred]:
+    names = _shards_here(layout, axes)[1]
+    parts = math.prod(layout.mesh.shape[axis] for axis in names)
+
+    def on_device(part: jax.Array) -> jax.Array:
+        width = part.shape[1]
+        whole = jnp.zeros((len(part), parts * width), part.dtype)
+        begin = jax.lax.axis_index(names) * width
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, begin, axis=1)
+
+    part = gradient.astype(own)
+    return (whole_gradient(layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(part)),)
+
+
+_own_part.defvjp(_own_part_forward, _own_part_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -205,6 +205,8 @@ class ComponentConfig(Section):
     # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
     # sends half as much where that is bfloat16, and rounds every sum
     reduce_dtype: Literal["float32", "compute"] = "float32"
+    # When: in every microbatch, or once a step, until which each device holds whole sums of its own
+    reduce: Literal["microbatch", "step"] = "microbatch"
     remat: Remat = "full"
     attention: Kernel = "auto"  # auto: the platform's own where there is one
     layout: dict[str, list[str]] = Field(default_factory=dict)

@@ -115,12 +115,14 @@ class Config(Section):
     def _check(self) -> Config:
         projectors = (f"projector.{name}" for name in self.model.encoders)
         for name in (*self.model.phases, *projectors):
-            reduce_dtype = attrgetter(name)(self.components).reduce_dtype
-            if self.pipeline.stages > 1 and reduce_dtype != "float32":
-                raise ValueError(
-                    f"components.{name}.reduce_dtype ({reduce_dtype}): with pipeline.stages, the "
-                    "compiler places these sums; leave it out"
-                )
+            component = attrgetter(name)(self.components)
+            for key, usual in (("reduce_dtype", "float32"), ("reduce", "microbatch")):
+                value = getattr(component, key)
+                if self.pipeline.stages > 1 and value != usual:
+                    raise ValueError(
+                        f"components.{name}.{key} ({value}): with pipeline.stages, the "
+                        "compiler places these sums; leave it out"
+                    )
         for name in self.model.phases:
             remat = getattr(self.components, name).remat
             if self.pipeline.stages > 1 and remat != "full":

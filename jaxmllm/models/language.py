@@ -22,7 +22,7 @@ from jaxmllm.models.layers import (
     stacked,
 )
 from jaxmllm.models.rows import LanguageRows
-from sharding.parameters import looked_up
+from sharding.parameters import Deferred, looked_up
 from sharding.rules import Axes, Layout
 
 
@@ -58,7 +58,7 @@ class OutputHead(NamedTuple):
     It is as the parameter lies, for a transposed table would be a second one.
     """
 
-    matrix: Float[Array, "D V"] | Float[Array, "V D"]
+    matrix: Float[Array, "D V"] | Float[Array, "V D"] | Deferred
     axes: Axes  # "embed" and "vocab", in its order
 
 
@@ -69,7 +69,11 @@ class Decoder(nnx.Module):
         self.config = config
         # Small entries: a tied head then starts with logits of unit size, and the first norm sets the scale anyway.
         self.embedding = parameter(
-            rngs, (vocab_size, config.width), ("vocab", "embed"), config.width
+            rngs,
+            (vocab_size, config.width),
+            ("vocab", "embed"),
+            config.width,
+            looked_up=not config.tie_embeddings,
         )
         self.layers = stacked(lambda rngs: decoder_block(config, rngs), config.layers, rngs)
         self.norm = RMSNorm(config.width, config.norm_epsilon)

@@ -52,14 +52,21 @@ class RowContext:
         return replace(self, ids=ids, tiles=tiles, windows=None)
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int) -> nnx.Param[Array]:
-    """Normal with standard deviation fan_in**-0.5."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int, looked_up: bool = False
+) -> nnx.Param[Array]:
+    """Normal with standard deviation fan_in**-0.5.
+
+    Args:
+      looked_up: whether it is only ever a table to look up, which is never gathered.
+    """
+    values = jax.random.normal(rngs.params(), shape) * fan_in**-0.5
+    return nnx.Param(values, axes=axes, looked_up=looked_up)
 
 
 def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
     """Zeros."""
-    return nnx.Param(jnp.zeros(shape), axes=axes)
+    return nnx.Param(jnp.zeros(shape), axes=axes, looked_up=False)
 
 
 def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
@@ -134,7 +141,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467)."""
 
     def __init__(self, width: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,))
+        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False)
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

@@ -31,7 +31,7 @@ from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
 from sharding.mesh import platform_of
-from sharding.parameters import row_axes
+from sharding.parameters import by_replica, deferred, is_split, row_axes, whole_sum
 from sharding.rules import Layout, make_layout
 
 
@@ -42,7 +42,7 @@ class Component:
     name: str
     make: Callable[[nnx.Rngs], nnx.Module]
     graph: nnx.GraphDef[Any]
-    axes: Any  # logical axes, a tree like the parameters
+    axes: Any  # `ParameterAxes`, a tree like the parameters
     shapes: Any  # jax.ShapeDtypeStruct, likewise
     layout: Layout
     settings: ComponentConfig
@@ -57,6 +57,37 @@ class Component:
         Parts whose parameters are left out are there, too, for what needs none of them.
         """
         return nnx.merge(self.graph, self.shapes | params[self.name])
+
+    def defers(self, axes: ParameterAxes) -> bool:
+        """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.
+
+        That is for code of one device along the axes of rows: elsewhere XLA places the collectives.
+        """
+        asked = self.settings.reduce == "step" and not axes.looked_up
+        return asked and is_split(self.layout, axes.names)
+
+    def deferred(self, params: Params) -> Params:
+        """Parameters of this component, or some, with those `Deferred` that it defers."""
+
+        def leaf(value: Array, axes: ParameterAxes) -> Any:
+            if not self.defers(axes):
+                return value
+            return deferred(self.layout, value, axes.names, self.whole_dtype(axes, value.dtype))
+
+        return jax.tree.map(leaf, params, self.axes_of(params))
+
+    def whole_dtype(self, axes: ParameterAxes, own: Any) -> jnp.dtype:
+        """In what the whole gradient of one microbatch is made, of a parameter of type `own`.
+
+        Those of all layers exist at one time: as they were computed. Others may be sums of many products,
+        such as the head's: in at least float32.
+        """
+        dtype = self.dtype if axes.stacked else jnp.promote_types(own, jnp.float32)
+        return jnp.dtype(dtype)
+
+    def axes_of(self, params: Params) -> Any:
+        """Those of some of the parameters."""
+        return _part(self.axes, params)
 
 
 @dataclass(frozen=True)
@@ -122,6 +153,32 @@ class MLLM:
         for name in self.phases[phase].components:
             model = model.with_layout(name, self.components[name].layout.inside(*axes))
         return model
+
+    def deferred(self, params: Params) -> Params:
+        """Parameters of some components, with those `Deferred` whose gradients stay whole; inside `by_device`."""
+        return {name: self.components[name].deferred(part) for name, part in params.items()}
+
+    def gradient_sums(self, trained: Params, dtype: Any) -> Params:
+        """Where gradients of trained parameters, given by shape, add up over the microbatches of a step.
+
+        Each replica of a shard has a sum of its own; with `reduce: step` each device has one of the
+        whole parameter, as far as it is gathered where it is used.
+        """
+
+        def sums(phase: str, component: Component, part: Params) -> Any:
+            def leaf(value: Any, axes: ParameterAxes) -> jax.ShapeDtypeStruct:
+                if component.defers(axes):
+                    return whole_sum(component.layout, value, axes.names, dtype)
+                return by_replica(self.layout(phase), value, dtype)
+
+            return jax.tree.map(leaf, part, component.axes_of(part))
+
+        return {
+            name: sums(phase, self.by_device(phase).components[name], trained[name])
+            for phase, record in self.phases.items()
+            for name in record.components
+            if name in trained
+        }
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
         """Fresh parameters on the mesh, by default as `abstract` says, else in shardings `places`.
@@ -283,10 +340,24 @@ def shardings(component: Component) -> Any:
 
 
 @dataclass(frozen=True)
-class _AxisNames:
+class ParameterAxes:
     """Logical axes of one parameter; a leaf for tree functions, which a tuple would not be."""
 
     names: tuple[str | None, ...]
+    looked_up: bool  # whether it is only ever a table to look up, which is never gathered
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds the parameters of all layers."""
+        return "layers" in self.names
+
+
+def _part(tree: Any, params: Params) -> Any:
+    """Of a tree like all parameters, what belongs to some of them."""
+    return {
+        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
+        for key, value in params.items()
+    }
 
 
 def _component(
@@ -304,10 +375,10 @@ def _component(
     return Component(name, make, graph, axes, shapes, layout, settings)
 
 
-def _axis_names(variable: nnx.Variable[Any]) -> _AxisNames:
+def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
     names: tuple[str | None, ...] = variable.axes
     stacked = len(variable.get_value().shape) - len(names)
-    return _AxisNames(("layers",) * stacked + names)
+    return ParameterAxes(("layers",) * stacked + names, variable.looked_up)
 
 
 def _init(component: Component, seed: int, dtype: str, places: Any) -> Any:

@@ -22,6 +22,7 @@ FREE_KEYS = (
     "run.compilation_cache",
     "model.language.loss_chunk",
     "components.*.remat",
+    "components.*.reduce",
     "components.*.attention",
     "components.*.layout",
     "data.root",

@@ -16,6 +16,7 @@ from jaxmllm.config.schema import Config, LanguageConfig, PhaseConfig, Remat, To
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
+from jaxmllm.trainable import Params
 from jaxmllm.training.optimizer import MOMENTS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
@@ -71,15 +72,34 @@ def _state_bytes(config: Config, model: MLLM) -> int:
     """Parameters, gradients and moments of the largest share that a device holds."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
+    moments = MOMENTS * _device_bytes(trained)
+    return _device_bytes(params) + moments + _gradient_bytes(config, model, trained)
 
-    def bytes_of(tree: object, least: int = 0) -> int:
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * max(leaf.dtype.itemsize, least)
-            for leaf in jax.tree.leaves(tree)
-        )
 
-    # Gradients add up in at least float32
-    return bytes_of(params) + bytes_of(trained, 4) + MOMENTS * bytes_of(trained)
+def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
+    """Sums of gradients, in at least float32. Where those are whole (`reduce: step`), a microbatch has whole
+    gradients beside them, until they are added."""
+    own = config.run.param_dtype
+    sums = model.gradient_sums(trained, jnp.promote_types(own, jnp.float32))
+    beside = [0]
+    for phase, record in model.phases.items():
+        components = model.by_device(phase).components
+        beside.append(0)
+        for name in sums.keys() & set(record.components):
+            component = components[name]
+            axes = jax.tree.leaves(component.axes_of(trained[name]))
+            for leaf, names in zip(jax.tree.leaves(sums[name]), axes, strict=True):
+                if component.defers(names):
+                    numbers = math.prod(leaf.sharding.shard_shape(leaf.shape))
+                    beside[-1] += numbers * component.whole_dtype(names, own).itemsize
+    return _device_bytes(sums) + max(beside)
+
+
+def _device_bytes(tree: object) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _slot_bytes(config: Config, phase: str) -> float:

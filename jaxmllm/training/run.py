@@ -73,6 +73,11 @@ class Run:
                 f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments, "
                 f"{residuals}attention kernel {kernel}"
             )
+        if whole := self.programs.whole_gradient_bytes:
+            sizes = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in whole.items())
+            lines.append(
+                f"gradients reduced once a step, whole on every device until then: {sizes}"
+            )
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
             lines.append(f"route {name}: {pools}, {route.backend} exchange")

@@ -6,7 +6,7 @@
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
                       (or from what encode has kept of the microbatch)
-    (add_replicas     gradients of every replica -> gradients: training/programs/phased.py)
+    (add_replicas     gradients of every replica -> gradients: training/programs/gradient_sums.py)
     update            gradients, sums -> new state, metrics
 
 Gradients arrive with their final scale, one over the planned number of target tokens of the whole
@@ -42,6 +42,7 @@ from jaxmllm.training.optimizer import (
 from sharding.context import by_rank, permute, permute_back
 from sharding.gradient import KeptForward
 from sharding.gradient import Params as Parted
+from sharding.parameters import Deferred, Parameter
 from sharding.pools import add_to_first_rank, put_rows, take_rows
 
 
@@ -346,14 +347,19 @@ class StepFunctions:
         return new, metrics
 
     def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
-        """(trained, frozen) parameters of a phase."""
-        return self.model.trainable.split(
+        """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there."""
+        trained, frozen = self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
         )
+        return self.model.deferred(trained), frozen
 
 
 def _accumulated(grads: Params, added: Params) -> Params:
-    """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or all."""
-    return jax.tree.map(
-        lambda total, leaf: total + leaf.astype(total.dtype).reshape(total.shape), grads, added
-    )
+    """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or
+    all, or have the whole gradient [1, ...] to themselves."""
+
+    def sum_of(total: Array, leaf: Parameter) -> Array:
+        gradient = leaf.stand_in if isinstance(leaf, Deferred) else leaf
+        return total + gradient.astype(total.dtype).reshape(total.shape)
+
+    return jax.tree.map(sum_of, grads, added)

@@ -246,11 +246,12 @@ def test_what_is_kept_has_names(path, component, value, message):
 
 def test_with_stages_the_compiler_adds_gradients(path):
     for component in ("language", "projector.vision"):
-        compute = f"components.{component}.reduce_dtype=compute"
-        load_config(path, [compute])
-        assert f"components.{component}.reduce_dtype (compute): with pipeline.stages" in refusal(
-            path, compute, "pipeline.stages=2"
-        )
+        for key, value in (("reduce_dtype", "compute"), ("reduce", "step")):
+            setting = f"components.{component}.{key}={value}"
+            load_config(path, [setting])
+            assert f"components.{component}.{key} ({value}): with pipeline.stages" in refusal(
+                path, setting, "pipeline.stages=2"
+            )
 
 
 def test_with_stages_rows_have_one_class(path):

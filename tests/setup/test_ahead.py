@@ -109,6 +109,32 @@ def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_sh
     assert (dtype == "bf16") == (chip != "cpu")  # where XLA sends no bfloat16, whatever it is asked
 
 
+@pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_with_reduce_step_no_microbatch_reduces_a_gradient(data, chip, tied):
+    step = {f"components__{name}__reduce": "step" for name in COMPONENTS}
+    programs, results = checked(
+        data,
+        chip,
+        BACKWARD | {"add_replicas"},
+        **BFLOAT16,
+        **step,
+        model__language__tie_embeddings=tied,
+    )
+    once = results.pop(("add_replicas", ""))
+    for program in results.values():
+        assert {transfer.operation for transfer in program.transfers} <= {
+            "all-gather",
+            "all-to-all",
+        }
+    # Each parameter that is gathered goes to its shards once, whole and in float32, then over replicas as a shard
+    split = sum(sharded_bytes(programs.trained[name]) for name in programs.trained)
+    split -= 0 if tied else sharded_bytes(programs.trained["language"]["embedding"])
+    assert reduced(once) == reduced(once, dtype="f32", axes=("fsdp",), trips=1) == split
+    assert {transfer.operation for transfer in once.transfers} == {"reduce-scatter", "all-reduce"}
+    assert all("data" in t.axes for t in once.transfers if t.operation == "all-reduce")
+
+
 def test_weights_are_asked_for_in_the_type_of_the_computation(data):
     """As above, before the compiler for CPUs makes float32 of it."""
     config = parse_config(tiny_config(data, mesh={"data": 2, "fsdp": 4}, **BFLOAT16))

@@ -1,5 +1,6 @@
 """How many slots of a row fit a device, by estimate."""
 
+import jax
 import pytest
 
 from jaxmllm.config.read import parse_config
@@ -44,6 +45,36 @@ def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
     roomy = slots(tmp_path)
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 16)
     assert all(0 < little < much for little, much in zip(slots(tmp_path), roomy, strict=True))
+
+
+def test_gradients_that_stay_whole_are_counted(tmp_path):
+    """Their sums in float32, and a microbatch's beside them in the type of the computation: of layers, that is."""
+
+    def state(mesh, **changes):
+        config = parse_config(tiny_config(tmp_path, **changes) | {"mesh": mesh})
+        model = build_model(
+            config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8)
+        )
+        return row_memory._state_bytes(config, model), model
+
+    step = {"components__language__reduce": "step"}
+    bfloat16 = {"components__language__compute_dtype": "bfloat16"}
+    assert state({"data": 8}, **step)[0] == state({"data": 8})[0]
+    for mesh, devices, parts in (
+        ({"fsdp": 8}, 8, 1),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 2),
+    ):
+        usual, model = state({"data": 1} | mesh)
+        params = model.components["language"].shapes
+        split = [  # by the devices that split them
+            {"layers": params["layers"]["attention"], "mlp": params["layers"]["mlp"]},
+            params["head"],
+        ]
+        layers, head = (sum(leaf.size for leaf in jax.tree.leaves(tree)) / parts for tree in split)
+        more = 4 * (layers + head) * (1 - 1 / devices)
+        assert state({"data": 1} | mesh, **step)[0] == usual + more + 4 * (layers + head)
+        narrow = state({"data": 1} | mesh, **step, **bfloat16)[0]
+        assert narrow == usual + more + 2 * layers + 4 * head
 
 
 @pytest.mark.parametrize("shards", [1, 8])

@@ -8,7 +8,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import make_mesh
-from sharding.parameters import by_replica, gathered, looked_up, map_rows, replica_axes, row_axes
+from sharding.parameters import (
+    Deferred,
+    by_replica,
+    deferred,
+    gathered,
+    is_split,
+    looked_up,
+    map_rows,
+    reduced,
+    replica_axes,
+    row_axes,
+    whole_sum,
+)
 from sharding.rules import make_layout
 
 AXES = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "scale": (None,)}
@@ -77,6 +89,53 @@ def test_gradients_add_up_by_replica(sizes, span, replicas, rules):
         got = np.asarray(found[name]) - 1
         got = got.sum(0) if got.ndim > want.ndim else got
         np.testing.assert_allclose(got, want, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes, span, replicas, rules", MESHES.values(), ids=MESHES)
+def test_deferred_gradients_are_those_of_whole_parameters(sizes, span, replicas, rules):
+    """Of a table that is looked up and of a matrix, each in the parts that devices hold."""
+    whole = layout_of(sizes, span, rules)
+    layout = whole.spanned(span)
+    inside = layout.inside(*row_axes(layout))
+    random = np.random.default_rng(0)
+    names = [name for name in SHAPES if is_split(inside, AXES[name])]
+    assert names == ([] if sizes.get("fsdp", 1) == 1 else ["table", "up"])
+    params = {
+        name: jax.device_put(
+            random.standard_normal(shape).astype(np.float32), whole.sharding(AXES[name])
+        )
+        for name, shape in SHAPES.items()
+    }
+    rows = random.integers(0, 12, (layout.groups, 4 * layout.parts)).astype(np.int32)
+    target = random.standard_normal((*rows.shape, 4)).astype(np.float32)
+    shapes = {name: whole_sum(inside, params[name], AXES[name], np.float32) for name in names}
+    for name in names:
+        assert shapes[name].shape == (layout.groups * layout.parts, *SHAPES[name])
+    totals = {name: jax.device_put(np.ones(of.shape), of.sharding) for name, of in shapes.items()}
+
+    def on_device(params, rows, target, totals):
+        held = {
+            name: deferred(inside, leaf, AXES[name], np.float32) if name in names else leaf
+            for name, leaf in params.items()
+        }
+        grads = jax.grad(lambda held: loss(inside, held, rows, target, np.float32))(held)
+        assert all(isinstance(grads[name], Deferred) for name in names)
+        return {name: totals[name] + grads[name].stand_in[None] for name in names}
+
+    arguments = (
+        params,
+        jax.device_put(rows, layout.sharding(SLOTS)),
+        jax.device_put(target, layout.sharding((*SLOTS, None))),
+        totals,
+    )
+    found = jax.jit(map_rows(layout, on_device, arguments, shapes))(*arguments)
+    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    expected = step(layout_of({}), np.float32, jax.device_get(params), rows, target, zeros)
+    for name in names:
+        shards = reduced(layout, row_axes(layout), AXES[name], np.float32)
+        gradient = jax.jit(shards, out_shardings=params[name].sharding)(found[name])
+        ones = layout.groups * layout.parts  # what the totals began with
+        np.testing.assert_allclose(np.asarray(gradient) - ones, expected[name], atol=1e-5)
 
 
 def test_replicas_are_all_that_have_rows_and_the_same_shard():

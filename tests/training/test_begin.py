@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmllm.config.read import parse_config
@@ -33,6 +34,15 @@ def test_a_run_tells_what_its_encoders_keep(run, monkeypatch):
     monkeypatch.setattr(run.programs, "kept_residuals", {"audio": 2})
     (line,) = (line for line in run.describe().splitlines() if "residuals" in line)
     assert line.startswith("audio: ") and "residuals of up to 2 microbatches kept" in line
+
+
+def test_a_run_tells_which_gradients_stay_whole(data):
+    step = {f"components__{name}__reduce": "step" for name in ("audio", "language")}
+    config = parse_config(tiny_config(data, mesh={"fsdp": 8, "data": 1}, **step))
+    run = build_run(config)
+    (line,) = (line for line in run.describe().splitlines() if line.startswith("gradients"))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(run.programs.params["audio"]))
+    assert f"audio {4 * numbers / 1e9:.2f} GB, language" in line and "vision" not in line
 
 
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])

@@ -346,6 +346,13 @@ def sources(split: str) -> dict[str, Effect]:
     }
 
 
+def sums(config: Config, _: Scene) -> Any:
+    """Where gradients add up over the microbatches of a step."""
+    made = model(config)
+    trained, _ = made.trainable.split(made.abstract("float32"))
+    return repr(made.gradient_sums(trained, np.float32))
+
+
 def component(name: str, seen: Observer) -> dict[str, Effect]:
     section = f"components.{name}"
     remat = "dots" if not name.startswith("projector") else "full"
@@ -356,6 +363,7 @@ def component(name: str, seen: Observer) -> dict[str, Effect]:
     found |= effects(section, weights, layout="{mlp: [], heads: []}")
     narrow = (f"{section}.compute_dtype=bfloat16",)
     found |= effects(section, reductions, narrow, reduce_dtype="compute")
+    found |= effects(section, sums, reduce="step")
     return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
 
 

@@ -45,6 +45,7 @@ def make_config(directory: str = "runs/a", **settings: Any) -> Config:
         {"phases__vision__capacities": [256]},
         {"balance__mode": "none"},
         {"components__projector__vision__remat": "none"},
+        {"components__language__reduce": "step"},
         {"components__vision__layout": {"batch": ["data"]}},
         {"logging__every": 5},
         {"model__language__loss_chunk": 64},

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.language import OutputHead
 from sharding.context import SLOTS
+from sharding.parameters import Deferred, Parameter, kept_axes, whole_gradient
 from sharding.rules import Axes, Layout
 
 # Rows are cut into this many chunks at least, for the last one is computed whole ..
@@ -59,10 +60,11 @@ def token_losses(
 
     The head is gathered in the type of the hidden states. A device holds the logits of at most
     `largest` tokens at one time. The head's gradient adds up in at least float32, and goes from rank
-    to rank once: to the devices that hold its parts.
+    to rank once: to the devices that hold its parts; or stays where it is, if it is `Deferred`.
     """
     tokens = targets.size // math.prod(map(layout.size, SLOTS))
-    loss = _Loss(head.axes, chunk_size(tokens, largest), layout)
+    stays = isinstance(head.matrix, Deferred)
+    loss = _Loss(head.axes, chunk_size(tokens, largest), layout, stays)
     total, losses, hits = _objective(loss, hidden, head.matrix, targets)
     return TokenLosses(total, jax.lax.stop_gradient(losses), hits)
 
@@ -76,19 +78,23 @@ def chunk_size(tokens: int, largest: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _objective(loss: _Loss, hidden: Array, matrix: Array, targets: Array) -> tuple[Array, ...]:
-    losses, hits = loss(hidden, matrix, targets)
+def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) -> tuple[Array, ...]:
+    shard = matrix.shard if isinstance(matrix, Deferred) else matrix
+    losses, hits = loss(hidden, shard, targets)
     return losses.sum(), losses, hits
 
 
 def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
     """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
-    wanted = hidden.perturbed, matrix.perturbed
-    losses, hits, *gradients = loss(hidden.value, matrix.value, targets.value, *wanted)
+    shard, of = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
+    wanted = hidden.perturbed, of.perturbed
+    losses, hits, *gradients = loss(hidden.value, shard.value, targets.value, *wanted)
     # Else the whole gradient of the head may lie until all layers are done, and only then be scattered
     gradients = jax.lax.optimization_barrier(gradients)
     rest = iter(gradients)
-    kept = tuple(next(rest) if want else None for want in wanted)
+    kept = tuple(
+        next(rest).astype(into.value.dtype) if into.perturbed else None for into in (hidden, of)
+    )
     return (losses.sum(), losses, hits), kept
 
 
@@ -98,7 +104,7 @@ def _backward_rule(loss: _Loss, kept: tuple[Any, Any], cotangents: Any) -> tuple
         None if gradient is None else (gradient * d_total).astype(gradient.dtype)
         for gradient in kept
     )
-    return d_hidden, d_matrix, None
+    return d_hidden, whole_gradient(d_matrix) if loss.stays else d_matrix, None
 
 
 _objective.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -111,6 +117,7 @@ class _Loss:
     axes: Axes  # of the head's matrix
     chunk: int
     layout: Layout
+    stays: bool  # the head's gradient, whole on each device
 
     def __call__(
         self,
@@ -122,7 +129,8 @@ class _Loss:
     ) -> tuple[Array, ...]:
         """Losses and hits, and the gradients of the losses' sum that are wanted."""
         run = functools.partial(self._on_device, wants_hidden, wants_head)
-        results = [SLOTS, SLOTS] + wants_hidden * [(*SLOTS, None)] + wants_head * [self.axes]
+        d_head = kept_axes(self.axes) if self.stays else self.axes
+        results = [SLOTS, SLOTS] + wants_hidden * [(*SLOTS, None)] + wants_head * [d_head]
         local = self.layout.local(run, ((*SLOTS, None), self.axes, SLOTS), tuple(results))
         computed: tuple[Array, ...] = local(hidden, matrix, targets)
         return computed
@@ -184,9 +192,11 @@ class _Loss:
         }
         if wants_head:
             d_head = done["d_head"]
-            if self.layout.narrow_gradients:
-                d_head = d_head.astype(table.dtype)
-            results["d_head"] = self._scattered(d_head).astype(matrix.dtype)
+            if not self.stays:
+                if self.layout.narrow_gradients:
+                    d_head = d_head.astype(table.dtype)
+                d_head = self._scattered(d_head).astype(matrix.dtype)
+            results["d_head"] = d_head
         return tuple(results[name] for name in begin)
 
     def _cross_entropy(

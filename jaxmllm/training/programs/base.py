@@ -185,6 +185,11 @@ class Programs(abc.ABC):
         """Sums over the ranks: [N], complete on every host."""
         return self._call("totals")(sums)
 
+    @property
+    def whole_gradient_bytes(self) -> Mapping[str, int]:
+        """By component whose gradients devices reduce once a step: bytes of their sums on a device."""
+        return {}
+
     def save_schedule(self, batch: HostStep, path: Path) -> None:
         """Write what a step does in which tick, for `jaxmllm timeline`; nothing without stages."""
         return

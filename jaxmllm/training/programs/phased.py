@@ -37,6 +37,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs, zeros_job
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
+from jaxmllm.training.programs.gradient_sums import GradientSums
 from jaxmllm.training.programs.transfer import put_ranks
 from jaxmllm.training.step_functions import (
     KeptFeatures,
@@ -45,7 +46,7 @@ from jaxmllm.training.step_functions import (
     StepFunctions,
     TrainState,
 )
-from sharding.parameters import by_replica, map_rows, results_of_devices
+from sharding.parameters import map_rows, results_of_devices
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class PhasedPrograms(Programs):
                     d_encoder,
                     self._grads_of(gradients, phase),
                 )
-        return self._finish(gradients), sums, failed
+        return self._gradient_sums.finish(self._call, gradients), sums, failed
 
     def evaluate(
         self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None
@@ -252,6 +253,10 @@ class PhasedPrograms(Programs):
                 metrics[f"{phase}/gathered_bytes"] = statistics[key] * slot_bytes
         return metrics
 
+    @property
+    def whole_gradient_bytes(self) -> Mapping[str, int]:
+        return self._gradient_sums.whole_bytes
+
     # ------------------------------------------------------------------ one microbatch, for timing
 
     def buffers(self, phase: str) -> PhaseBuffers:
@@ -324,15 +329,9 @@ class PhasedPrograms(Programs):
             )
             for owner in dict.fromkeys(self.exchange_owner.values())
         }
-        self.accumulators = self._abstract_accumulators()
-        jobs = self._common_jobs(self.trained) | {
-            ProgramName("zero", "gradients"): zeros_job(self.accumulators),
-        }
-        if unfinished := self._unfinished(self.accumulators):
-            sums, totals = map(list, zip(*unfinished, strict=True))
-            jobs[ProgramName("add_replicas")] = Job(
-                lambda sums: list(map(_added_replicas, sums, totals)), (sums,), totals
-            )
+        self._gradient_sums = GradientSums(self.functions.model, self.trained, self._real_dtype)
+        self.accumulators = self._gradient_sums.abstract
+        jobs = self._common_jobs(self.trained) | self._gradient_sums.jobs()
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
@@ -404,35 +403,6 @@ class PhasedPrograms(Programs):
 
     def _params_of(self, params: Any, phase: str) -> Any:
         return {name: params[name] for name in self.functions.model.phases[phase].components}
-
-    def _abstract_accumulators(self) -> Any:
-        """Where gradients of trained parameters add up: each replica has sums of its own, in at
-        least float32."""
-        return {
-            name: jax.tree.map(
-                partial(by_replica, self.layouts[phase], dtype=self._real_dtype),
-                self.trained[name],
-            )
-            for phase in self.spec.phases
-            for name in self.functions.trainable_of(phase)
-        }
-
-    def _unfinished(self, accumulators: Any) -> list[tuple[Any, Any]]:
-        """The sums that are not yet gradients, each with the shape and type of its gradient."""
-        pairs = zip(jax.tree.leaves(accumulators), jax.tree.leaves(self.trained), strict=True)
-        return [(sums, total) for sums, total in pairs if not _finished(sums, total)]
-
-    def _finish(self, accumulators: Any) -> Any:
-        """The gradients of all replicas together: the only time in a step that replicas communicate."""
-        unfinished = self._unfinished(accumulators)
-        if not unfinished:
-            return accumulators
-        totals = iter(self._call("add_replicas")([sums for sums, _ in unfinished]))
-        return jax.tree.map(
-            lambda sums, total: sums if _finished(sums, total) else next(totals),
-            accumulators,
-            self.trained,
-        )
 
     def _grads_of(self, grads: Any, phase: str) -> Any:
         return {name: grads[name] for name in self.functions.trainable_of(phase)}
@@ -515,13 +485,3 @@ def _keeping(
         return pool, residuals, failed
 
     return encode, kept
-
-
-def _finished(sums: Any, total: Any) -> bool:
-    """Whether sums of gradients are the gradient: one replica has them, in the type of the parameter."""
-    return (sums.shape, sums.dtype) == (total.shape, total.dtype)
-
-
-def _added_replicas(sums: jax.Array, total: Any) -> jax.Array:
-    """Sums by replica [replicas, ...], or of the only one [...] -> the gradient."""
-    return (sums.sum(0) if sums.ndim > total.ndim else sums).astype(total.dtype)

@@ -1,0 +1,104 @@
+"""The gradients of a step: where they add up over its microbatches, and the program that makes one of them all.
+
+    zero gradients --language_loss_and_grad, encode_grad x M--> sums --add_replicas--> gradients in shards
+
+Sums are by replica of a shard, in at least float32. With `components.*.reduce: step` they are whole, by
+device, as far as a parameter is gathered where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxmllm.models.mllm import MLLM, ParameterAxes
+from jaxmllm.trainable import Params
+from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
+from sharding.parameters import reduced, row_axes
+
+
+class GradientSums:
+    """Shapes of the sums, `abstract`, for gradients of the shapes of `trained`; and what is done with them."""
+
+    def __init__(self, model: MLLM, trained: Params, dtype: Any):
+        self._model = model
+        self._trained = trained
+        self.abstract = model.gradient_sums(trained, dtype)
+        self._reductions = {
+            name: self._of_component(model, phase, name)
+            for phase, record in model.phases.items()
+            for name in record.components
+            if name in trained
+        }
+
+    @property
+    def whole_bytes(self) -> dict[str, int]:
+        """By component with whole sums: bytes of all its sums on a device."""
+        components = self._model.components
+        return {
+            name: sum(
+                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(sums)
+            )
+            for name, sums in self.abstract.items()
+            if components[name].settings.reduce == "step"
+        }
+
+    def jobs(self) -> Jobs:
+        """Zeros, and the only program of a step in which replicas communicate."""
+        jobs: Jobs = {ProgramName("zero", "gradients"): zeros_job(self.abstract)}
+        if unfinished := self._unfinished(self.abstract):
+            totals = self._unfinished(self._trained)
+            reductions = self._unfinished(self._reductions)
+
+            def add_replicas(sums: list[jax.Array]) -> list[jax.Array]:
+                return [reduce(one) for reduce, one in zip(reductions, sums, strict=True)]
+
+            jobs[ProgramName("add_replicas")] = Job(add_replicas, (unfinished,), totals)
+        return jobs
+
+    def finish(self, call: Callable[[str], Callable[..., Any]], sums: Params) -> Params:
+        """The gradients of all devices together."""
+        unfinished = self._unfinished(sums)
+        if not unfinished:
+            return sums
+        totals = iter(call("add_replicas")(unfinished))
+        return jax.tree.map(
+            lambda one, abstract, total: one if _same(abstract, total) else next(totals),
+            sums,
+            self.abstract,
+            self._trained,
+        )
+
+    def _unfinished(self, tree: Any) -> list[Any]:
+        """What belongs to sums that are not gradients yet, of a tree like those."""
+        trees = map(jax.tree.leaves, (tree, self.abstract, self._trained))
+        return [one for one, sums, total in zip(*trees, strict=True) if not _same(sums, total)]
+
+    def _of_component(self, model: MLLM, phase: str, name: str) -> Any:
+        """Of each trained parameter, how its gradient is made of the sums."""
+        component = model.by_device(phase).components[name]
+
+        def leaf(total: Any, axes: ParameterAxes) -> Callable[[jax.Array], jax.Array]:
+            if not component.defers(axes):
+                return partial(_added_replicas, total)
+            layout, rows = model.components[name].layout, row_axes(model.layout(phase))
+            shards = reduced(layout, rows, axes.names, component.dtype)
+            return lambda sums: shards(sums).astype(total.dtype)
+
+        part = self._trained[name]
+        return jax.tree.map(leaf, part, component.axes_of(part))
+
+
+def _same(sums: Any, total: Any) -> bool:
+    """Whether sums of gradients are the gradient: one replica has them, in the type of the parameter."""
+    return (sums.shape, sums.dtype) == (total.shape, total.dtype)
+
+
+def _added_replicas(total: Any, sums: jax.Array) -> jax.Array:
+    """Sums by replica [replicas, ...], or of the only one [...] -> the gradient."""
+    return (sums.sum(0) if sums.ndim > total.ndim else sums).astype(total.dtype)

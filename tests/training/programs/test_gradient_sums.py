@@ -1,0 +1,98 @@
+"""Gradients that devices reduce once a step are those that they reduce in every microbatch."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.runtime.compilations import CompilationCounter
+from tests.support import ENCODER_LAYOUT, assemble, assert_close, assert_same
+
+COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
+STEP = {f"components__{name}__reduce": "step" for name in COMPONENTS}
+EXAMPLES = range(40)
+TIED = {"model__language__tie_embeddings": True}
+WIDE = {f"components__{name}__layout": ENCODER_LAYOUT for name in ("vision", "audio")}
+SPANS = {
+    f"phases__{phase}": {"block": 8, "capacities": [slots], "spans": spans, "kept_residuals": kept}
+    for phase, slots, spans, kept in (
+        ("vision", 64, [2], 1),
+        ("audio", 256, [2], 0),
+        ("language", 96, [1, 2], 0),
+    )
+}
+MESHES = {  # mesh, further changes
+    "data2-fsdp2": ({"data": 2, "fsdp": 2}, {}),
+    "fsdp4": ({"data": 1, "fsdp": 4}, {}),
+    "fsdp4-tied": ({"data": 1, "fsdp": 4}, TIED),
+    "fsdp2-tensor2": ({"data": 1, "fsdp": 2, "tensor": 2}, {}),
+    "fsdp2-tensor2-tied": ({"data": 1, "fsdp": 2, "tensor": 2}, TIED),
+    "fsdp2-tensor2-encoders-over-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, WIDE),
+    "fsdp2-context2": ({"data": 1, "fsdp": 2, "context": 2}, {}),
+    "spans": ({"data": 2, "fsdp": 4}, SPANS),
+}
+
+
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [
+        pytest.param(*case, id=name, marks=[] if name == "data2-fsdp2" else pytest.mark.slow)
+        for name, case in MESHES.items()
+    ],
+)
+def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
+    of_model = {key: value for key, value in changes.items() if key.startswith("model")}
+    alone = setups(by_example(**of_model), 1)
+    expected = alone.gradients(alone.step(EXAMPLES))
+    setup = setups(by_example(mesh=mesh, **STEP, **changes), int(np.prod(list(mesh.values()))))
+    step = setup.step(EXAMPLES)
+    assert max(map(len, step.rows.values())) > 1
+    assert len(step.rows["vision"]) > setup.programs.kept_residuals.get("vision", 0)
+    assert_same(setup.gradients(step), expected, 1e-5)
+
+
+def test_one_component_alone_and_no_further_compilation(setups, by_example, alone):
+    """A frozen part has no sums, and steps of other sizes need nothing new."""
+    setup = setups(
+        by_example(
+            mesh={"data": 1, "fsdp": 2},
+            components__language={"reduce": "step", "train": ["layers.*", "head"]},
+            components__vision__freeze=True,
+        ),
+        2,
+    )
+    expected = alone.gradients(alone.step(EXAMPLES)).grads
+    sums = setup.programs.accumulators
+    assert sums["language"].keys() == {"layers", "head"} and "vision" not in sums
+    assert sums["language"]["head"].shape[0] == 2
+    assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(sums["language"]["layers"]["mlp"]))
+    found = setup.gradients(setup.step(EXAMPLES)).grads
+    assert_close(found, {name: _part(expected[name], grads) for name, grads in found.items()}, 1e-5)
+    state = setup.programs.init(0)
+    state, _ = setup.programs.train(state, setup.put(setup.step([0, 1])))  # transfers compile, too
+    counter = CompilationCounter()
+    for examples in (range(7), range(30), range(2)):
+        state, metrics = setup.programs.train(state, setup.put(setup.step(examples)))
+        assert np.isfinite(jax.device_get(metrics["loss"]))
+    assert counter.names == []
+    counter.close()
+
+
+def test_sums_in_bfloat16_are_rounded_once(by_example):
+    """`reduce_dtype: compute` narrows what is sent at the end, not what adds up before."""
+    bfloat16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}
+    narrow = {f"components__{name}__reduce_dtype": "compute" for name in COMPONENTS}
+    mesh = {"data": 1, "fsdp": 2}
+    wide, rounded = (
+        assemble(by_example(mesh=mesh, **STEP, **bfloat16, **changes), 2)
+        for changes in ({}, narrow)
+    )
+    step = wide.step(EXAMPLES)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(rounded.programs.accumulators))
+    assert_close(rounded.gradients(step).grads, wide.gradients(step).grads, 2**-6)
+
+
+def _part(tree, like):
+    return {
+        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
+        for key, value in like.items()
+    }
