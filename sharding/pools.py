@@ -1,6 +1,6 @@
 """Rows and pools: what rows take from the pools of their ranks.
 
-    pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows is the transpose
+    pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows puts others in their place
 
 A row of span g lies on g ranks, in packed order: each has C slots that follow one another, and
 reads them from its own pool. Nothing is scattered: the way back gathers by an inverse table, which
@@ -52,13 +52,14 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 
 def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
-    """The transpose of `take_rows`, added to `pool`. No slot may occur twice in one rank's index.
+    """The pool with rows in place of what `take_rows` took: of zeros, its transpose. No slot may occur twice in
+    one rank's index.
 
     Args:
       layout: that of the rows, of span g.
       rows: [R / g, g * C, D].
       index: int32 [R / g, g * C] slot of the pool where each goes; -1: nowhere.
-      pool: [R, W, D].
+      pool: [R, W, D]; slots that no index names stay as they are.
     """
     parts = layout.part_axes
 
@@ -67,8 +68,10 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
-        added = gather(rows[0], inverse)[None].astype(pool.dtype)
-        return pool + (jax.lax.psum(added, parts) if parts else added)
+        put, taken = gather(rows[0], inverse)[None].astype(pool.dtype), (inverse >= 0)[None]
+        if parts:  # each has some slots of its rank's
+            put, taken = jax.lax.psum((put, taken.astype(jnp.int32)), parts)
+        return jnp.where(_expanded(taken > 0, put), put, pool)
 
     return layout.local(on_device, (SLOTS, SLOTS, RANKS), RANKS)(rows, index, pool)
 

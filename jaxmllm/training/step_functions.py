@@ -235,11 +235,11 @@ class StepFunctions:
         rows: LanguageRows,
         pool: TokenPool,
         scale: Float[Array, ""],
-        d_pool: Float[Array, "R W D"],
         grads: Params,
         sums: Sums,
-    ) -> tuple[Float[Array, "R W D"], Params, Sums]:
-        """Add one microbatch's gradients (of the language model and of the pool) and sums."""
+    ) -> tuple[TokenPool, Params, Sums]:
+        """Add one microbatch's gradients and sums, and put the gradients of the pool's tokens that it reads in
+        their place: no other microbatch reads these."""
         media, valid = self._arrived(rows, pool)
         trained, frozen = self._split(params, LANGUAGE)
 
@@ -251,10 +251,10 @@ class StepFunctions:
             (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
                 trained, media
             )
-            d_pool = self._returned(rows, d_media, d_pool)
+            pool = self._returned(rows, d_media, pool)
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        return d_pool, _accumulated(grads, d_params), self._added(sums, row_sums)
+        return pool, _accumulated(grads, d_params), self._added(sums, row_sums)
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
@@ -272,12 +272,13 @@ class StepFunctions:
         media, valid = permute(layout, packed, rows.order)
         return media, valid
 
-    def _returned(self, rows: LanguageRows, d_media: Array, d_pool: Array) -> Array:
-        """The gradient of the pool with that of these rows' media tokens."""
+    def _returned(self, rows: LanguageRows, d_media: Array, pool: TokenPool) -> TokenPool:
+        """The pool with the gradients of these rows' media tokens in place of the tokens."""
         layout = self.model.layout(LANGUAGE)
-        if rows.arrived is None:
-            return put_rows(layout, d_media, rows.media, d_pool)
-        return put_rows(layout, permute_back(layout, d_media, rows.order), rows.arrived, d_pool)
+        index = rows.media
+        if rows.arrived is not None:
+            d_media, index = permute_back(layout, d_media, rows.order), rows.arrived
+        return pool._replace(tokens=put_rows(layout, d_media, index, pool.tokens))
 
     def _added(self, sums: Sums, row_sums: Sums) -> Sums:
         """Sums by rank with those of rows, which count on their first rank."""

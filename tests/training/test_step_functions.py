@@ -85,12 +85,15 @@ def encoder_rows(seed):
 
 
 def language_rows(seed):
-    """Two examples a row; the second one's first tokens are an image's, from a pool of two microbatches."""
+    """Two examples a row; the second one's first tokens are an image's, from a pool of two microbatches. Rows of odd
+    and of even seeds read different halves of both: no slot has two readers."""
     rng = np.random.default_rng(seed)
     segments = np.tile(np.repeat([1, 2, 0], [25, 35, 4]), (RANKS, 1)).astype(np.int32)
     media = np.full((RANKS, SLOTS), -1, np.int32)
-    media[:, 3:13] = rng.permutation(10)
-    media[:, 27:41] = TOKENS + rng.permutation(14)
+    half = TOKENS // 2
+    first = half * (1 - seed % 2)
+    media[:, 3 : 3 + half] = first + rng.permutation(half)
+    media[:, 27 : 27 + half] = TOKENS + first + rng.permutation(half)
     targets = np.where((segments > 0) & (rng.random(segments.shape) < 0.6), 1, -1)
     targets *= np.where(targets > 0, rng.integers(0, VOCABULARY, targets.shape), 1)
     row = {
@@ -146,16 +149,16 @@ class Driver:
                     params, rows, pool, np.int32(m * TOKENS), failed
                 )
                 starts.append(rows if features is None else features)
-            d_pool, sums = np.zeros(pool.tokens.shape), zero_sums()
+            sums = zero_sums()
             grads = zeros_like(self.step.model.trainable.split(params)[0])
             own = {name: grads[name] for name in self.step.trainable_of("language")}
             for rows in TEXT:
-                d_pool, own, sums = self.loss_and_grad(params, rows, pool, scale, d_pool, own, sums)
+                pool, own, sums = self.loss_and_grad(params, rows, pool, scale, own, sums)
             grads |= own
             own = {name: grads[name] for name in self.step.trainable_of("vision")}
             for m, start in enumerate(starts):
                 if own:
-                    own = self.encode_grad(params, start, d_pool, np.int32(m * TOKENS), own)
+                    own = self.encode_grad(params, start, pool.tokens, np.int32(m * TOKENS), own)
             return jax.device_get((grads | own, sums, failed, starts))
 
 
@@ -307,10 +310,10 @@ def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, 
 
 
 def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole):
-    """Rank 2's second image of the first microbatch failed: token 3 of it is used by example 1 of every row."""
+    """Rank 2's second image of the first microbatch failed: of its tokens 3 and 11, example 1 of every row has one."""
     params = whole[0]
     valid, failed = IMAGES[0].valid.copy(), IMAGES[0].failed.copy()
-    valid[2, 3], failed[2] = False, 1
+    valid[2, [3, 11]], failed[2] = False, 1
     _, sums, count, _ = driver.run(
         params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1])
     )
@@ -330,13 +333,14 @@ def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole)
         broken = pool._replace(
             valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2)
         )
-        arguments = 0.01, np.zeros_like(pool.tokens), own, zero_sums()
+        arguments = 0.01, own, zero_sums()
         by_hand = driver.loss_and_grad(
             params, TEXT[0]._replace(targets=masked[0]), pool, *arguments
         )
         by_flag = driver.loss_and_grad(params, TEXT[0], broken, *arguments)
         evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken, zero_sums())
-    assert_trees_close(jax.device_get(by_flag), jax.device_get(by_hand), 1e-13)
+    by_flag, by_hand = ((pool.tokens, *sums) for pool, *sums in jax.device_get((by_flag, by_hand)))
+    assert_trees_close(by_flag, by_hand, 1e-13)
     assert_trees_close(jax.device_get(evaluated), jax.device_get(by_flag[2]), 1e-13)
 
 
@@ -344,16 +348,19 @@ def test_rows_without_a_target_add_exactly_nothing(driver, whole):
     params = whole[0]
     silent = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
     with jax.enable_x64(True):
-        d_pool, own, sums = driver.loss_and_grad(
+        pool = empty_pool()
+        full = pool._replace(tokens=pool.tokens + 1)
+        pool, own, sums = driver.loss_and_grad(
             params,
             silent,
-            empty_pool(),
+            full,
             0.01,
-            np.zeros((RANKS, 2 * TOKENS, 8)),
             {"language": zeros_like(params["language"])},
             zero_sums(),
         )
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves((d_pool, own, sums)))
+    read = np.unique(silent.media[silent.media >= 0])
+    assert not np.any(pool.tokens[:, read]) and len(read) == TOKENS
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((own, sums)))
 
 
 # ---------------------------------------------------------------------------- update

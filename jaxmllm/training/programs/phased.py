@@ -7,6 +7,15 @@ no program is ever compiled again:
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
 
+Pools are a step's largest buffers besides the state, and two kinds of them lie in memory at a time, of all media
+tokens of the step (E of encoders, L of the language model; the exchange has a buffer of a round beside them):
+
+    encode                  E
+    hop, deliver            E, L                  E goes when its rounds are delivered
+    language_loss_and_grad     L                  each token gives its place to its gradient: one row reads it
+    hop_back, deliver_back  dE, L                 L goes when its rounds are delivered
+    encode_grad             dE                    goes before `add_replicas`
+
 Where memory allows, `encode` leaves residuals, and those of a step's first microbatches stay for
 `encode_grad_kept`; the others run forward again in `encode_grad`.
 """
@@ -61,8 +70,8 @@ class DeviceStep:
 class PhaseBuffers(NamedTuple):
     """What the programs of one phase read and overwrite besides parameters and rows; see `PhasedPrograms.forward`."""
 
-    pool: TokenPool  # that encoders write and the language model reads
-    d_pool: jax.Array | None  # its gradient; none where nothing is trained
+    pool: TokenPool  # that encoders write, and that the language model reads and overwrites with gradients
+    d_pool: jax.Array | None  # of an encoder pool, its gradient; none where nothing is trained
     gradients: Any  # of the phase's trainable components
     sums: Sums
     failed: jax.Array
@@ -106,7 +115,6 @@ class PhasedPrograms(Programs):
         pools, saved_for_backward, failed = self._encode(
             params, batch, self._zeros("failed"), self.kept_residuals
         )
-        d_pools = [self._zeros("d_language") for _ in pools]
         gradients = self._zeros("gradients")
         sums = self._zeros("sums")
         scale = 1 / self._planned_targets(batch)
@@ -115,22 +123,22 @@ class PhasedPrograms(Programs):
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = host.pools[LANGUAGE][m]
             program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
-            d_pools[pool], phase_grads, sums = program(
-                phase_params, rows, pools[pool], scale, d_pools[pool], phase_grads, sums
+            pools[pool], phase_grads, sums = program(
+                phase_params, rows, pools[pool], scale, phase_grads, sums
             )
         gradients |= phase_grads
-        d_encoder_pools = self._return(batch, d_pools)
+        d_pools = self._return(batch, pools)
         for phase in self.encoders:
             if self.functions.trainable_of(phase):
-                d_encoder = d_encoder_pools[self.exchange_owner[phase]]
                 gradients |= self._encoder_grads(
                     phase,
                     params,
                     batch,
                     saved_for_backward[phase],
-                    d_encoder,
+                    d_pools[self.exchange_owner[phase]],
                     self._grads_of(gradients, phase),
                 )
+        del d_pools
         return self._gradient_sums.finish(self._call, gradients), sums, failed
 
     def evaluate(
@@ -183,7 +191,8 @@ class PhasedPrograms(Programs):
                 saved_for_backward[phase].append(start)
         count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
-        for owner, pools in encoder_pools.items():
+        for owner in list(encoder_pools):
+            pools = encoder_pools.pop(owner)  # held by nothing else, as in `_return`
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
                 language_pools[round_.target] = exchange.deliver(
@@ -191,15 +200,19 @@ class PhasedPrograms(Programs):
                 )
         return language_pools, saved_for_backward, failed
 
-    def _return(self, batch: DeviceStep, d_language: list[jax.Array]) -> dict[str, list[jax.Array]]:
-        """Gradients of the encoder pools, by owner of an exchange that has something to train."""
+    def _return(
+        self, batch: DeviceStep, language_pools: list[TokenPool]
+    ) -> dict[str, list[jax.Array]]:
+        """Gradients of the encoder pools, by owner of an exchange that has something to train; of the language
+        pools, whose tokens are gradients by now and which are gone afterwards."""
         d_encoder = self._empty_pools(batch, self._trained_exchanges, "d_")
         for owner, d_pools in d_encoder.items():
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(batch.host.rounds[owner], batch.tables[owner], strict=True):
                 d_pools[round_.source] = exchange.deliver_back(
-                    self._call, d_language[round_.target], d_pools[round_.source], tables
+                    self._call, language_pools[round_.target].tokens, d_pools[round_.source], tables
                 )
+        language_pools.clear()
         return d_encoder
 
     def _empty_pools(
@@ -262,7 +275,7 @@ class PhasedPrograms(Programs):
     def buffers(self, phase: str) -> PhaseBuffers:
         """Zeros for `forward` and `backward` of single microbatches."""
         owner = self.exchange_owner.get(phase, LANGUAGE)
-        returns = self.spec.phases[phase].has_loss or bool(self.functions.trainable_of(phase))
+        returns = phase in self.encoders and bool(self.functions.trainable_of(phase))
         return PhaseBuffers(
             pool=self._zeros(owner),
             d_pool=self._zeros(f"d_{owner}") if returns else None,
@@ -296,14 +309,13 @@ class PhasedPrograms(Programs):
                 rows,
                 buffers.pool,
                 scale,
-                buffers.d_pool,
                 buffers.gradients,
                 buffers.sums,
             )
-            d_pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
+            pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
                 *arguments
             )
-            return buffers._replace(d_pool=d_pool, gradients=gradients, sums=sums)
+            return buffers._replace(pool=pool, gradients=gradients, sums=sums)
         program = self._call(_backward_of(buffers.saved), phase, *row_class)
         gradients = program(
             phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
@@ -348,7 +360,6 @@ class PhasedPrograms(Programs):
         windows = LANGUAGE in self.functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
-            ProgramName("zero", "d_language"): zeros_job(pool.tokens),
         }
 
         for capacity, span in spec.classes:
@@ -356,12 +367,12 @@ class PhasedPrograms(Programs):
             rows = abstract_language_rows(
                 functions.model.layout(LANGUAGE), capacity, spec.max_segments, block, windows
             )
-            arguments = (params, rows, pool, self._scalar(), pool.tokens, grads, sums)
-            results = (pool.tokens, grads, sums)
+            arguments = (params, rows, pool, self._scalar(), grads, sums)
+            results = (pool, grads, sums)
             by_device = functions.by_device(LANGUAGE).language_loss_and_grad
             layout = functions.model.layout(LANGUAGE)
             jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
-                map_rows(layout, by_device, arguments, results), arguments, results, (4, 5, 6)
+                map_rows(layout, by_device, arguments, results), arguments, results, (2, 4, 5)
             )
             jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
                 functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)

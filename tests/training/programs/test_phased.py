@@ -173,6 +173,42 @@ def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
     assert start.features.shape == (1, capacity, width)
 
 
+# ---------------------------------------------------------------------------- pools
+
+
+def test_a_step_holds_two_kinds_of_pools_at_a_time(alone, monkeypatch):
+    """Counted whenever a program is about to run."""
+    programs = alone.programs
+    assert set(programs.exchange_owner.values()) == {"vision"}  # audio shares its pools
+    shapes = {owner: programs.pools[owner].tokens.shape for owner in ("vision", "language")}
+    assert len(set(shapes.values())) == 2, "one kind is told from the other"
+    held: dict[str, set[str]] = {}
+    call = programs._call
+
+    def counted(function, *names):
+        living = [array.shape for array in jax.live_arrays()]
+        found = [phase for phase, shape in shapes.items() for one in living if one == shape]
+        # A round's buffer may have the shape of a pool
+        if function not in ("zero", "hop", "deliver", "hop_back", "deliver_back"):
+            assert sorted(set(found)) == sorted(found), "one of each kind, whatever it holds"
+        held.setdefault(function, set()).update(found)
+        return call(function, *names)
+
+    step = alone.step(EXAMPLES)
+    assert max(step.pools["language"]) == 0 and all(step.rows.values())
+    batch = alone.put(step)
+    state = programs.init(0)
+    jax.block_until_ready(state)
+    monkeypatch.setattr(programs, "_call", counted)
+    state, _ = programs.train(state, batch)
+    both = {"vision", "language"}
+    assert held["encode"] == {"vision"}
+    assert held["deliver"] == held["deliver_back"] == both  # one rank alone has no hops
+    assert held["language_loss_and_grad"] == {"language"}
+    assert held["encode_grad"] == {"vision"}
+    assert held["update"] == set()
+
+
 # ---------------------------------------------------------------------------- kept residuals
 
 MESHES = [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}]
