@@ -114,8 +114,7 @@ def omni_config(model: str, **sections: Any) -> Config:
     remat = sections.pop("remat", "full")
     settings = {"compute_dtype": COMPUTE_DTYPE}
     settings |= {key: sections.pop(key) for key in ("reduce_dtype", "reduce") if key in sections}
-    # With stages, pipeline.kept_residuals takes the place of `remat`
-    of_layers = settings | ({} if remat == "full" else {"remat": remat})
+    of_layers = settings | {"remat": remat}
     components = {phase: of_layers for phase in MODELS[model]}
     components["projector"] = {phase: settings for phase in MODELS[model] if phase != "language"}
     tree: Tree = {

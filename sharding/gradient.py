@@ -4,7 +4,8 @@ KeptForward, of whole towers
   forward            row -> y, residuals          residuals: what depends on both row and parameters
   backward           row, residuals, dy -> dw     the rest is computed again
 LayerGradient, of layers of a pipeline
-  forward            x -> y, residuals            residuals: what depends on x, nothing else
+  forward            x -> y, residuals            residuals: what depends on x, nothing else; of a
+                                                  layer under `jax.checkpoint`, what its policy keeps
   backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
   input_gradient     residuals, dy -> dx, pending equations of the backward that dx needs
   weight_gradient    pending -> dw                the others
@@ -87,7 +88,8 @@ class LayerGradient:
         jaxpr = _inline(self._linearize, params, x, row).jaxpr
         param_count = len(jax.tree.leaves(params))
         x_count = len(jax.tree.leaves(x))
-        depends_on_x = _reached(jaxpr, jaxpr.invars[param_count : param_count + x_count])
+        x_vars = jaxpr.invars[param_count : param_count + x_count]
+        depends_on_x = _reached(jaxpr, x_vars)
         outputs = jaxpr.outvars[x_count:]
         self._depends = [isinstance(var, core.Var) and var in depends_on_x for var in outputs]
         self.residuals = tuple(
@@ -95,6 +97,9 @@ class LayerGradient:
             for var, depends in zip(outputs, self._depends, strict=True)
             if depends
         )
+        kept = _chosen(outputs, self._depends)
+        # Which leaves of x the residuals are, if they are nothing else
+        self._of_x = [x_vars.index(var) for var in kept] if {*kept} <= {*x_vars} else None
         self._params = jax.tree.map(_shape, params)
         self._row = jax.tree.map(_shape, row)
 
@@ -110,6 +115,17 @@ class LayerGradient:
         """y and the residuals that depend on x."""
         y, leaves = self._linearize(params, x, row)
         return y, _chosen(leaves, self._depends)
+
+    @property
+    def keeps_input_alone(self) -> bool:
+        """Whether the residuals are parts of x, so that they are there without a forward pass."""
+        return self._of_x is not None
+
+    def residuals_of_input(self, x: Tree) -> tuple[jax.Array, ...]:
+        """The residuals, where they are parts of x."""
+        assert self._of_x is not None, "residuals that only a forward pass yields"
+        leaves = jax.tree.leaves(x)
+        return tuple(leaves[index] for index in self._of_x)
 
     def backward(
         self,
@@ -196,7 +212,7 @@ def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list
 # ---------------------------------------------------------------------------- residuals
 
 
-def _chosen(leaves: Sequence[jax.Array], choice: Sequence[bool]) -> tuple[jax.Array, ...]:
+def _chosen(leaves: Sequence[Any], choice: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(leaf for leaf, chosen in zip(leaves, choice, strict=True) if chosen)
 
 

@@ -124,14 +124,6 @@ class Config(Section):
                         "compiler places these sums; leave it out"
                     )
         for name in self.model.phases:
-            remat = getattr(self.components, name).remat
-            if self.pipeline.stages > 1 and remat != "full":
-                shown = remat if isinstance(remat, str) else [*remat]
-                raise ValueError(
-                    f"components.{name}.remat ({shown}): with pipeline.stages, layers are computed "
-                    "again from what their chunk reads, except in as many forwards as "
-                    "pipeline.kept_residuals says, which keep everything; set that, and leave remat out"
-                )
             rows = getattr(self.phases, name)
             if self.pipeline.stages > 1 and rows.row_classes not in ("auto", 1):
                 raise ValueError(

@@ -210,18 +210,10 @@ def test_any_one_axis_of_the_mesh_takes_the_rest(path, axis):
     assert mesh_shape(sizes, 32)[list(sizes).index(axis)] == (16 if axis == "data" else 8)
 
 
-def test_with_stages_the_pipeline_says_what_is_computed_again(path):
-    dots = "components.vision.remat=dots"
-    assert load_config(path, [dots]).components.vision.remat == "dots"
-    assert "components.vision.remat (dots): with pipeline.stages" in refusal(
-        path, dots, "pipeline.stages=2"
-    )
-    message = refusal(path, "components.language.remat=[mlp, attention]", "pipeline.stages=2")
-    assert "components.language.remat (['mlp', 'attention']): with pipeline.stages" in message
-    # A projector is computed again inside its stage as anywhere
-    load_config(path, ["components.projector.vision.remat=[mlp]", "pipeline.stages=2"])
-    # There is no such tower
-    load_config(path, ["components.audio.remat=dots", "pipeline.stages=2"])
+@pytest.mark.parametrize("remat", ["none", "dots", "[mlp, attention]"])
+def test_what_is_computed_again_may_be_said_with_stages(path, remat):
+    overrides = [f"components.language.remat={remat}", "pipeline.stages=2"]
+    assert load_config(path, overrides).components.language.remat != "full"
 
 
 @pytest.mark.parametrize(

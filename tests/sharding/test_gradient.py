@@ -21,6 +21,7 @@ PLAIN = {
     "plain": gated,
     "jitted": jax.jit(gated),
     "recomputed": jax.checkpoint(gated),
+    "products kept": jax.checkpoint(gated, policy=jax.checkpoint_policies.dots_saveable),
     "loop": lambda params, x, row: jax.lax.fori_loop(0, 2, lambda _, x: gated(params, x, row), x),
 }
 SHAPES = {"gate": (8, 16), "up": (8, 16), "down": (16, 8), "scale": (16,)}
@@ -65,6 +66,22 @@ def test_residuals_hold_no_parameters():
     gradient = LayerGradient(gated, params, x, row)
     shapes = {leaf.shape for leaf in gradient.residuals}
     assert shapes and not shapes & set(SHAPES.values())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes"),
+    [
+        ("recomputed", [(4, 8)]),
+        ("products kept", [(4, 8), (4, 16), (4, 16)]),
+    ],
+)
+def test_residuals_of_a_checkpointed_layer_are_its_input_and_what_its_policy_keeps(layer, shapes):
+    params, x, row, _ = arrays()
+    gradient = LayerGradient(PLAIN[layer], params, x, row)
+    assert sorted(leaf.shape for leaf in gradient.residuals) == shapes
+    assert gradient.keeps_input_alone == (layer == "recomputed")
+    if gradient.keeps_input_alone:
+        np.testing.assert_array_equal(gradient.residuals_of_input(x), [x])
 
 
 def products(function, *args) -> int:

@@ -5,7 +5,7 @@ rows --first--> x --layer, layer, ..--> x --last--> tokens of an encoder, or los
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
@@ -128,7 +129,7 @@ class StageFunctions:
 
         return Component(
             first,
-            layer,
+            self._checkpointed(phase, layer),
             last,
             layout.spec(("batch", "sequence")),
             layout.spec(("batch",)),
@@ -178,7 +179,16 @@ class StageFunctions:
                 sums,
             )
 
-        return Component(first, layer, last, layout.spec(("batch", "sequence")))
+        return Component(
+            first,
+            self._checkpointed(LANGUAGE, layer),
+            last,
+            layout.spec(("batch", "sequence")),
+        )
+
+    def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer, of which the executor keeps what `remat` of its component says."""
+        return checkpointed(layer, self.model.components[phase].settings.remat)
 
 
 def _layers_of(params: dict[str, Any], phase: str) -> Any:

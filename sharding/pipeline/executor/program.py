@@ -7,6 +7,7 @@ what a switch passes through any branch but the first (openxla/xla#46314).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -134,7 +135,16 @@ class Program:
         stack, y = work.scratch[residual_key]
         recomputes = row["read_residual"] < 0
         x = self._input(c, row, data, values)
-        stack, computed = self._forward_with_residuals(c, row, data, x, stack, recomputes)
+        is_last = True if self.chains[c].depth == 1 else row["last"] > 0
+        stack, computed = self._forward_with_residuals(
+            c,
+            row,
+            data,
+            x,
+            stack,
+            recomputes,
+            needs_y=is_last,
+        )
         if self.shapes.has(*residual_key):
             y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), computed, y)
         else:
@@ -245,13 +255,27 @@ class Program:
         x: Tree,
         stack: Tree,
         wanted: Array | bool,
+        needs_y: Array | bool = True,
     ) -> tuple[Tree, Tree]:
-        """Through the layers of a chunk, if wanted: the residuals of all layers, and y."""
+        """Through the layers of a chunk, if wanted: the residuals of all layers, and y.
+
+        Where those are the inputs of layers and y is not needed, the last layer does not run, and y
+        means nothing.
+        """
+        gradient = self.shapes.gradients[c]
+
+        def through(index: Array, x: Tree) -> Tree:
+            params = read(self.layers[c], self._layer(c, row, index))
+            return self.components[c].layer(params, x, data)
 
         def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             stack, x = carry
+            if gradient.keeps_input_alone:
+                runs = needs_y | (index + 1 < row["layers"])
+                y = lax.cond(runs, partial(through, index), unchanged, x)
+                return write(stack, index, gradient.residuals_of_input(x)), y
             params = read(self.layers[c], self._layer(c, row, index))
-            y, residuals = self.shapes.gradients[c].forward(params, x, data)
+            y, residuals = gradient.forward(params, x, data)
             return write(stack, index, residuals), y
 
         return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, (stack, x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,12 @@ def language() -> Component:
     return Component(first, layer, last)
 
 
-def components(ring: Ring) -> tuple[Component, ...]:
-    return (*(encoder() for _ in ring.encoders), language())
+def components(ring: Ring, policy: Callable[..., bool] | None = None) -> tuple[Component, ...]:
+    """With a policy, layers keep for their backward pass what it says; else everything."""
+    parts = (*(encoder() for _ in ring.encoders), language())
+    if policy is None:
+        return parts
+    return tuple(replace(part, layer=jax.checkpoint(part.layer, policy=policy)) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -328,6 +332,7 @@ def program(
     fan: int = 4,
     pools: tuple[Pool, ...] = (),
     ticks: int = 400,
+    policy: Callable[..., bool] | None = None,
 ) -> Program:
     """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2."""
     places = {
@@ -344,5 +349,5 @@ def program(
     }
     spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders))
     mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
-    run = jax.jit(make_executor(spec, components(ring), mesh))
+    run = jax.jit(make_executor(spec, components(ring, policy), mesh))
     return Program(spec, trained, sizes, run, *parameters(ring, trained))

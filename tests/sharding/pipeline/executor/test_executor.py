@@ -86,6 +86,38 @@ def test_residuals_kept(split):
     of.check(kept, seed=3)
 
 
+POLICIES = {
+    "inputs": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, id=name, marks=[pytest.mark.slow] if name == "products" else [])
+        for name, policy in POLICIES.items()
+    ],
+)
+def test_layers_computed_again_one_by_one(policy):
+    """Whole chunks and parts of them, residuals kept and not, and backwards in two halves."""
+    ring = ring_of("chain", 3)
+    of = program(
+        ring,
+        (ALL, ALL),
+        SIZES,
+        slots=24,
+        pools=(Pool.RESIDUAL, Pool.PENDING),
+        policy=policy,
+    )
+    for seed, split in ((11, False), (12, True)):
+        schedule = greedy(build_graph(ring, workload_of(ring, 5, seed=seed), split=split))
+        of.check(schedule, seed)
+        kept = keep_residuals(schedule, of.spec.slots)
+        assert kept.keepers
+        of.check(kept, seed)
+
+
 @settings(max_examples=15)
 @given(st.data())
 def test_any_legal_order(data):
