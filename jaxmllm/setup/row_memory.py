@@ -1,7 +1,8 @@
 """How many slots of a row fit a device: an estimate, on the safe side, that bounds what `auto` may choose.
 
 What a backward pass starts from grows with the slots of a row; the state does not. The estimate counts what
-each layer keeps, what the largest layer holds while it runs, and leaves as much again to everything else.
+each layer keeps, what the largest layer holds while it runs, and leaves as much again to everything else. In
+stages only the layers of one chunk keep something at a time, and what goes in and out of chunks waits.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import DictKey
 
+from jaxmllm.arrays import ceil_divide
+from jaxmllm.balance.stages.sizes import CHOICE
 from jaxmllm.config.schema import Config, LanguageConfig, PhaseConfig, Remat, TowerConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
 from jaxmllm.trainable import Params
 from jaxmllm.training.optimizer import MOMENTS
+from jaxmllm.training.programs.stage_layers import LAYERS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
@@ -72,13 +77,15 @@ def _state_bytes(config: Config, model: MLLM) -> int:
     """Parameters, gradients and moments of the largest share that a device holds."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
-    moments = MOMENTS * _device_bytes(trained)
-    return _device_bytes(params) + moments + _gradient_bytes(config, model, trained)
+    moments = MOMENTS * _device_bytes(config, trained)
+    return _device_bytes(config, params) + moments + _gradient_bytes(config, model, trained)
 
 
 def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
     """Sums of gradients, in at least float32. Where those are whole (`reduce: step`), a microbatch has whole
     gradients beside them, until they are added."""
+    if config.pipeline.stages > 1:
+        return _device_bytes(config, trained, least=4)
     own = config.run.param_dtype
     sums = model.gradient_sums(trained, jnp.promote_types(own, jnp.float32))
     beside = [0]
@@ -92,14 +99,18 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
                 if component.defers(names):
                     numbers = math.prod(leaf.sharding.shard_shape(leaf.shape))
                     beside[-1] += numbers * component.whole_dtype(names, own).itemsize
-    return _device_bytes(sums) + max(beside)
+    return _device_bytes(config, sums) + max(beside)
 
 
-def _device_bytes(tree: object) -> int:
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+def _device_bytes(config: Config, tree: object, least: int = 0) -> int:
+    """Bytes of arrays on the device that holds most, in elements of at least so many."""
+    total = 0
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        layers, *sizes = leaf.sharding.shard_shape(leaf.shape) or (1,)
+        if DictKey(LAYERS) in path:
+            layers = _layers_of_a_stage(config, layers)
+        total += layers * math.prod(sizes) * max(leaf.dtype.itemsize, least)
+    return total
 
 
 def _slot_bytes(config: Config, phase: str) -> float:
@@ -107,14 +118,25 @@ def _slot_bytes(config: Config, phase: str) -> float:
     shapes = getattr(config.model, phase)
     running, running_mlp = RUNNING_WIDTHS
     values = running * shapes.width + running_mlp * shapes.mlp_width
+    if config.pipeline.stages > 1:
+        in_flight = config.pipeline.microbatches_in_flight
+        if in_flight == "auto":
+            in_flight = CHOICE.per_stage * config.pipeline.stages
+        values += 2 * in_flight * shapes.width  # inputs of chunks and gradients of their outputs
     return _kept_bytes(config, phase) + float(values * _itemsize(config, phase))
 
 
 def _kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
-    values = shapes.layers * _kept_values(shapes, getattr(config.components, phase).remat)
+    layers = _layers_of_a_stage(config, shapes.layers) * (1 + config.pipeline.kept_residuals)
+    values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     return float(values * _itemsize(config, phase))
+
+
+def _layers_of_a_stage(config: Config, layers: int) -> int:
+    """Of the stage that has most."""
+    return ceil_divide(layers, config.pipeline.stages)
 
 
 def _kept_values(shapes: TowerConfig | LanguageConfig, remat: Remat) -> int:

@@ -81,6 +81,7 @@ class Run:
         for name, route in self.programs.spec.routes.items():
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
             lines.append(f"route {name}: {pools}, {route.backend} exchange")
+        lines += self.programs.describe_memory()
         lines.append(compilation_cache.describe(self.config))
         return "\n".join(lines)
 

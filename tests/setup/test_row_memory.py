@@ -41,6 +41,15 @@ def test_keeping_more_or_more_layers_leaves_less(tmp_path):
     assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
 
 
+def test_stages_hold_the_layers_of_one_and_what_waits_between_them(tmp_path):
+    deep = {"model__language__layers": 400}
+    staged = deep | {"pipeline__stages": 4, "mesh": {"data": 2}}
+    assert slots(tmp_path, **staged)[2] > slots(tmp_path, **deep)[2]
+    none = {"components__language__remat": "none"}
+    for less in (none, {"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000}):
+        assert slots(tmp_path, **staged | less)[2] < slots(tmp_path, **staged)[2]
+
+
 def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
     roomy = slots(tmp_path)
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 16)

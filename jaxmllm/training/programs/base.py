@@ -194,6 +194,10 @@ class Programs(abc.ABC):
         """Write what a step does in which tick, for `jaxmllm timeline`; nothing without stages."""
         return
 
+    def describe_memory(self) -> list[str]:
+        """Lines that say what devices hold while a step runs, beside the state; nothing without stages."""
+        return []
+
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of the exchanges of a step, from its plan statistics; none without an exchange."""
         return {}

@@ -12,6 +12,7 @@ training and once for evaluation.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,9 @@ from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.pipeline.executor.component import Inputs, TableArrays
-from sharding.pipeline.executor.executor import make_executor
+from sharding.pipeline.executor.executor import held_bytes, make_executor
+from sharding.pipeline.executor.held import Held
+from sharding.pipeline.graph import Pool
 from sharding.pipeline.table_file import save_tables
 
 NOTHING_TRAINED = Trainable(frozenset(), {})
@@ -127,6 +130,61 @@ class StagedPrograms(Programs):
         for rows, table in batch.runs:
             evaluated = self._call("evaluate")(params, rows, table, evaluated)
         return evaluated
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def held(self) -> Held:
+        """What a device holds from tick to tick while a table of training runs, but for the sums of
+        gradients."""
+        found: list[Held] = []
+        rows = self.rows
+
+        def record(params: Any, scale: jax.Array) -> None:
+            stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
+            inputs = stage_functions.inputs(params, rows, scale, self.functions.model.trainable)
+            found.append(
+                held_bytes(
+                    self.sizes.training.tables,
+                    stage_functions.components(),
+                    self._stages_mesh,
+                    inputs,
+                    STAGE,
+                    self.replicas,
+                )
+            )
+
+        jax.eval_shape(record, self.params, self._scalar())
+        return found[-1]
+
+    @property
+    def held_sums(self) -> int:
+        """Bytes of the sums of gradients on a device, at least in float32."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape))
+            * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+            for leaf in jax.tree.leaves(self.trained)
+        )
+
+    def describe_memory(self) -> list[str]:
+        """What the tables of this run may fill, and what that takes."""
+        held = self.held
+        slots, boxes = sum(held.pools.values()), sum(held.boxes.values()) + held.media
+        lines = [
+            f"stages: a device holds {_size(held.total + self.held_sums)} while it runs a table: "
+            f"slots {_size(slots)}, boxes {_size(boxes)}, sums of gradients {_size(self.held_sums)}"
+        ]
+        for c, phase in enumerate(self.functions.model.phases):
+            of_phase = [
+                f"{pool.words} {count} x {_size(held.pools[pool, c] / count)}"
+                for (pool, chain), count in held.slots.items()
+                if chain == c
+            ]
+            backward = held.boxes.get((Pool.RESIDUAL, c))
+            if backward is not None:
+                of_phase.append(f"backward of a chunk {_size(backward)}")
+            lines.append(f"stages, {phase}: {', '.join(of_phase)}")
+        return lines
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -261,14 +319,18 @@ class StagedPrograms(Programs):
         pipeline: PipelineSpec,
         stage_functions: StageFunctions,
     ) -> Callable[[TableArrays, Inputs], Any]:
-        assert isinstance(self.mesh, Mesh)
         return make_executor(
             pipeline.tables,
             stage_functions.components(),
-            self.mesh,
+            self._stages_mesh,
             STAGE,
             self.replicas,
         )
+
+    @property
+    def _stages_mesh(self) -> Mesh:
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
 
     def _by_rank(self, sums: Sums) -> Sums:
         """Sums [N] of all ranks as those of the first of R."""
@@ -387,3 +449,8 @@ def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
 def _stacked_sharding(sharding: NamedSharding) -> NamedSharding:
     """The sharding of such arrays stacked along a new first axis."""
     return NamedSharding(sharding.mesh, P(None, *sharding.spec))
+
+
+def _size(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

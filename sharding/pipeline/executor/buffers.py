@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from sharding.gradient import LayerGradient, SplitGradient
@@ -158,6 +159,23 @@ class Shapes:
                 return stacked_shapes(self.gradients[c].residuals, self.per_chunk[c]), self.x[c]
         return stacked_shapes(self.split(c).pending, self.per_chunk[c])
 
+    def specs(self, pool: Pool, c: int) -> list[PartitionSpec | None]:
+        """How the leaves of a slot lie on the automatic axes; None: as the compiler likes."""
+        activation = self.components[c].activation
+        of_slot = activation
+        match pool:
+            case Pool.TOKENS | Pool.TOKEN_GRADIENT:
+                of_slot = self.components[c].tokens
+            case Pool.RESIDUAL:
+                stack, x = self.slot(pool, c)
+                of_stack = None
+                if self.gradients[c].keeps_input_alone and activation is not None:
+                    of_stack = PartitionSpec(None, *activation)
+                return [of_stack] * len(stack) + [activation] * len(jax.tree.leaves(x))
+            case Pool.PENDING:
+                of_slot = None
+        return [of_slot] * len(jax.tree.leaves(self.slot(pool, c)))
+
 
 class Buffers:
     """Makes empty slots and scratch, and moves values between them as a row says."""
@@ -174,13 +192,13 @@ class Buffers:
         shapes = self.shapes
         pools = {key: self._empty_pool(*key) for key in self._pool_keys()}
         scratch: dict[PoolKey, Tree] = {
-            (pool, c): jax.tree.map(zeros, shapes.slot(pool, c))
+            (pool, c): self._empty(pool, c)
             for pool, c in pools
             if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)
         }
         for c in range(self.language + 1):
             if shapes.goes_back(c) and not shapes.chains[c].head_only:
-                scratch[Pool.RESIDUAL, c] = jax.tree.map(zeros, shapes.slot(Pool.RESIDUAL, c))
+                scratch[Pool.RESIDUAL, c] = self._empty(Pool.RESIDUAL, c)
         media = shapes.media(self.language)
         for e in range(self.language):
             if shapes.has(Pool.TOKEN_GRADIENT, e):
@@ -207,17 +225,16 @@ class Buffers:
         return list(dict.fromkeys(keys))
 
     def _empty_pool(self, pool: Pool, c: int) -> Tree:
-        count = self.spec.room(pool, c) + 1
-        spec = None
-        if pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
-            spec = self.shapes.components[c].tokens
-        elif pool in (Pool.INPUT, Pool.GRADIENT):
-            spec = self.shapes.components[c].activation
-        shape = self.shapes.slot(pool, c)
-        return jax.tree.map(
-            lambda leaf: constrained(jnp.zeros((count, *leaf.shape), leaf.dtype), spec),
-            shape,
-        )
+        return self._empty(pool, c, self.spec.room(pool, c) + 1)
+
+    def _empty(self, pool: Pool, c: int, *count: int) -> Tree:
+        """What a slot holds, in zeros, or so many slots."""
+        leaves, tree = jax.tree.flatten(self.shapes.slot(pool, c))
+        empty = [
+            constrained(jnp.zeros((*count, *leaf.shape), leaf.dtype), spec, len(count))
+            for leaf, spec in zip(leaves, self.shapes.specs(pool, c), strict=True)
+        ]
+        return jax.tree.unflatten(tree, empty)
 
     # ------------------------------------------------------------------------ in every tick
 

@@ -29,6 +29,7 @@ from jaxtyping import Array
 
 from sharding.pipeline.executor.buffers import Buffers, Pools, Row, Shapes, State
 from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
+from sharding.pipeline.executor.held import Held
 from sharding.pipeline.executor.program import Program
 from sharding.pipeline.executor.trees import Tree, read, unchanged, write
 from sharding.pipeline.ring import PipelineError
@@ -63,18 +64,60 @@ def make_executor(
     staged: Any = PartitionSpec(axis)
     table_rows: Any = PartitionSpec(None, axis)
     replicated: Any = PartitionSpec()
-    data_rows: Any = PartitionSpec(None, replicas) if replicas else replicated
     return jax.shard_map(
         lambda table, inputs: _run(spec, components, axis, replicas, table, inputs),
         mesh=mesh,
         in_specs=(
             TableArrays(table_rows, replicated, replicated),
-            Inputs(staged, replicated, data_rows),
+            _input_specs(axis, replicas),
         ),
         out_specs=Outputs(loss=replicated, sums=replicated, layers=staged, outer=replicated),
         axis_names={axis, *replicas},
         check_vma=False,
     )
+
+
+def held_bytes(
+    spec: TableSpec,
+    components: tuple[Component, ...],
+    mesh: Mesh,
+    inputs: Inputs,
+    axis: str = "stage",
+    replicas: tuple[str, ...] = (),
+) -> Held:
+    """What a device holds from tick to tick while `make_executor`'s program runs a table, whatever
+    the table; beside that, sums of gradients, one for each trained number.
+
+    Args:
+      inputs: arrays or their shapes.
+    """
+    found: list[Held] = []
+
+    def start(inputs: Inputs) -> State:
+        shapes = Shapes(spec, components, inputs)
+        state = Buffers(shapes).start()
+        found.append(Held.of(shapes, state, mesh))
+        return state
+
+    replicated: Any = PartitionSpec()
+    mapped = jax.shard_map(
+        start,
+        mesh=mesh,
+        in_specs=(_input_specs(axis, replicas),),
+        out_specs=replicated,
+        axis_names={axis, *replicas},
+        check_vma=False,
+    )
+    jax.eval_shape(mapped, inputs)
+    return found[-1]
+
+
+def _input_specs(axis: str, replicas: tuple[str, ...]) -> Inputs:
+    """How inputs lie on the manual axes, as prefixes of their trees."""
+    staged: Any = PartitionSpec(axis)
+    replicated: Any = PartitionSpec()
+    data_rows: Any = PartitionSpec(None, replicas) if replicas else replicated
+    return Inputs(staged, replicated, data_rows)
 
 
 def _run(

@@ -52,11 +52,11 @@ def zeros(leaf: Any) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def constrained(stack: Array, spec: PartitionSpec | None) -> Array:
-    """A stack of arrays that lie as `spec` says on the automatic axes."""
-    return (
-        stack if spec is None else lax.with_sharding_constraint(stack, PartitionSpec(None, *spec))
-    )
+def constrained(stack: Array, spec: PartitionSpec | None, leading: int = 1) -> Array:
+    """A stack of arrays, with so many leading axes, that lie as `spec` says on the automatic axes."""
+    if spec is None:
+        return stack
+    return lax.with_sharding_constraint(stack, PartitionSpec(*(None,) * leading, *spec))
 
 
 def unchanged(operand: Tree) -> Tree:

@@ -12,14 +12,19 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.reference import MediaError
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.compilations import CompilationCounter
+from jaxmllm.setup.build import plan_programs
+from jaxmllm.setup.hlo import BODY, array_bytes, parse
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.tools import timeline
 from jaxmllm.train import main
+from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
+from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.table_file import load_tables
 from tests.sharding.pipeline.schedules.toy import TOY
@@ -344,6 +349,102 @@ def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, cap
     last = load_tables(tmp_path / "run" / "schedule.npz")
     np.testing.assert_array_equal(np.concatenate(last.rows), np.concatenate(run.rows))
     assert timeline.main(["--run", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
+
+
+# ---------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remat", "pipeline"),
+    [
+        ("none", {}),
+        ("dots", {"kept_residuals": 2}),
+        (["attention", "mlp"], {"split_backward": True}),
+    ],
+    ids=["nothing", "products kept, some forwards too", "all but names, split"],
+)
+def test_what_is_computed_again_changes_no_gradient(setups, by_example, deep, remat, pipeline):
+    components = {phase: {"remat": remat} for phase in ("vision", "audio", "language")}
+    pipeline = {"stages": 2, "layout": "chain"} | pipeline
+    setup = setups(by_example(pipeline=pipeline, components=components, **DEEP), 2)
+    assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
+
+
+def planned(data, devices: int, **changes):
+    """Programs that are not compiled."""
+    config = parse_config(tiny_config(data, **DEEP | changes))
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
+    return plan_programs(config, prepare(config, mesh))[0]
+
+
+CHAIN = {"stages": 2, "layout": "chain"}
+
+
+def test_a_chunk_keeps_of_every_layer_what_remat_says(data):
+    def kept(remat):
+        components = {"language": {"remat": remat}}
+        changes = {"pipeline": CHAIN, "components": components, "mesh": {"data": 1}}
+        programs = planned(data, 2, **changes)
+        (language,) = (c for c in programs.sizes.training.tables.ring.chains if c.name == LANGUAGE)
+        slots = programs.spec.phases[LANGUAGE].capacities[0]
+        return programs.held.boxes[Pool.RESIDUAL, 2] / slots, max(language.layers)
+
+    (full, layers), (named, _), (dots, _), (none, _) = map(
+        kept, ("full", ["attention"], "dots", "none")
+    )
+    hidden, valid = 4 * 32, 4
+    # Of every layer its input, and what the last one yields
+    assert full == layers * hidden + hidden + valid
+    heads, head_size, logsumexp = 4, 8, 1
+    assert named == full + layers * 4 * heads * (head_size + logsumexp)
+    assert named < dots < none
+
+
+def test_memory_is_stated_in_words(data):
+    programs = planned(data, 2, mesh={"data": 1}, pipeline=CHAIN | {"kept_residuals": 3})
+    first, *phases = programs.describe_memory()
+    assert first.startswith("stages: a device holds ") and "sums of gradients" in first
+    assert [line.partition(":")[0] for line in phases] == [
+        "stages, vision",
+        "stages, audio",
+        "stages, language",
+    ]
+    assert all("residual 4 x" in line and "backward of a chunk" in line for line in phases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ({"data": 2}, CHAIN),
+        ({"data": 2, "fsdp": 2}, SEGMENTS | {"kept_residuals": 2}),
+        ({"data": 1, "fsdp": 2}, CHAIN | {"split_backward": True}),
+    ],
+    ids=["data", "data x fsdp, kept", "fsdp, split"],
+)
+def test_the_compiled_loop_holds_what_is_stated(setups, by_example, mesh, pipeline):
+    devices = 2 * mesh["data"] * mesh.get("fsdp", 1)
+    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
+    text = setup.programs.compiled[ProgramName("gradients")].as_text()
+    found = max(carried_bytes(parse(text)))
+    assert found == pytest.approx(setup.programs.held.total + setup.programs.held_sums, rel=0.05)
+
+
+def carried_bytes(module) -> list[int]:
+    """Of every loop, the bytes of what its turns change."""
+    found = []
+    for lines in module.computations.values():
+        for loop in (line for line in lines if line.opcode == "while"):
+            body = {
+                line.name: line for line in module.computations[BODY.search(loop.attributes)[1]]
+            }
+            (root,) = (line for line in body.values() if line.root)
+            sizes = [size for _, size in array_bytes(loop.shape)]
+            assert len(sizes) == len(root.operands)
+            unchanged = [body[name].index == n for n, name in enumerate(root.operands)]
+            found.append(sum(size for size, same in zip(sizes, unchanged, strict=True) if not same))
+    return found
 
 
 # ---------------------------------------------------------------------------- what cannot be

@@ -1,0 +1,76 @@
+"""What a device holds while it runs a table, in bytes: counted from shapes, before anything is compiled.
+
+State   pools      slots of every pool      Held.pools
+        scratch    one box of every pool    Held.boxes, of which RESIDUAL is a chunk's backward
+        media      of all encoders          Held.media
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.pipeline.executor.buffers import Shapes, State
+from sharding.pipeline.executor.trees import Tree
+from sharding.pipeline.graph import Pool, PoolKey, Slots
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one device, by pool and component. `slots` are one more of each pool than its
+    tables know; `pools` are the bytes of all of them."""
+
+    slots: Slots
+    pools: dict[PoolKey, int]
+    boxes: dict[PoolKey, int]
+    media: int
+
+    @property
+    def total(self) -> int:
+        """All at once."""
+        return sum(self.pools.values()) + sum(self.boxes.values()) + self.media
+
+    @staticmethod
+    def of(shapes: Shapes, state: State, mesh: Mesh) -> Held:
+        """What a state takes, seen inside of the manual axes.
+
+        Of residuals that are not inputs alone the compiler chooses the layout; they are counted as
+        if rows were split as those of activations are.
+        """
+
+        def total(key: PoolKey, tree: Tree, leading: int) -> int:
+            pool, c = key
+            activation = shapes.components[c].activation or PartitionSpec()
+            rows = jax.tree.leaves(shapes.x[c])[0].shape[0]
+            found = 0
+            for leaf, spec in zip(jax.tree.leaves(tree), shapes.specs(pool, c), strict=True):
+                if spec is not None:
+                    found += _bytes(leaf, spec, leading, mesh)
+                    continue
+                axes = leading + (pool in (Pool.RESIDUAL, Pool.PENDING))  # that of the layers
+                is_of_rows = leaf.ndim > axes and leaf.shape[axes] == rows
+                found += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
+            return found
+
+        encoders = range(shapes.language)
+        # The box of gradients of tokens has one for each row that is read
+        leading = {(Pool.TOKEN_GRADIENT, e): 1 for e in encoders}
+        return Held(
+            slots={key: jax.tree.leaves(pool)[0].shape[0] for key, pool in state.pools.items()},
+            pools={key: total(key, pool, 1) for key, pool in state.pools.items()},
+            boxes={
+                key: total(key, box, leading.get(key, 0)) for key, box in state.work.scratch.items()
+            },
+            media=sum(total((Pool.TOKENS, e), state.work.media[e], 1) for e in encoders),
+        )
+
+
+def _bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh) -> int:
+    """Of one device's part of an array with so many leading axes before those that `spec` splits."""
+    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * leading, *spec))
+    return math.prod(sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
