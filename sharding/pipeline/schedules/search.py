@@ -23,8 +23,14 @@ import numpy as np
 
 from sharding.pipeline.graph import Graph, Longs, Slots
 from sharding.pipeline.ring import PipelineError
-from sharding.pipeline.schedules.bounds import longest_paths, lower_bound
-from sharding.pipeline.schedules.greedy import Policy, default_priority, greedy, rollout
+from sharding.pipeline.schedules.bounds import lower_bound
+from sharding.pipeline.schedules.greedy import (
+    Policy,
+    default_priority,
+    greedy,
+    path_priority,
+    rollout,
+)
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.slots import slots_needed
 
@@ -42,7 +48,7 @@ class Genes:
     turn: tuple[int, int] = (-8, 8)
     late: tuple[int, int] = (0, 8)
     power: tuple[int, int] = (1, 8)  # quarters of the exponent of a tick's duration
-    path: tuple[int, int] = (-8, 8)  # eighths of the longest path that are added to the priority
+    order: tuple[int, int] = (-4, 12)  # quarters of the order by microbatch, added to the priority
     window: tuple[int, int] = (0, 8)  # from 4 on: all microbatches
     offset: int = 12  # of a class, at most, in either direction, ...
     offset_parts: int = 32  # ... in such parts of all priorities
@@ -51,7 +57,7 @@ class Genes:
     def ranges(self) -> Longs:
         """[genes, 2], in the order in which `_Space.decode` reads them."""
         return np.array(
-            [self.near, self.turn, self.late, self.power, self.path, self.window],
+            [self.near, self.turn, self.late, self.power, self.order, self.window],
             np.int64,
         )
 
@@ -141,22 +147,21 @@ def _baselines(
 
 @dataclass(frozen=True)
 class _Space:
-    """What genes mean for a graph. Columns [N]: default priority, longest path from an operation to
-    the end of the step as a share of N, and class."""
+    """What genes mean for a graph. Columns [N]: priority by the longest path, by microbatch, and
+    class."""
 
     graph: Graph
     priority: Longs
-    path: Longs
+    order: Longs
     classes: Longs
 
     @staticmethod
     def of(graph: Graph) -> _Space:
-        path = np.array(longest_paths(graph)[1], np.int64)
         keys = np.array([graph.chain, graph.depth, graph.kind], np.int64)
         return _Space(
             graph=graph,
-            priority=np.array(default_priority(graph), np.int64),
-            path=path * graph.size // path.max(initial=1),
+            priority=np.array(path_priority(graph), np.int64),
+            order=np.array(default_priority(graph), np.int64),
             classes=np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1),
         )
 
@@ -181,9 +186,9 @@ class _Space:
         size = self.graph.size
         groups = max(self.graph.group, default=0) + 1
         weights = len(GENES.ranges)
-        near, turn, late, power, path, window = genes[:weights].tolist()
+        near, turn, late, power, order, window = genes[:weights].tolist()
         offsets = genes[weights:] * size // GENES.offset_parts
-        priority = self.priority - path * self.path // 8 + offsets[self.classes]
+        priority = self.priority + order * self.order // 4 + offsets[self.classes]
         policy = Policy(
             near=(size << near) // 8,
             late=size * late // 2,

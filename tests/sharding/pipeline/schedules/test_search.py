@@ -142,7 +142,8 @@ def test_searched_schedules_are_proven_and_no_worse_than_others(seed):
     prove(graph, found.schedule, slots_needed([found.schedule]))
     assert found.lockstep == lockstep(found.schedule) and found.rollouts == 40
     others = [lockstep(greedy(graph)), lockstep(gpipe(graph)), lockstep(interleaved(graph))]
-    assert found.baseline == min(others) > found.lockstep > lower_bound(graph)
+    assert found.baseline == min(others) >= found.lockstep > lower_bound(graph)
+    assert seed or found.lockstep < found.baseline
 
 
 def test_a_chain_starts_from_its_fixed_orders():
