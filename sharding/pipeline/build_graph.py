@@ -19,17 +19,20 @@ def build_graph(
     *,
     split: bool = False,
     fused: bool = True,
+    overhead: int = 0,
 ) -> Graph:
     """The operations of a workload on a ring, and what each waits for.
 
     split: backward operations with both gradients become an INPUT_GRADIENT operation (recompute and
     input gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
     fused: the last language chunk has no forward operation where it has a backward: that one
-    computes the forward anyway and yields the loss. Raises `PipelineError` when workload and ring
-    do not fit, or when a gradient would have nowhere to come from.
+    computes the forward anyway and yields the loss.
+    overhead: what every operation takes besides its work, and so every tick.
+    Raises `PipelineError` when workload and ring do not fit, or when a gradient would have nowhere
+    to come from.
     """
     _check(ring, workload)
-    return _Builder(ring, workload, split, fused).build()
+    return _Builder(ring, workload, split, fused, overhead).build()
 
 
 # ---------------------------------------------------------------------------- what cannot be
@@ -118,11 +121,12 @@ class _Builder:
     chunk's input first: the forward, or the backward where the two are fused).
     """
 
-    def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool):
+    def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool, overhead: int):
         self.ring = ring
         self.workload = workload
         self.split = split
         self.fused = fused
+        self.overhead = overhead
         self.operations: list[
             tuple[int, int, int, int, int, int]
         ] = []  # kind, chain, depth, microbatch, rank, time
@@ -209,7 +213,8 @@ class _Builder:
         self.weight.append(weight)
 
     def _add(self, kind: Kind, c: int, d: int, m: int, duration: int) -> int:
-        self.operations.append((int(kind), c, d, m, self.ring.chains[c].stages[d], duration))
+        stage = self.ring.chains[c].stages[d]
+        self.operations.append((int(kind), c, d, m, stage, duration + self.overhead))
         return len(self.operations) - 1
 
     def _group(self, kind: int, c: int, d: int, m: int) -> int:

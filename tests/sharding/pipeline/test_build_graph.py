@@ -142,3 +142,10 @@ def test_gradients_need_something_to_come_from():
     ring = Ring(2, (dataclasses.replace(RING.chains[0], head_only=True), RING.chains[1]))
     with pytest.raises(PipelineError, match="only after its last layer"):
         build_graph(ring, DEFERRED)
+
+
+def test_every_operation_takes_the_overhead_once():
+    plain, with_overhead = (
+        build_graph(RING, DEFERRED, split=True, overhead=overhead) for overhead in (0, 7)
+    )
+    assert with_overhead.duration == tuple(duration + 7 for duration in plain.duration)
