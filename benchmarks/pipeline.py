@@ -2,6 +2,8 @@
 
     python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...]
                                   [--live L] [--rollouts N] [--long N] [--json PATH]
+    python -m benchmarks.pipeline --families real [--seeds N] [--profiles 8B 72B] [--mixes all images speech]
+                                  [--data DIR] [--real-stages 4 8] [--per-replica 8 32 128] ...
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
@@ -21,7 +23,9 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
     efficiency     work of the busiest rank / lockstep, mean and worst of the seeds
     GB             what waits on a rank, at most: inputs of chunks, tokens, gradients, and what split backwards leave to
                    their second half; bfloat16, one replica, nothing sharded
-    gain           lockstep of the first line / that of this one
+    gain           lockstep of the first line / that of this one; over 1F1B: asynchronous makespan of the first line,
+                   which is what others run, / lockstep of this one
+    over           lockstep / asynchronous
 
 Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
 (`--live`) there is room for so many language microbatches and 4 encoder rows of each.
@@ -34,6 +38,9 @@ time of one core a search comes within 2 % of it, greedy schedules included.
 
 Last, microbatches by themselves: by how much their standard deviation falls against random order, on 512 examples of
 log-uniform work, 4 replicas, 32 microbatches.
+
+The family `real` is lengths of real mixtures on rows that are chosen for them: benchmarks/pipeline_real.py says what
+its lines are. The others are the families `layouts` and `microbatches`.
 """
 
 from __future__ import annotations
@@ -41,12 +48,22 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.pipeline_real import (
+    FILES,
+    MIXES,
+    PROFILES,
+    instances,
+    measure_real,
+    show_real,
+)
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
@@ -89,6 +106,7 @@ LIVE_ROWS = 4  # encoder rows that have room for every language microbatch that 
 PENDING = 2  # slots of a rank for what split backwards of a component leave
 LONG = 1000  # rollouts of a search that is taken for the best
 WITHIN = 1.02  # of the best: near it
+FAMILIES = ("layouts", "microbatches", "real")
 UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
 GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
 
@@ -331,9 +349,11 @@ def measure(
     names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
     worst = min(each[2] for each in found)
     return {
+        "family": "layouts",
         "mode": mode,
         "variant": variant.name,
         **dict(zip(names, means, strict=True)),
+        "over_asynchronous": means[0] / means[1],
         "efficiency_worst": worst,
     }
 
@@ -441,19 +461,24 @@ def main(command: Sequence[str] | None = None) -> int:
         "--long", type=int, default=LONG, help="rollouts of a search that is taken for the best"
     )
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    real = parser.add_argument_group("real")
+    real.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
+    real.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["all"])
+    real.add_argument("--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix")
+    real.add_argument("--real-stages", nargs="+", type=int, default=[4])
+    real.add_argument("--per-replica", nargs="+", type=int, default=[8, 32, 128])
+    real.add_argument("--real-seeds", type=int, default=2, help="batches of each instance")
     options = parser.parse_args(command)
-    seeds = range(options.seed, options.seed + options.seeds)
-    shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
-    rows = []
-    for mode in options.modes:
-        rows += [measure(mode, variant, *shape) for variant in VARIANTS]
-        show(mode, [row for row in rows if row["mode"] == mode])
-    quality = [measure_search(mode, *shape, options.long) for mode in options.modes]
-    print_table(
-        "Search against the best known", [*quality[0]], [[*row.values()] for row in quality]
-    )
-    even = measure_microbatches(seeds)
-    print_table("Microbatches against random order", [*even], [[*even.values()]])
+    found: dict[str, Any] = {"rows": []}
+    if "layouts" in options.families:
+        found = _layouts(options)
+    if "microbatches" in options.families:
+        even = measure_microbatches(range(options.seed, options.seed + options.seeds))
+        print_table("Microbatches against random order", [*even], [[*even.values()]])
+        found["even"] = even
+    if "real" in options.families:
+        found["rows"] += _real(options)
     write_json(
         options.json,
         "pipeline",
@@ -465,19 +490,48 @@ def main(command: Sequence[str] | None = None) -> int:
         live=options.live,
         rollouts=options.rollouts,
         long=options.long,
-        rows=rows,
-        search=quality,
-        even=even,
+        **found,
     )
     return 0
 
 
+def _layouts(options: Namespace) -> dict[str, Any]:
+    """Layouts and schedules of drawn microbatches."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
+    rows = []
+    for mode in options.modes:
+        of_mode = [measure(mode, variant, *shape) for variant in VARIANTS]
+        show(mode, of_mode)
+        rows += of_mode
+    quality = [measure_search(mode, *shape, options.long) for mode in options.modes]
+    print_table(
+        "Search against the best known", [*quality[0]], [[*row.values()] for row in quality]
+    )
+    return {"rows": rows, "search": quality}
+
+
+def _real(options: Namespace) -> list[dict[str, Any]]:
+    """Lengths of real mixtures."""
+    seeds = range(options.seed, options.seed + options.real_seeds)
+    mixes = [*options.mixes, *([FILES] if options.data else [])]
+    rows = []
+    for instance in instances(
+        options.profiles, mixes, options.modes, options.real_stages, options.per_replica
+    ):
+        of_instance = measure_real(instance, seeds, options.rollouts, options.data)
+        show_real(of_instance)
+        rows += of_instance
+    return rows
+
+
 def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """The table of one mode."""
-    first = rows[0]["lockstep"]
+    first = rows[0]
     names = (
         "lockstep",
         "asynchronous",
+        "over_asynchronous",
         "efficiency",
         "efficiency_worst",
         "ticks",
@@ -485,18 +539,26 @@ def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
         "seconds",
     )
     table = [
-        [row["variant"], *(row[name] for name in names), first / row["lockstep"]] for row in rows
+        [
+            row["variant"],
+            *(row[name] for name in names),
+            first["lockstep"] / row["lockstep"],
+            first["asynchronous"] / row["lockstep"],
+        ]
+        for row in rows
     ]
     columns = [
         "variant",
         "lockstep",
         "asynchronous",
+        "over",
         "efficiency",
         "worst",
         "ticks",
         "GB",
         "seconds",
         "gain",
+        "over 1F1B",
     ]
     print_table(f"{mode}: PFLOP of a step, mean of the seeds", columns, table)
 

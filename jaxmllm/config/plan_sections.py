@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -120,12 +121,17 @@ class PipelineConfig(Section):
     """
 
     stages: PositiveInt = 1  # 1: no pipeline
-    layout: Literal["chain", "segments", "parallel"] = "segments"
-    schedule: str = "greedy"  # a name in sharding/pipeline/schedules/by_name.py
+    layout: Literal["auto", "chain", "segments", "parallel"] = "auto"
+    # A name in sharding/pipeline/schedules/by_name.py; auto: of all, by predicted time
+    schedule: str = "greedy"
     rollouts: PositiveInt = 64  # greedy schedules that a search tries
-    split_backward: bool = False  # input and weight gradients as operations of their own
+    # Input and weight gradients as operations of their own; auto: where that is predicted to pay
+    split_backward: bool | Auto = False
+    # What a tick takes besides its operations, as FLOPs that the devices of a stage could do
+    flops_per_tick: NonNegativeFloat = 0.0
     deferral: bool = True  # examples may run their language part one microbatch after their media
-    microbatches: PositiveInt | Auto = "auto"  # of the language model per step; auto: 4 * stages
+    # Of the language model per step; auto: as few as hold a batch, in rows chosen by predicted time
+    microbatches: PositiveInt | Auto = "auto"
     microbatches_in_flight: PositiveInt | Auto = "auto"  # on a rank at a time; auto: 4 * stages
     # That one microbatch reads, by encoder
     encoder_rows_per_microbatch: PositiveInt | Auto = "auto"

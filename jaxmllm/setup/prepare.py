@@ -61,7 +61,8 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     """Index the data and compose the model. An abstract mesh is enough where nothing will run."""
     # Wrong names are errors at once, before the data are indexed; that of the schedule also without stages.
     check_exchange(config)
-    scheduler_of(config.pipeline.schedule)
+    if config.pipeline.schedule != "auto":
+        scheduler_of(config.pipeline.schedule)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable.components:

@@ -167,11 +167,12 @@ def _of_step(
     microbatches = sum(
         run.rows.phases[sizes.training.tables.ring.language.name].count for run in runs
     )
-    settings = _in_words(config.pipeline.schedule, config.pipeline.split_backward)
+    chosen = sizes.training.config
+    settings = _in_words(chosen.schedule, chosen.split_backward is True)
     if any(run.fallback for run in runs):
         settings += ", greedy where that does not fit"
     title = (
-        f"step {step} of {name}: {settings}, layout {config.pipeline.layout}, "
+        f"step {step} of {name}: {settings}, layout {chosen.layout}, "
         f"{config.pipeline.stages} ranks, {microbatches} microbatches"
     )
     return of_schedules([run.schedule for run in runs], title)

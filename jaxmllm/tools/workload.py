@@ -279,7 +279,7 @@ def make_spec(
             phase=phase,
             ranks=ranks,
             alignment=ALIGNMENTS[name],
-            slots_per_token=_slots_per_token(name, MODEL),
+            slots_per_token=slots_per_token(name, MODEL),
             longest=longest(name, mix),
             flops=phase_flops(MODEL, name, dict.fromkeys(component_names(PHASES), 1)),
             config=PhaseConfig(row_classes=row_classes),
@@ -323,10 +323,10 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
     """Each example has media of at most one kind, so the slots of a kind depend on no other."""
     phases = {}
     if model.vision is not None:
-        patches = images.size * _slots_per_token("vision", model)
+        patches = images.size * slots_per_token("vision", model)
         phases["vision"] = _items(images.example, patches, patches, images.size, text)
     if model.audio is not None:
-        frames = _slots_per_token("audio", model)
+        frames = slots_per_token("audio", model)
         tokens = ceil_divide(clips.size, frames)
         phases["audio"] = _items(clips.example, tokens * frames, clips.size, tokens, text)
     length = text.copy()
@@ -355,10 +355,10 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     images = task.images[1]
     image = round(task.image.high)
     seconds = 0 if task.clip is None else task.clip.high
-    frames = _slots_per_token("audio", model)
+    frames = slots_per_token("audio", model)
     clip = math.ceil(seconds * FRAMES_PER_SECOND / frames)
     if phase == "vision":
-        return image * _slots_per_token("vision", model) if images else 0
+        return image * slots_per_token("vision", model) if images else 0
     if phase == "audio":
         return clip * frames
     length = task.text.high + images * (image + FRAME_TOKENS)
@@ -368,7 +368,8 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     return math.ceil(length)
 
 
-def _slots_per_token(phase: str, model: ModelConfig) -> int:
+def slots_per_token(phase: str, model: ModelConfig) -> int:
+    """Slots of a row that become one language token; 1 for language."""
     if phase == "vision" and model.vision is not None:
         return model.vision.merge**2
     if phase == "audio" and model.audio is not None:

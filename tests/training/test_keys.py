@@ -488,6 +488,7 @@ ELSEWHERE = {
     "distributed.start_timeout": "runtime/test_hosts.py::test_a_process_that_does_not_answer_is_named",
     "distributed.peer_timeout": "runtime/test_hosts.py::test_a_silent_process_ends_the_others",
     "pipeline.deferral": "balance/stages/test_deferral.py::test_deferral_is_the_best_of_all_pairings_and_subsets",
+    "pipeline.flops_per_tick": "balance/stages/test_trials.py::test_what_a_tick_takes_besides_makes_chunks_fewer",
     "pipeline.rollouts": "sharding/pipeline/schedules/test_search.py::test_more_rollouts_find_more",
     "logging.wandb": "runtime/test_metrics.py::test_wandb_run_continues",
     "logging.peak_flops": "training/test_loop.py::test_times_of_a_run_are_those_of_its_steps",

@@ -53,7 +53,8 @@ class PipelineSpec:
     tables: TableSpec  # ring, slots, ticks and encoder rows read, of one run
     rows: Mapping[str, int]  # most rows of each phase in one run
     costs: Mapping[str, ChainCosts]  # by phase
-    microbatches: int  # of the language model that a batch of `examples` shall have
+    # Of the language model that a batch of `examples` shall have; none: as few as hold them
+    microbatches: int | None
     examples: int
     backward: bool = True  # false: evaluation
 
@@ -73,11 +74,12 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     """Place every item of a global batch in rows of the pipeline's runs, and schedule each run.
 
     Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`,
-    `cost` (FLOPs, tick by tick those of the slowest rank), `idle_share` (of all ranks' time, as
-    these costs predict it) and its parts `idle_imbalance`, `idle_bubble` and `idle_lockstep` (see
-    `idle_by_cause`), `search_ms` (finding schedules), `fallbacks` (runs whose schedule is
-    not the configured one, for want of slots), `deferred_examples`, `slots_used` (most slots of a
-    rank that one run fills, all pools).
+    `cost` (FLOPs, tick by tick those of the slowest rank), `asynchronous_cost` (of the same orders
+    if ranks waited for nothing but what they need: what ticks cost is the difference), `idle_share`
+    (of all ranks' time, as these costs predict it) and its parts `idle_imbalance`, `idle_bubble` and
+    `idle_lockstep` (see `idle_by_cause`), `search_ms` (finding schedules), `fallbacks` (runs whose
+    schedule is not the configured one, for want of slots), `deferred_examples`, `slots_used` (most
+    slots of a rank that one run fills, all pools).
 
     Raises:
       ConfigError: an example that no run holds; names the key that would make room.
@@ -142,7 +144,7 @@ def _run_of(
     pipeline: PipelineSpec,
 ) -> PlannedRun:
     """Raises `PipelineError` when a run cannot hold the examples."""
-    share = round(pipeline.microbatches * len(examples) / pipeline.examples)
+    share = round((pipeline.microbatches or 0) * len(examples) / pipeline.examples)
     microbatches = max(1, min(share, pipeline.rows[LANGUAGE]))
     deferral = pipeline.config.deferral
     rows = pack_run(examples, items, spec, microbatches, deferral, pipeline.tables.rows_read)
@@ -189,7 +191,13 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
         pipeline.costs[chain.name].work(rows.phases[chain.name].squares, pipeline.backward)
         for chain in ring.chains
     )
-    return build_graph(ring, Workload(work, rows.inputs), split=pipeline.config.split_backward)
+    config = pipeline.config
+    return build_graph(
+        ring,
+        Workload(work, rows.inputs),
+        split=config.split_backward is True,
+        overhead=round(config.flops_per_tick),
+    )
 
 
 def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
@@ -300,6 +308,7 @@ def _statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
         "pipeline/runs": len(runs),
         "pipeline/ticks": sum(run.table.count for run in runs),
         "pipeline/cost": cost,
+        "pipeline/asynchronous_cost": cost - idle["lockstep"] // ranks,
         "pipeline/idle_share": sum(shares.values()),
         **{f"pipeline/idle_{cause}": share for cause, share in shares.items()},
         "pipeline/search_ms": sum(run.search_ms for run in runs),

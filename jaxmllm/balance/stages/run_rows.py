@@ -55,29 +55,22 @@ def pack_run(
     microbatches: int,
     deferral: bool,
     rows_read: tuple[int, ...] | None = None,
+    plan: MicrobatchPlan | None = None,
 ) -> RunRows:
     """Put some examples of a batch into rows, in about `microbatches` language microbatches per
-    replica.
+    replica: more where their rows do not hold the examples, so 1 asks for as few as hold them.
 
     Args:
       examples: numbers in the batch, ascending.
       rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them;
         none: as many as needed.
+      plan: what `examples_in_microbatches` made of the same; none: it is asked.
     """
-    position = np.full(len(items.examples), -1, np.int64)
-    position[examples] = np.arange(len(examples))
-    members = {
-        name: np.flatnonzero(position[phase_items.example] >= 0)
-        for name, phase_items in items.phases.items()
-    }
-    owner = {
-        name: position[items.phases[name].example[numbers]] for name, numbers in members.items()
-    }
-    chosen = {name: items.phases[name].at(numbers) for name, numbers in members.items()}
-    loads = _loads(items, spec, chosen, owner, len(examples))
-    language = loads.pop(LANGUAGE)
+    if plan is None:
+        plan = examples_in_microbatches(examples, items, spec, microbatches, deferral)
+    members, owner, chosen = _items_of(examples, items)
+    encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
     ranks = spec.phases[LANGUAGE].ranks
-    plan = plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
     replica = plan.replica.astype(np.int64)
     # Microbatches without an example on any replica are left out.
     language_microbatch = np.unique(plan.language, return_inverse=True)[1].astype(np.int64)
@@ -95,7 +88,7 @@ def pack_run(
         return PhaseRows(count, members[name], row, rank, offset, segment, np.array(squares))
 
     phases = {}
-    for name in loads:
+    for name in encoders:
         row, count = _encoder_rows(
             plan,
             owner[name],
@@ -109,8 +102,42 @@ def pack_run(
         language_microbatch[owner[LANGUAGE]],
         int(language_microbatch.max(initial=-1)) + 1,
     )
-    readers = {name: language_microbatch[owner[name]] for name in loads}
+    readers = {name: language_microbatch[owner[name]] for name in encoders}
     return _linked(phases, readers, spec, rows_read, int(plan.deferred.sum()))
+
+
+def examples_in_microbatches(
+    examples: Longs,
+    items: BatchItems,
+    spec: PlanSpec,
+    microbatches: int,
+    deferral: bool,
+) -> MicrobatchPlan:
+    """Replica and microbatches of these examples; of all sizes, the capacity of language rows alone
+    matters."""
+    _, owner, chosen = _items_of(examples, items)
+    loads = _loads(items, spec, chosen, owner, len(examples))
+    language = loads.pop(LANGUAGE)
+    ranks = spec.phases[LANGUAGE].ranks
+    return plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
+
+
+def _items_of(
+    examples: Longs,
+    items: BatchItems,
+) -> tuple[dict[str, Longs], dict[str, Longs], dict[str, PhaseItems]]:
+    """Of every phase, the numbers of these examples' items; which of the examples each belongs to;
+    and the items."""
+    position = np.full(len(items.examples), -1, np.int64)
+    position[examples] = np.arange(len(examples))
+    members = {
+        name: np.flatnonzero(position[phase_items.example] >= 0)
+        for name, phase_items in items.phases.items()
+    }
+    owner = {
+        name: position[items.phases[name].example[numbers]] for name, numbers in members.items()
+    }
+    return members, owner, {name: items.phases[name].at(members[name]) for name in members}
 
 
 def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[Ints, Ints]:
@@ -184,9 +211,56 @@ def _encoder_rows(
     capacity: int,
     ranks: int,
 ) -> tuple[Longs, int]:
-    """Row [N] of every item of an encoder, and the number of rows."""
+    """Row [N] of every item of an encoder, and the number of rows: shared by groups of microbatches,
+    or one after another, whichever are fewer."""
     replica = plan.replica.astype(np.int64)[owner]
     microbatch = plan.encoder[owner]
+    in_turn = rows_in_turn(microbatch, replica, length, capacity, ranks)
+    grouped = _grouped_rows(plan, microbatch, replica, length, capacity, ranks)
+    return min(grouped, in_turn, key=lambda rows: rows[1])
+
+
+def rows_in_turn(
+    microbatch: Ints,
+    replica: Longs,
+    length: Longs,
+    capacity: int,
+    ranks: int,
+) -> tuple[Longs, int]:
+    """Rows filled in the order in which microbatches run, so that the last ones of a microbatch
+    also hold items of the next: row [N] of every item, and the number of rows."""
+    row = np.zeros(len(length), np.int64)
+    free: list[list[int]] = [[] for _ in range(ranks)]
+    # Rows before these were begun for a microbatch before the last one, and take nothing more.
+    first = [0] * ranks
+    begun = [0] * ranks
+    last = [-1] * ranks
+    for item in np.lexsort((-length, microbatch)).tolist():
+        number, of = int(replica[item]), int(microbatch[item])
+        rows = free[number]
+        if of != last[number]:
+            first[number] = begun[number] if of == last[number] + 1 else len(rows)
+            begun[number], last[number] = len(rows), of
+        size = int(length[item])
+        chosen = first[number]
+        while chosen < len(rows) and rows[chosen] < size:
+            chosen += 1
+        if chosen == len(rows):
+            rows.append(capacity)
+        rows[chosen] -= size
+        row[item] = chosen
+    return row, max((len(rows) for rows in free), default=0)
+
+
+def _grouped_rows(
+    plan: MicrobatchPlan,
+    microbatch: Ints,
+    replica: Longs,
+    length: Longs,
+    capacity: int,
+    ranks: int,
+) -> tuple[Longs, int]:
+    """The same where groups of consecutive microbatches have rows of their own."""
     sharing = _sharing_groups(microbatch, replica, length, capacity, plan.microbatches)
     group = sharing[microbatch]
     row_in_group, _ = pack_rows(group * ranks + replica, length, capacity)

@@ -1,53 +1,41 @@
 """Choosing the fixed sizes of a pipelined run, once, from sampled batches.
 
-    samples --> capacities --pack_run--> rows of a run --partition--> ring --schedule--> slots, ticks
+    samples --trials.py--> capacities, ring --schedule--> slots, ticks
 
 What later batches need beyond these sizes is computed in further runs within their step (plan.py).
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
 
-import numpy as np
-
-from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
-from jaxmllm.balance.sizes.capacities import checked_capacities
-from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
-from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
+from jaxmllm.balance.records import BatchItems, PlanSpec
+from jaxmllm.balance.sizes.inputs import SizingInputs, with_head_room
+from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
-from jaxmllm.balance.stages.run_rows import RunRows, pack_run
+from jaxmllm.balance.stages.run_rows import RunRows
+from jaxmllm.balance.stages.trials import (
+    CHOICE,
+    Capacities,
+    Sampled,
+    Trials,
+    choose_rows_and_cut,
+)
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
 from jaxmllm.phases import LANGUAGE
-from sharding.pipeline.cuts import partition
-from sharding.pipeline.graph import Pool, PoolKey, Slots
-from sharding.pipeline.ring import Chain, PipelineError, Ring
-from sharding.pipeline.schedules.by_name import scheduler_of
-from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.graph import Pool, PoolKey
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.slots import slots_needed
 from sharding.pipeline.table_spec import TableSpec
 
-
-@dataclass(frozen=True)
-class Choice:
-    """What the sizes aim at."""
-
-    fill: float = 0.9  # of the slots of an average microbatch's rows
-    # Sampled batches, those of most rows, whose schedules decide slots and ticks
-    schedules: int = 8
-    # Backwards of a component on a rank whose weight gradient waits: each needs much memory
-    pending: int = 2
-    per_stage: int = 4  # language microbatches for each stage, and as many in flight
-    # Of every chain: far more than any schedule has, while none is known yet
-    ticks_per_row: int = 64
-
-
-CHOICE: Final = Choice()
+AUTOMATIC: Final = ("1f1b", "interleaved", "greedy", "search")  # the simplest first
+TRIED: Final = 3  # samples that schedules are compared on
+SCHEDULES: Final = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
 ALL_FULL: Mapping[str, Remat] = {}
 
 
@@ -92,180 +80,48 @@ def choose_pipeline(
             f"pipeline.stages = {config.stages}: all components need the same ranks, but they have {ranks}; leave "
             f"`batch` out of components.<name>.layout",
         )
-    microbatches = (
-        CHOICE.per_stage * config.stages if config.microbatches == "auto" else config.microbatches
-    )
-    spec = PlanSpec(
-        {inputs.name: _phase_spec(inputs, samples, microbatches, examples) for inputs in phases},
-        {},
-    )
-    sampled = [
-        pack_run(np.arange(len(batch.examples)), batch, spec, microbatches, config.deferral)
-        for batch in samples
-        if len(batch.examples)
-    ]
-    encoders = spec.phases[LANGUAGE].phase.reads
-    rows_read = _rows_read(sampled, _alone(largest, spec), len(encoders), config)
-    rows = {
-        name: with_head_room(max((run.phases[name].count for run in sampled), default=1), 1)
-        for name in spec.phases
-    }
-    # One microbatch may read as many rows as that, so a run has them.
-    rows |= {name: max(rows[name], count) for name, count in zip(encoders, rows_read, strict=True)}
 
-    layers = ChainLayers(
-        model,
-        trained,
-        {name: phase.capacities[0] for name, phase in spec.phases.items()},
-        remat,
-    )
-    ring = _ring(layers, sampled, config)
-    costs = layers.costs(ring)
-    ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row
-    tables = TableSpec(ring, _slot_budget(ring, costs, rows_read, config, rows), ticks, rows_read)
-    generous = PipelineSpec(config, tables, rows, costs, microbatches, examples)
-    fitting = [
-        run
-        for run in sampled
-        if all(need <= most for need, most in zip(run.rows_read, rows_read, strict=True))
-    ]
+    def layers(capacities: Capacities) -> ChainLayers:
+        return ChainLayers(model, trained, capacities, remat)
+
+    trials = Trials(samples, phases, config, layers, examples, largest)
+    sampled = _scheduled(trials, trials.sampled(*choose_rows_and_cut(trials)))
     by_rows = sorted(
-        fitting,
+        sampled.fitting,
         key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),
-    )
-    training = _fitted(generous, by_rows[: CHOICE.schedules])
-    evaluation = _fitted(replace(generous, backward=False), by_rows[: CHOICE.schedules])
+    )[:SCHEDULES]
+    training = _fitted(sampled.pipeline, by_rows)
+    evaluation = _fitted(replace(sampled.pipeline, backward=False), by_rows)
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
-    return PipelineSizes(spec, _with_ticks(training, ticks), _with_ticks(evaluation, ticks))
+    return PipelineSizes(sampled.spec, _with_ticks(training, ticks), _with_ticks(evaluation, ticks))
+
+
+def _scheduled(trials: Trials, sampled: Sampled) -> Sampled:
+    """With the schedule, and the backward pass whole or split, that take least time on the samples;
+    the simpler ones where others gain little."""
+    config = trials.config
+    if config.schedule != "auto" and config.split_backward != "auto":
+        return sampled
+    names = AUTOMATIC if config.schedule == "auto" else (config.schedule,)
+    splits = (False, True) if config.split_backward == "auto" else (config.split_backward,)
+    best: tuple[int, PipelineSpec] | None = None
+    for split, name in itertools.product(splits, names):
+        pipeline = trials.with_schedule(sampled, name, split)
+        try:
+            runs = sampled.fitting[:TRIED]
+            cost = sum(lockstep(schedule_of(graph_of(run, pipeline), pipeline)) for run in runs)
+        except PipelineError:  # its order cannot be kept on this ring
+            continue
+        if best is None or cost < CHOICE.worth * best[0]:
+            best = cost, pipeline
+    return sampled if best is None else replace(sampled, pipeline=best[1])
 
 
 def _with_ticks(pipeline: PipelineSpec, ticks: int) -> PipelineSpec:
     return replace(pipeline, tables=replace(pipeline.tables, ticks=ticks))
 
 
-# ---------------------------------------------------------------------------- rows
-
-
-def _phase_spec(
-    inputs: SizingInputs,
-    samples: Sequence[BatchItems],
-    microbatches: int,
-    examples: int,
-) -> PhaseSpec:
-    """Rows of one capacity, by default such that an average microbatch of a replica fills one of
-    every phase."""
-    config = inputs.config
-    key = f"phases.{inputs.name}"
-    if config.capacities == "auto":
-        least = round_up(max(inputs.longest, 1), inputs.alignment)
-        loads = [int(batch.phases[inputs.name].length.sum()) for batch in samples]
-        mean = sum(loads) / max(len(loads), 1) / (inputs.ranks * microbatches)
-        ideal = round_up(math.ceil(mean / CHOICE.fill), inputs.alignment)
-        capacity = max(least, min(inputs.largest_capacity, ideal))
-    else:
-        capacities = checked_capacities(config.capacities, inputs)
-        if len(capacities) > 1:
-            raise ConfigError(
-                f"{key}.capacities: a pipeline has rows of one capacity, not {list(capacities)}",
-            )
-        capacity = capacities[0]
-    # A replica gets its share of the examples, so a row never has more of them.
-    examples_per_replica = ceil_divide(examples, inputs.ranks)
-    segments = examples_per_replica if config.max_segments == "auto" else config.max_segments
-    return phase_spec(inputs, (RowClass(capacity),), max(segments, examples_per_replica))
-
-
-def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
-    """Every one of these examples in a run by itself."""
-    return [
-        pack_run(np.array([number]), batch, spec, microbatches=1, deferral=False)
-        for batch in largest
-        for number in range(len(batch.examples))
-    ]
-
-
-def _rows_read(
-    sampled: Sequence[RunRows],
-    alone: Sequence[RunRows],
-    encoders: int,
-    config: PipelineConfig,
-) -> tuple[int, ...]:
-    """Rows of each encoder that one microbatch may read: enough for the samples, and for each of
-    the largest examples by itself."""
-    if config.encoder_rows_per_microbatch != "auto":
-        return (config.encoder_rows_per_microbatch,) * encoders
-    at_least_one = [1] * encoders
-    of_samples = np.array([at_least_one, *(run.rows_read for run in sampled)]).max(axis=0).tolist()
-    of_largest = np.array([at_least_one, *(run.rows_read for run in alone)]).max(axis=0).tolist()
-    return tuple(
-        max(with_head_room(usual, 1), needed)
-        for usual, needed in zip(of_samples, of_largest, strict=True)
-    )
-
-
-# ---------------------------------------------------------------------------- stages
-
-
-def _ring(layers: ChainLayers, sampled: Sequence[RunRows], config: PipelineConfig) -> Ring:
-    """Stages for the average row of every phase."""
-    squares = {}
-    count = {}
-    for name in layers.capacities:
-        rows = [run.phases[name] for run in sampled]
-        count[name] = sum(phase_rows.count for phase_rows in rows)
-        sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
-        squares[name] = (sums // max(count[name], 1)).tolist()
-    rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
-    return partition(layers.layers(squares), config.stages, config.layout, rows_per_microbatch)
-
-
 # ---------------------------------------------------------------------------- slots and ticks
-
-
-def _slot_budget(
-    ring: Ring,
-    costs: Mapping[str, ChainCosts],
-    rows_read: Sequence[int],
-    config: PipelineConfig,
-    rows: Mapping[str, int],
-) -> Slots:
-    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
-    all that they read."""
-    in_flight = config.microbatches_in_flight
-    if in_flight == "auto":
-        all_at_once = scheduler_of(config.schedule).all_in_flight
-        in_flight = rows[LANGUAGE] if all_at_once else CHOICE.per_stage * config.stages
-    slots: Slots = {}
-    for number, chain in enumerate(ring.chains):
-        encoder = number < len(rows_read)
-        rows_in_flight = in_flight * (rows_read[number] if encoder else 1)
-        if chain.depth > 1 or chain.head_only:
-            slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
-        if encoder:
-            slots[Pool.TOKENS, number] = rows_in_flight
-        goes_back = bool(costs[chain.name].linear[1:].any())
-        if goes_back:
-            slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
-    return slots
-
-
-def _backward_slots(
-    number: int,
-    chain: Chain,
-    rows_in_flight: int,
-    encoder: bool,
-    config: PipelineConfig,
-) -> Slots:
-    slots: Slots = {}
-    if chain.depth > 1 and not chain.head_only:
-        slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
-    if encoder:
-        slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
-    if config.split_backward:
-        slots[Pool.PENDING, number] = CHOICE.pending
-    if config.kept_residuals and not chain.head_only:  # there the features wait, and no residuals
-        slots[Pool.RESIDUAL, number] = config.kept_residuals
-    return slots
 
 
 def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:

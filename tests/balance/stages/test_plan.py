@@ -74,36 +74,47 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
     )
 
 
-def sizes(
-    replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config
-):
-    needs = [
+def sizing(replicas: int, model: ModelConfig = MODEL, trained=TRAINED) -> list[SizingInputs]:
+    """Everything but samples that sizes are chosen from."""
+    return [
         SizingInputs(
             phase,
             replicas,
             alignment=16,
             slots_per_token=PER_TOKEN if name == "vision" else 1,
             longest=LONGEST[name],
-            flops=phase_flops(MODEL, name, trained),
+            flops=phase_flops(model, name, trained),
             config=PhaseConfig(),
         )
-        for name, phase in make_phases(MODEL).items()
+        for name, phase in make_phases(model).items()
     ]
+
+
+def sizes(
+    replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config
+):
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
     return choose_pipeline(
-        samples, needs, PipelineConfig(**{"stages": 2} | config), MODEL, trained, examples, largest
+        samples,
+        sizing(replicas, trained=trained),
+        PipelineConfig(**{"stages": 2} | config),
+        MODEL,
+        trained,
+        examples,
+        largest,
     )
 
 
 CASES = {
-    "segments": sizes(),
+    "auto": sizes(),
+    "segments": sizes(layout="segments", microbatches=8),
     "chain": sizes(layout="chain", schedule="1f1b", microbatches=6),
-    "parallel": sizes(layout="parallel", schedule="gpipe", split_backward=True),
+    "parallel": sizes(layout="parallel", schedule="gpipe", split_backward=True, microbatches=8),
     "four": sizes(
         stages=4, layout="chain", schedule="greedy", split_backward=True, kept_residuals=2
     ),
-    "one-replica": sizes(replicas=1, microbatches=3),
-    "no-deferral": sizes(deferral=False),
+    "one-replica": sizes(replicas=1, microbatches=3, layout="segments"),
+    "no-deferral": sizes(deferral=False, microbatches=8, layout="segments"),
 }
 
 
@@ -193,7 +204,8 @@ def test_equal_batches_have_equal_plans_and_other_batches_others():
 def test_what_a_run_does_not_hold_goes_into_another():
     made, items = CASES["segments"], random_batch(3)
     whole = plan_pipeline(items, made.spec, made.training)
-    small = dataclasses.replace(made.training, rows={"vision": 4, "language": 4})
+    most = {name: place.microbatches - 1 for name, place in whole.phases.items()}
+    small = dataclasses.replace(made.training, rows=most)
     plan = plan_pipeline(items, made.spec, small)
     assert len(whole.runs) == 1 and len(plan.runs) >= 2
     assert plan.statistics["pipeline/runs"] == len(plan.runs)
@@ -221,7 +233,7 @@ def test_orders_that_a_layout_cannot_keep():
     with pytest.raises(
         ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"
     ):
-        sizes(schedule="1f1b", layout="segments")
+        sizes(schedule="1f1b", layout="segments", microbatches=8)
 
 
 def test_another_schedule_is_chosen_for_and_planned(monkeypatch):

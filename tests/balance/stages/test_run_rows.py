@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmllm.balance.stages.run_rows import pack_rows
+from jaxmllm.balance.stages.run_rows import pack_rows, rows_in_turn
 
 
 def test_rows_hold_items_side_by_side():
@@ -21,3 +21,21 @@ def test_rows_hold_items_side_by_side():
 def test_an_item_that_no_row_holds_is_named():
     with pytest.raises(ValueError, match="item 0 has 12 slots, but rows have 10"):
         pack_rows(np.zeros(1, np.int64), np.array([12]), 10)
+
+
+def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone():
+    """Microbatches of 12 slots on rows of 10 need two each by themselves, and 1.25 in turn."""
+    random = np.random.default_rng(0)
+    microbatch = np.repeat(np.arange(16), 6)
+    replica = np.tile([0, 1], 48)
+    slots = random.integers(1, 8, 96)
+    row, count = rows_in_turn(microbatch, replica, slots, 10, 2)
+    assert row.max() + 1 == count
+    for number in (0, 1):
+        mine = replica == number
+        filled = np.bincount(row[mine], slots[mine], count)
+        assert filled.max() <= 10
+        assert filled.sum() / (10 * (row[mine].max() + 1)) > 0.8
+        for one in range(count):
+            held = microbatch[mine & (row == one)]
+            assert len(held) == 0 or held.max() - held.min() <= 1

@@ -1,0 +1,484 @@
+"""Pipelines on real mixtures: what fixed rows, stages and lockstep cost on ragged lengths. Modelled; part of
+benchmarks/pipeline.py, as its family `real`.
+
+Lengths are those of the generator (jaxmllm/tools/workload.py) in three mixes, or of the files of `--data`; the model is
+8B with 0.6B vision and 0.6B audio, or 72B with 6B vision; 8 replicas. Sizes are chosen from other batches than those
+that are measured, as a run chooses them.
+
+    asynchronous 1F1B   what others run: encoder, then language, in stages of equal parameters; examples dealt by their
+                        tokens in all phases to 4 microbatches per stage. Nothing is padded, and ranks wait for nothing
+                        but what they need.
+    4 per stage         segments on `pipeline.microbatches` = 4 per stage, greedy
+    sizes               what `auto` chooses
+    + search            and searched orders
+
+    lockstep      PFLOP of a step on the executor, padding included; asynchronous: of the same orders when ranks wait
+                  for nothing but what they need
+    efficiency    work of the real slots of the busiest rank (mean of the replicas) over lockstep; of the first line
+                  over its asynchronous makespan
+    over          lockstep / asynchronous of the same graph
+    fill          real slots / slots of rows
+    GB            what waits on a rank, bfloat16, nothing sharded
+    gain          asynchronous makespan of the first line / lockstep of this one, and / asynchronous of this one
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from jaxmllm.arrays import Longs, sums_by
+from jaxmllm.balance.costs.flops import phase_flops
+from jaxmllm.balance.records import BatchItems, PlanSpec
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
+from jaxmllm.balance.stages.plan import PipelineSpec, PlannedRun, plan_runs
+from jaxmllm.balance.stages.sizes import choose_pipeline
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import (
+    LanguageConfig,
+    ModelConfig,
+    PhaseConfig,
+    PipelineConfig,
+    VisionConfig,
+)
+from jaxmllm.phases import LANGUAGE, component_names, make_phases
+from jaxmllm.setup.planning_mesh import staged_mesh
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.output import print_table
+from jaxmllm.tools.workload import (
+    ALIGNMENTS,
+    DEFAULT_MIX,
+    MODEL,
+    generate,
+    longest,
+    mix_for,
+    slots_per_token,
+)
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.cuts import partition
+from sharding.pipeline.graph import ChainWork, Pool, Workload
+from sharding.pipeline.ring import Ring
+from sharding.pipeline.schedules.orders import one_f_one_b
+from sharding.pipeline.schedules.schedule import Schedule, asynchronous, lockstep
+from sharding.pipeline.slots import slots_needed
+
+REPLICAS: Final = 8
+PER_STAGE: Final = 4  # microbatches, where nothing chooses them
+SAMPLES: Final = 8  # batches that sizes are chosen from
+PFLOP: Final = 1e15
+LARGE: Final = ModelConfig(
+    vision=VisionConfig(width=3200, layers=45, heads=25, mlp_width=12_800, patch_size=14, merge=2),
+    language=LanguageConfig(
+        width=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        head_size=128,
+        mlp_width=29_568,
+        vocab_size=152_064,
+    ),
+)
+PROFILES: Final[Mapping[str, ModelConfig]] = {"8B": MODEL, "72B": LARGE}
+MIXES: Final[Mapping[str, Mapping[str, float]]] = {
+    "all": DEFAULT_MIX,
+    "images": {"text": 0.1, "captioning": 0.35, "visual_question": 0.35, "multi_image": 0.2},
+    "speech": {"text": 0.3, "speech_recognition": 0.4, "spoken_question": 0.3},
+}
+FILES: Final = "files"  # the mix of `--data`
+MODES: Final = {"train_all": "", "alignment": "projector."}  # components that begin so are trained
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What is measured: a model, its lengths, and the stages."""
+
+    profile: str
+    mix: str
+    mode: str
+    stages: int
+    per_replica: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return PROFILES[self.profile]
+
+    @property
+    def trained(self) -> dict[str, int]:
+        names = component_names(make_phases(self.model))
+        return dict.fromkeys([name for name in names if name.startswith(MODES[self.mode])], 1)
+
+    @property
+    def examples(self) -> int:
+        return REPLICAS * self.per_replica
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Batches to choose sizes from, others to measure, and the largest item by phase."""
+
+    samples: list[BatchItems]
+    batches: list[BatchItems]
+    longest: Mapping[str, int]
+
+
+VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "4 per stage": {"layout": "segments"},
+    "sizes": {},
+    "+ search": {"schedule": "search"},
+}
+OTHERS: Final = "asynchronous 1F1B"
+
+
+# ---------------------------------------------------------------------------- lengths
+
+
+def generated(instance: Instance, seeds: Sequence[int]) -> Lengths:
+    """Batches of a mix."""
+    model = instance.model
+    mix = mix_for(model, MIXES[instance.mix])
+
+    def batch(seed: list[int]) -> BatchItems:
+        return generate(seed, instance.examples, mix, model)
+
+    return Lengths(
+        [batch([1, index]) for index in range(SAMPLES)],
+        [batch([0, seed]) for seed in seeds],
+        {phase: longest(phase, mix, model) for phase in make_phases(model)},
+    )
+
+
+def from_files(instance: Instance, folder: Path, seeds: Sequence[int]) -> Lengths:
+    """Batches of the files of configs/real-small.yaml in a folder: its tokens (bytes), patches and frames. Media that a
+    model has no encoder for stay as so many tokens of text."""
+    overrides = [f"data.root={folder}", "pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
+    config = load_config(Path(__file__).parents[1] / "configs" / "real-small.yaml", overrides)
+    corpus = prepare(config, staged_mesh(config)).corpus
+    phases = make_phases(instance.model)
+
+    def batch(seed: list[int]) -> BatchItems:
+        random = np.random.default_rng(seed)
+        items = corpus.gather(np.sort(random.integers(0, len(corpus), instance.examples)))
+        return BatchItems(
+            items.examples, items.targets, {name: items.phases[name] for name in phases}
+        )
+
+    return Lengths(
+        [batch([1, index]) for index in range(SAMPLES)],
+        [batch([0, seed]) for seed in seeds],
+        {phase: corpus.longest(phase) for phase in phases},
+    )
+
+
+# ---------------------------------------------------------------------------- ours
+
+
+def sizing_inputs(instance: Instance, longest_items: Mapping[str, int]) -> list[SizingInputs]:
+    """What sizes are chosen from besides samples."""
+    return [
+        SizingInputs(
+            phase=phase,
+            ranks=REPLICAS,
+            alignment=ALIGNMENTS[name],
+            slots_per_token=slots_per_token(name, instance.model),
+            longest=longest_items[name],
+            flops=phase_flops(instance.model, name, instance.trained),
+            config=PhaseConfig(),
+        )
+        for name, phase in make_phases(instance.model).items()
+    ]
+
+
+def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> dict[str, Any]:
+    """Figures of one variant of ours, means over batches."""
+    settings = {"stages": instance.stages, "rollouts": rollouts, **VARIANTS[variant]}
+    if variant == "4 per stage":
+        settings["microbatches"] = PER_STAGE * instance.stages
+    began = time.process_time()
+    sizes = choose_pipeline(
+        lengths.samples,
+        sizing_inputs(instance, lengths.longest),
+        PipelineConfig(**settings),
+        instance.model,
+        instance.trained,
+        instance.examples,
+    )
+    chosen = time.process_time()
+    found = []
+    for batch in lengths.batches:
+        runs = plan_runs(batch, sizes.spec, sizes.training)
+        found.append(_figures(instance, batch, sizes.spec, sizes.training, runs))
+    planned = time.process_time()
+    return _mean(found) | {
+        "sizing_s": chosen - began,
+        "plan_s": (planned - chosen) / len(found),
+        "capacities": {name: phase.capacities[0] for name, phase in sizes.spec.phases.items()},
+        "chunks": {
+            chain.name: chain.chunks_per_rank for chain in sizes.training.tables.ring.chains
+        },
+    }
+
+
+def _figures(
+    instance: Instance,
+    batch: BatchItems,
+    spec: PlanSpec,
+    pipeline: PipelineSpec,
+    runs: Sequence[PlannedRun],
+) -> dict[str, Any]:
+    work = np.zeros(instance.stages)
+    slots = dict.fromkeys(spec.phases, 0)
+    for run in runs:
+        graph = run.schedule.graph
+        for chain in graph.ring.chains:
+            rows, items = run.rows.phases[chain.name], batch.phases[chain.name]
+            phase = spec.phases[chain.name]
+            slots[chain.name] += rows.count * phase.ranks * phase.capacities[0]
+            real, squares = (
+                sums_by(rows.row, values[rows.item], rows.count)
+                for values in (items.real, phase.cost.squares(items.length, items.extra)[0])
+            )
+            costs = pipeline.costs[chain.name]
+            of_rows = slot_work(costs, real / REPLICAS, np.array([squares / REPLICAS]))
+            work += rank_work(of_rows, chain.stages, instance.stages, chain.name == LANGUAGE)
+    schedules = [run.schedule for run in runs]
+    times = [sum(time_(schedule) for schedule in schedules) for time_ in (lockstep, asynchronous)]
+    capacities = {name: phase.capacities[0] for name, phase in spec.phases.items()}
+    return {
+        "lockstep": times[0] / PFLOP,
+        "asynchronous": times[1] / PFLOP,
+        "over_asynchronous": times[0] / times[1],
+        "efficiency": work.max() / times[0],
+        "live_gb": max(waiting_gb(instance.model, schedule, capacities) for schedule in schedules),
+        "microbatches": sum(run.rows.phases[LANGUAGE].count for run in runs),
+        "runs": len(runs),
+        "ticks": sum(len(schedule.ticks) for schedule in schedules),
+        "fill": {
+            name: int(batch.phases[name].real.sum()) / slots[name] for name in slots if slots[name]
+        },
+    }
+
+
+# ---------------------------------------------------------------------------- what others run
+
+
+def others(instance: Instance, lengths: Lengths) -> dict[str, Any]:
+    """Figures of asynchronous 1F1B, means over batches."""
+    return _mean([_others(instance, batch) for batch in lengths.batches])
+
+
+def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
+    count = min(PER_STAGE * instance.stages, instance.per_replica)
+    examples = len(batch.examples)
+    tokens = sum(sums_by(items.example, items.length, examples) for items in batch.phases.values())
+    cell = dealt(np.asarray(tokens), REPLICAS * count)
+    flops = {
+        name: phase_flops(instance.model, name, instance.trained)
+        for name in make_phases(MODEL)
+        if name in batch.phases
+    }
+    slots = {}
+    squares = {}
+    for name, items in batch.phases.items():
+        owner = cell[items.example]
+        slots[name] = sums_by(owner, items.length, REPLICAS * count)
+        squares[name] = sums_by(
+            owner, flops[name].squares(items.length, items.extra)[0], REPLICAS * count
+        )
+    capacities = {name: max(1, int(of_cells.mean())) for name, of_cells in slots.items()}
+    layers = ChainLayers(instance.model, instance.trained, capacities)
+    mean_squares = {name: (int(of_cells.mean()), 0) for name, of_cells in squares.items()}
+    ring = partition(layers.layers(mean_squares), instance.stages, "chain", cut_by="parameters")
+    costs = layers.costs(ring)
+    schedules = []
+    work = np.zeros(instance.stages)
+    for replica in range(REPLICAS):
+        cells = np.arange(replica * count, (replica + 1) * count)
+        schedule = one_f_one_b(build_graph(ring, _workload(ring, costs, slots, squares, cells)))
+        schedules.append(schedule)
+        work += schedule.graph.rank_work / REPLICAS
+    # The replicas meet at the end of a step.
+    slowest = max(schedules, key=asynchronous)
+    times = lockstep(slowest), asynchronous(slowest)
+    largest = {name: int(of_cells.max()) for name, of_cells in slots.items()}
+    return {
+        "lockstep": times[0] / PFLOP,
+        "asynchronous": times[1] / PFLOP,
+        "over_asynchronous": times[0] / times[1],
+        "efficiency": work.max() / times[1],
+        "live_gb": waiting_gb(instance.model, slowest, largest),
+        "microbatches": count,
+        "runs": 1,
+        "ticks": len(slowest.ticks),
+        "fill": {
+            name: float(items.real.sum() / max(1, items.length.sum()))
+            for name, items in batch.phases.items()
+        },
+    }
+
+
+def dealt(tokens: Longs, cells: int) -> Longs:
+    """Cell of each example [B]: the longest first, each to the lightest."""
+    heap = [(0, number) for number in range(cells)]
+    cell = np.zeros(len(tokens), np.int64)
+    for example in np.argsort(-tokens, kind="stable").tolist():
+        load, number = heapq.heappop(heap)
+        cell[example] = number
+        heapq.heappush(heap, (load + int(tokens[example]), number))
+    return cell
+
+
+def _workload(
+    ring: Ring,
+    costs: Mapping[str, ChainCosts],
+    slots: Mapping[str, Longs],
+    squares: Mapping[str, Longs],
+    cells: Longs,
+) -> Workload:
+    """Of one replica: a microbatch computes what it holds, and nothing where it holds nothing."""
+    works = []
+    inputs: list[list[tuple[int, int]]] = [[] for _ in cells]
+    for number, chain in enumerate(ring.chains):
+        held = cells if chain.name == LANGUAGE else cells[slots[chain.name][cells] > 0]
+        of_rows = slot_work(
+            costs[chain.name], slots[chain.name][held], squares[chain.name][None, held]
+        )
+        whole = [np.rint(of_kind).astype(np.int64) for of_kind in of_rows]
+        works.append(ChainWork(np.maximum(whole[0], 1), whole[3], whole[1], whole[2]))
+        if chain.name != LANGUAGE:
+            for row, microbatch in enumerate((held - cells[0]).tolist()):
+                inputs[microbatch].append((number, row))
+    return Workload(tuple(works), tuple(map(tuple, inputs)))
+
+
+# ---------------------------------------------------------------------------- figures
+
+
+def slot_work(costs: ChainCosts, slots: Any, squares: Any) -> Any:
+    """[4, D, M] FLOPs of M rows, in the order of `ChainCosts.linear`, when slots without data cost nothing.
+
+    Args:
+      slots: [M] with data.
+      squares: [1, M] of the lengths of their items.
+    """
+    linear = costs.linear[:, :, None].astype(float) * slots / costs.capacity
+    return linear + costs.attention[0][:, :, None].astype(float) * squares[0] / costs.capacity**2
+
+
+def rank_work(of_rows: Any, stages: Sequence[int], count: int, last_is_fused: bool) -> Any:
+    """[S] FLOPs of every rank: a chunk's forward pass, and all of its backward pass."""
+    of_chunks = of_rows.sum(axis=(0, 2))
+    if last_is_fused and of_rows[1:, -1].any():
+        of_chunks[-1] -= of_rows[0, -1].sum()  # computed once, in the backward pass
+    return np.bincount(stages, of_chunks, count)
+
+
+def waiting_gb(model: ModelConfig, schedule: Schedule, capacities: Mapping[str, int]) -> float:
+    """What the slots that a schedule needs hold on a rank; nothing is split backward."""
+    total = 0
+    for (pool, number), count in slots_needed([schedule]).items():
+        name = schedule.graph.ring.chains[number].name
+        crosses = pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT)
+        slots = capacities[name] // (slots_per_token(name, model) if crosses else 1)
+        width = model.language.width if crosses else getattr(model, name).width
+        total += 2 * count * slots * width
+    return total / 1e9
+
+
+def _mean(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean of every figure over the batches that have it."""
+    means: dict[str, Any] = {}
+    for name, first in found[0].items():
+        if isinstance(first, dict):
+            means[name] = {
+                key: statistics.fmean(each[name][key] for each in found if key in each[name])
+                for key in first
+            }
+        else:
+            means[name] = statistics.fmean(each[name] for each in found)
+    return means
+
+
+# ---------------------------------------------------------------------------- all of it
+
+
+def instances(
+    profiles: Sequence[str],
+    mixes: Sequence[str],
+    modes: Sequence[str],
+    stages: Sequence[int],
+    per_replica: Sequence[int],
+) -> Iterator[Instance]:
+    """Every combination whose mix the model has encoders for."""
+    for profile in profiles:
+        encoders = PROFILES[profile].encoders
+        for mix in mixes:
+            if mix == "speech" and "audio" not in encoders:
+                continue
+            for mode in modes:
+                for count in stages:
+                    for examples in per_replica:
+                        yield Instance(profile, mix, mode, count, examples)
+
+
+def measure_real(
+    instance: Instance, seeds: Sequence[int], rollouts: int, folder: Path | None
+) -> list[dict[str, Any]]:
+    """A record for each variant."""
+    if instance.mix == FILES:
+        assert folder is not None
+        lengths = from_files(instance, folder, seeds)
+    else:
+        lengths = generated(instance, seeds)
+    first = others(instance, lengths)
+    figures = {OTHERS: first} | {
+        variant: ours(instance, lengths, variant, rollouts) for variant in VARIANTS
+    }
+    return [
+        {
+            "family": "real",
+            **vars(instance),
+            "variant": variant,
+            **found,
+            "gain": first["asynchronous"]
+            / found["asynchronous" if variant == OTHERS else "lockstep"],
+            "gain_asynchronous": first["asynchronous"] / found["asynchronous"],
+        }
+        for variant, found in figures.items()
+    ]
+
+
+def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of one instance."""
+    first = rows[0]
+    columns = ("lockstep", "asynchronous", "over_asynchronous", "efficiency")
+    table = [
+        [
+            row["variant"],
+            *(row[name] for name in columns),
+            " ".join(f"{share:.2f}" for share in row["fill"].values()),
+            row["microbatches"],
+            row["live_gb"],
+            row["gain"],
+            row["gain_asynchronous"],
+            row.get("sizing_s", 0.0),
+        ]
+        for row in rows
+    ]
+    print_table(
+        f"real: {first['profile']}, mix {first['mix']}, {first['mode']}, {first['stages']} stages, "
+        f"{first['per_replica']} examples per replica; fill of {' '.join(first['fill'])}",
+        [
+            *("variant", "lockstep", "asynchronous", "over", "efficiency", "fill", "microbatches"),
+            *("GB", "gain", "asynchronous", "sizing s"),
+        ],
+        table,
+        left_aligned=1,
+    )

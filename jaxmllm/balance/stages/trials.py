@@ -1,0 +1,485 @@
+"""Rows and stages of a pipeline, tried on sampled batches: the sizes whose steps are predicted to
+take least time.
+
+    capacities --pack_run--> rows of some samples --partition--> ring --greedy--> ticks: lockstep FLOPs
+
+A row costs its capacity and must hold the longest item, so long items leave few rows that are full,
+or many that are not; few rows keep few stages busy; finer chunks keep more of them busy, in more
+ticks. No formula weighs all of that up, so candidates are packed and scheduled as a step would be.
+Coordinate by coordinate: layout and chunks, the capacity of the language model, of each encoder, and
+once more layout and chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
+from jaxmllm.balance.sizes.capacities import checked_capacities
+from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
+from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
+from jaxmllm.balance.stages.microbatches import MicrobatchPlan
+from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
+from jaxmllm.balance.stages.run_rows import RunRows, examples_in_microbatches, pack_run
+from jaxmllm.config.schema import ConfigError, PipelineConfig
+from jaxmllm.phases import LANGUAGE
+from sharding.pipeline.cuts import LayoutName, partition
+from sharding.pipeline.graph import Graph, Pool, Slots
+from sharding.pipeline.ring import Chain, PipelineError, Ring
+from sharding.pipeline.schedules.by_name import scheduler_of
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.schedule import Schedule, lockstep
+from sharding.pipeline.table_spec import TableSpec
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is tried, and what sizes aim at."""
+
+    # Of the slots of an average microbatch's rows, where their number is given
+    fill: float = 0.9
+    per_stage: int = 4  # language microbatches in flight for each stage
+    # Backwards of a component on a rank whose weight gradient waits: each needs much memory
+    pending: int = 2
+    # Of every chain: far more than any schedule has, while none is known yet
+    ticks_per_row: int = 64
+
+    # Capacities that hold a replica's mean load in so many rows, as a share of the most rows there
+    # can be, and so much more of it, because batches differ
+    row_shares: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5, 0.3)
+    rows_per_stage: int = 8  # of language, at most
+    slacks: tuple[float, ...] = (1.04, 1.15)
+    # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
+    # time besides its operations.
+    chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    encoder_chunks: tuple[int, ...] = (1, 2, 3)
+    worth: float = 0.99
+
+    # Samples that candidates are tried on, at least and at most, and their examples together; a
+    # sample has so many of its replicas that the fewest samples have no more.
+    samples: tuple[int, int] = (3, 6)
+    examples: int = 3072
+
+
+CHOICE: Final = Choice()
+QUICK_POWER: Final = 4  # of greedy schedules: the best of `POWERS` most of the time
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers lie on the stages: `chunks` of components on each rank, of segments."""
+
+    layout: LayoutName
+    chunks: tuple[tuple[str, int], ...] = ()
+
+    def with_chunks(self, name: str, count: int) -> Cut:
+        return replace(self, chunks=tuple(sorted((dict(self.chunks) | {name: count}).items())))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Batches in rows, and the pipeline that they make, with slots and ticks that are more than
+    enough."""
+
+    spec: PlanSpec
+    pipeline: PipelineSpec
+    runs: list[RunRows]
+
+    @property
+    def fitting(self) -> list[RunRows]:
+        """The runs whose microbatches read no more rows than there is room for."""
+        most = self.pipeline.tables.rows_read
+        return [
+            run
+            for run in self.runs
+            if all(need <= room for need, room in zip(run.rows_read, most, strict=True))
+        ]
+
+
+Capacities = Mapping[str, int]
+Layers = Callable[[Capacities], ChainLayers]
+
+
+class Trials:
+    """Some batches as a pipeline of any sizes would run them.
+
+    Args:
+      samples: global batches.
+      phases: in the order of `make_phases`.
+      layers: of all chains, for rows of some capacities.
+      examples: of a batch.
+      largest: examples that shall fit a run by themselves.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[BatchItems],
+        phases: Sequence[SizingInputs],
+        config: PipelineConfig,
+        layers: Layers,
+        examples: int,
+        largest: Sequence[BatchItems] = (),
+    ):
+        self.samples = [batch for batch in samples if len(batch.examples)]
+        self.inputs = {inputs.name: inputs for inputs in phases}
+        self.config = config
+        self.layers = layers
+        self.examples = examples
+        self.largest = largest
+        self.encoders = self.inputs[LANGUAGE].phase.reads
+        self.microbatches = None if config.microbatches == "auto" else config.microbatches
+        self._plans: dict[tuple[int, int], MicrobatchPlan] = {}
+        self._runs: dict[tuple[int, ...], list[RunRows]] = {}
+
+    def with_some(self) -> Trials:
+        """The same with fewer samples, of fewer replicas, on which candidates are tried."""
+        ranks = self.inputs[LANGUAGE].ranks
+        per_replica = ceil_divide(self.examples, ranks)
+        fewest, most = CHOICE.samples
+        replicas = min(ranks, max(1, CHOICE.examples // (fewest * per_replica)))
+        count = min(most, max(fewest, CHOICE.examples // (per_replica * replicas)))
+        inputs = [replace(each, ranks=replicas, spans=(1,)) for each in self.inputs.values()]
+        part = per_replica * replicas
+        samples = [_first_examples(batch, part) for batch in self.samples[:count]]
+        return Trials(samples, inputs, self.config, self.layers, part)
+
+    # ------------------------------------------------------------------------ rows
+
+    def spec(self, capacities: Capacities) -> PlanSpec:
+        """Rows of these capacities."""
+        return PlanSpec(
+            {
+                name: _phase_spec(inputs, capacities[name], self.examples)
+                for name, inputs in self.inputs.items()
+            },
+            {},
+        )
+
+    def given(self, name: str) -> int | None:
+        """The capacity that the config gives a phase; none: it is to be chosen."""
+        inputs = self.inputs[name]
+        if inputs.config.capacities == "auto":
+            return None
+        capacities = checked_capacities(inputs.config.capacities, inputs)
+        if len(capacities) > 1:
+            raise ConfigError(
+                f"phases.{name}.capacities: a pipeline has rows of one capacity, not {list(capacities)}",
+            )
+        return capacities[0]
+
+    def capacity(self, name: str, rows: float, slack: float) -> int:
+        """The capacity with which so many rows hold `slack` times a replica's mean load, if they
+        hold the longest item."""
+        inputs = self.inputs[name]
+        ideal = round_up(int(self.load(name) * slack / rows), inputs.alignment)
+        return max(self.least(name), min(inputs.largest_capacity, ideal))
+
+    def least(self, name: str) -> int:
+        """The capacity that holds the longest item and no more."""
+        inputs = self.inputs[name]
+        return round_up(max(inputs.longest, 1), inputs.alignment)
+
+    def candidates(self, name: str, microbatches: int) -> list[int]:
+        """Capacities to try, ascending: few rows of a replica, or as many as the longest item
+        allows; about as many rows as there are microbatches, and twice or half as many."""
+        most = max(1, self.load(name) // self.least(name))
+        if name == LANGUAGE:
+            most = min(most, CHOICE.rows_per_stage * self.config.stages)
+            counts = [most + 1]
+        else:
+            counts = [microbatches // 2, microbatches, 2 * microbatches, most + 1]
+        counts += [round(most * share) for share in CHOICE.row_shares]
+        tried = {
+            self.capacity(name, count, slack)
+            for count in counts
+            if 1 <= count <= most + 1
+            for slack in CHOICE.slacks
+        }
+        return sorted(tried)
+
+    def load(self, name: str) -> int:
+        """Slots of a phase of a replica, in the mean of the samples."""
+        loads = [int(batch.phases[name].length.sum()) for batch in self.samples]
+        return sum(loads) // max(1, len(loads) * self.inputs[name].ranks)
+
+    # ------------------------------------------------------------------------ stages
+
+    def sampled(self, capacities: Capacities, cut: Cut) -> Sampled:
+        """The samples in rows of these capacities, on stages cut like that.
+
+        Raises:
+          PipelineError: more stages or chunks than layers.
+        """
+        spec = self.spec(capacities)
+        runs = self.runs(capacities)
+        rows_read = _rows_read(runs, _alone(self.largest, spec), len(self.encoders), self.config)
+        rows = {
+            name: with_head_room(max((run.phases[name].count for run in runs), default=1), 1)
+            for name in spec.phases
+        }
+        # One microbatch may read as many rows as that, so a run has them.
+        rows |= {
+            name: max(rows[name], count)
+            for name, count in zip(self.encoders, rows_read, strict=True)
+        }
+        layers = self.layers(capacities)
+        ring = _ring(layers, runs, self.config.stages, cut)
+        costs = layers.costs(ring)
+        ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row
+        # Until a schedule is chosen
+        schedule = "greedy" if self.config.schedule == "auto" else self.config.schedule
+        config = self.config.model_copy(update={"layout": cut.layout, "schedule": schedule})
+        slots = _slot_budget(ring, costs, rows_read, config, rows)
+        tables = TableSpec(ring, slots, ticks, rows_read)
+        pipeline = PipelineSpec(config, tables, rows, costs, self.microbatches, self.examples)
+        return Sampled(spec, pipeline, runs)
+
+    def with_schedule(self, sampled: Sampled, schedule: str, split: bool) -> PipelineSpec:
+        """The pipeline with a schedule of this name, and its backward pass split or whole."""
+        pipeline = sampled.pipeline
+        config = pipeline.config.model_copy(update={"schedule": schedule, "split_backward": split})
+        tables = pipeline.tables
+        slots = _slot_budget(tables.ring, pipeline.costs, tables.rows_read, config, pipeline.rows)
+        return replace(pipeline, config=config, tables=replace(tables, slots=slots))
+
+    def predicted(self, capacities: Capacities, cut: Cut, bound: float = math.inf) -> int | None:
+        """FLOPs of the steps of all samples, tick by tick those of the slowest rank; none where no
+        schedule can be kept, or where they are no fewer than a bound."""
+        try:
+            sampled = self.sampled(capacities, cut)
+            graphs = [graph_of(run, sampled.pipeline) for run in sampled.runs]
+            # The ranks' own work is cheap to know, and most candidates end here.
+            if sum(int(graph.rank_work.max()) for graph in graphs) >= bound:
+                return None
+            return sum(lockstep(quick_schedule(graph, sampled.pipeline)) for graph in graphs)
+        except PipelineError:
+            return None
+
+    def runs(self, capacities: Capacities) -> list[RunRows]:
+        """The samples in rows of these capacities."""
+        key = tuple(capacities[name] for name in self.inputs)
+        if key not in self._runs:
+            spec = self.spec(capacities)
+            self._runs[key] = [
+                self._packed_sample(number, capacities[LANGUAGE], spec)
+                for number in range(len(self.samples))
+            ]
+        return self._runs[key]
+
+    def _packed_sample(self, number: int, language: int, spec: PlanSpec) -> RunRows:
+        """Which examples run together depends on language rows alone, and takes most of the time."""
+        batch = self.samples[number]
+        request = (np.arange(len(batch.examples)), batch, spec, self.microbatches or 1)
+        deferral = self.config.deferral
+        if (number, language) not in self._plans:
+            self._plans[number, language] = examples_in_microbatches(*request, deferral)
+        return pack_run(*request, deferral, plan=self._plans[number, language])
+
+
+def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
+    """The configured order, or one greedy schedule in place of the best of many. Raises
+    `PipelineError` where it cannot be kept."""
+    if pipeline.config.schedule in ("greedy", "search"):
+        return greedy(graph, pipeline.tables.slots, powers=(QUICK_POWER,))
+    return schedule_of(graph, pipeline)
+
+
+# ---------------------------------------------------------------------------- the search
+
+
+def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, int], Cut]:
+    """Capacities and stages of least predicted step time. Where the number of microbatches is
+    given, an average one fills a row of every phase.
+
+    Raises:
+      PipelineError: more stages than layers.
+    """
+    tried = trials.with_some()
+    best = _Best(tried, _first_capacities(tried), _first_cut(tried))
+    to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
+    to_choose = [name for name in to_choose if tried.given(name) is None]
+    best.choose_cut()
+    for name in to_choose:
+        best.choose_capacity(name)
+    if to_choose:
+        best.choose_cut()
+    return best.capacities, best.cut
+
+
+def _first_capacities(trials: Trials) -> dict[str, int]:
+    """Rows that an average microbatch fills, of as many microbatches as the config says or the
+    longest example allows."""
+    microbatches = trials.microbatches
+    if microbatches is None:
+        language = trials.given(LANGUAGE) or trials.capacity(
+            LANGUAGE,
+            CHOICE.per_stage * trials.config.stages,
+            1 / CHOICE.fill,
+        )
+        microbatches = max(1, ceil_divide(trials.load(LANGUAGE), language))
+    return {
+        name: trials.given(name) or trials.capacity(name, microbatches, 1 / CHOICE.fill)
+        for name in trials.inputs
+    }
+
+
+def _first_cut(trials: Trials) -> Cut:
+    layout = trials.config.layout
+    return Cut("segments" if layout == "auto" else layout)
+
+
+class _Best:
+    """The best sizes so far."""
+
+    def __init__(self, trials: Trials, capacities: dict[str, int], cut: Cut):
+        self.trials = trials
+        self.capacities = capacities
+        self.cut = cut
+        self.cost = trials.predicted(capacities, cut)
+
+    def choose_capacity(self, name: str) -> None:
+        rows = max(
+            (run.phases[LANGUAGE].count for run in self.trials.runs(self.capacities)), default=1
+        )
+        for capacity in self.trials.candidates(name, rows):
+            self._try(self.capacities | {name: capacity}, self.cut)
+
+    def choose_cut(self) -> None:
+        """Layouts, then chunks of every component, each in turn."""
+        config = self.trials.config
+        if config.layout == "auto":
+            for layout in ("chain", "parallel", "segments"):
+                self._try(self.capacities, Cut(layout))
+        if self.cut.layout != "segments":
+            return
+        for name in (LANGUAGE, *self.trials.encoders):
+            for count in CHOICE.chunks if name == LANGUAGE else CHOICE.encoder_chunks:
+                self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
+
+    def _try(self, capacities: dict[str, int], cut: Cut, worth: float = 1.0) -> None:
+        if (capacities, cut) == (self.capacities, self.cut):
+            return
+        bound = math.inf if self.cost is None else worth * self.cost
+        cost = self.trials.predicted(capacities, cut, bound)
+        if cost is not None and cost < bound:
+            self.capacities, self.cut, self.cost = capacities, cut, cost
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def _first_examples(batch: BatchItems, count: int) -> BatchItems:
+    """The first examples of a batch."""
+    phases = {
+        name: items.at(np.flatnonzero(items.example < count))
+        for name, items in batch.phases.items()
+    }
+    return BatchItems(batch.examples[:count], batch.targets, phases)
+
+
+def _phase_spec(inputs: SizingInputs, capacity: int, examples: int) -> PhaseSpec:
+    config = inputs.config
+    # A replica gets its share of the examples, so a row never has more of them.
+    examples_per_replica = ceil_divide(examples, inputs.ranks)
+    segments = examples_per_replica if config.max_segments == "auto" else config.max_segments
+    return phase_spec(inputs, (RowClass(capacity),), max(segments, examples_per_replica))
+
+
+def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
+    """Every one of these examples in a run by itself."""
+    return [
+        pack_run(np.array([number]), batch, spec, microbatches=1, deferral=False)
+        for batch in largest
+        for number in range(len(batch.examples))
+    ]
+
+
+def _rows_read(
+    sampled: Sequence[RunRows],
+    alone: Sequence[RunRows],
+    encoders: int,
+    config: PipelineConfig,
+) -> tuple[int, ...]:
+    """Rows of each encoder that one microbatch may read: enough for the samples, and for each of
+    the largest examples by itself."""
+    if config.encoder_rows_per_microbatch != "auto":
+        return (config.encoder_rows_per_microbatch,) * encoders
+    at_least_one = [1] * encoders
+    of_samples = np.array([at_least_one, *(run.rows_read for run in sampled)]).max(axis=0).tolist()
+    of_largest = np.array([at_least_one, *(run.rows_read for run in alone)]).max(axis=0).tolist()
+    return tuple(
+        max(with_head_room(usual, 1), needed)
+        for usual, needed in zip(of_samples, of_largest, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------- stages
+
+
+def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut) -> Ring:
+    """Stages for the average row of every phase."""
+    squares = {}
+    count = {}
+    for name in layers.capacities:
+        rows = [run.phases[name] for run in sampled]
+        count[name] = sum(phase_rows.count for phase_rows in rows)
+        sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
+        squares[name] = (sums // max(count[name], 1)).tolist()
+    rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
+    chunks = dict(cut.chunks) if cut.layout == "segments" else None
+    return partition(layers.layers(squares), stages, cut.layout, rows_per_microbatch, chunks=chunks)
+
+
+# ---------------------------------------------------------------------------- slots
+
+
+def _slot_budget(
+    ring: Ring,
+    costs: Mapping[str, ChainCosts],
+    rows_read: Sequence[int],
+    config: PipelineConfig,
+    rows: Mapping[str, int],
+) -> Slots:
+    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
+    all that they read."""
+    in_flight = config.microbatches_in_flight
+    if in_flight == "auto":
+        all_at_once = scheduler_of(config.schedule).all_in_flight
+        in_flight = rows[LANGUAGE] if all_at_once else CHOICE.per_stage * config.stages
+    slots: Slots = {}
+    for number, chain in enumerate(ring.chains):
+        encoder = number < len(rows_read)
+        rows_in_flight = in_flight * (rows_read[number] if encoder else 1)
+        if chain.depth > 1 or chain.head_only:
+            slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
+        if encoder:
+            slots[Pool.TOKENS, number] = rows_in_flight
+        goes_back = bool(costs[chain.name].linear[1:].any())
+        if goes_back:
+            slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
+    return slots
+
+
+def _backward_slots(
+    number: int,
+    chain: Chain,
+    rows_in_flight: int,
+    encoder: bool,
+    config: PipelineConfig,
+) -> Slots:
+    slots: Slots = {}
+    if chain.depth > 1 and not chain.head_only:
+        slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
+    if encoder:
+        slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
+    if config.split_backward is True:
+        slots[Pool.PENDING, number] = CHOICE.pending
+    if config.kept_residuals and not chain.head_only:  # there the features wait, and no residuals
+        slots[Pool.RESIDUAL, number] = config.kept_residuals
+    return slots

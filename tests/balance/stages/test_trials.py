@@ -1,0 +1,137 @@
+"""Sizes of a pipeline that are tried on samples: full rows, chunks that pay, the same on every host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxmllm.arrays import INT64_MAX
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.balance.stages.chain_costs import ChainLayers
+from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
+from jaxmllm.balance.stages.sizes import choose_pipeline
+from jaxmllm.balance.stages.trials import Cut, Trials
+from jaxmllm.config.schema import PipelineConfig
+from sharding.pipeline.schedules.schedule import lockstep
+from tests.balance.stages.test_plan import MODEL, TRAINED, random_batch, sizes, sizing
+
+DEEP = MODEL.model_copy(
+    update={
+        "language": MODEL.language.model_copy(update={"layers": 24}),
+        "vision": MODEL.vision.model_copy(update={"layers": 8}),
+    }
+)
+
+
+def chosen(examples: int = 96, **config):
+    """Sizes of a model with layers enough for several chunks on each of four stages."""
+    samples = [random_batch(seed, examples) for seed in range(6)]
+    settings = PipelineConfig(**{"stages": 4} | config)
+    return choose_pipeline(samples, sizing(2, DEEP), settings, DEEP, TRAINED, examples)
+
+
+def trials(examples: int = 96, **config) -> Trials:
+    return Trials(
+        [random_batch(seed, examples) for seed in range(6)],
+        sizing(2, DEEP),
+        PipelineConfig(**{"stages": 4} | config),
+        lambda capacities: ChainLayers(DEEP, TRAINED, capacities),
+        examples,
+    )
+
+
+def fill(made, batch: BatchItems) -> dict[str, float]:
+    statistics = plan_pipeline(batch, made.spec, made.training).statistics
+    return {name: statistics[f"{name}/real_token_fraction"] for name in made.spec.phases}
+
+
+def cost(made, batches) -> float:
+    return sum(
+        plan_pipeline(batch, made.spec, made.training).statistics["pipeline/cost"]
+        for batch in batches
+    )
+
+
+def test_rows_are_full_and_steps_shorter_than_with_a_number_of_microbatches_for_each_stage():
+    """The longest example takes a quarter of what a replica holds: 16 microbatches of its size are mostly empty."""
+    batches = [random_batch(100 + seed, 24) for seed in range(4)]
+    automatic, by_number = chosen(24), chosen(24, microbatches=16)
+    assert np.mean([fill(automatic, batch)["language"] for batch in batches]) > 0.7
+    assert np.mean([fill(by_number, batch)["language"] for batch in batches]) < 0.4
+    assert cost(automatic, batches) < 0.7 * cost(by_number, batches)
+
+
+def test_rows_hold_the_longest_item_whatever_is_tried():
+    tried = trials()
+    for name, inputs in tried.inputs.items():
+        found = tried.candidates(name, 8)
+        assert found == sorted(set(found)) and found[0] >= inputs.longest
+        assert all(capacity % inputs.alignment == 0 for capacity in found)
+
+
+def test_layout_and_chunks_are_no_worse_than_any_single_one():
+    """On the samples that they are chosen on, and by the same schedules."""
+    made, tried = chosen(microbatches=8), trials(microbatches=8)
+    capacities = {name: phase.capacities[0] for name, phase in made.spec.phases.items()}
+    ring = made.training.tables.ring
+    counts = {chain.name: chain.chunks_per_rank for chain in ring.chains}
+    cut = Cut(made.training.config.layout, tuple(sorted(counts.items())))
+    others = [Cut("chain"), Cut("parallel"), Cut("segments").with_chunks("language", 1)]
+    best = tried.predicted(capacities, cut)
+    assert best is not None
+    for other in others:
+        found = tried.predicted(capacities, other)
+        assert found is None or best <= found
+
+
+def test_a_bound_ends_a_trial_and_changes_no_figure():
+    tried, cut = trials(), Cut("segments")
+    capacities = {name: tried.least(name) for name in tried.inputs}
+    found = tried.predicted(capacities, cut)
+    assert found is not None
+    assert tried.predicted(capacities, cut, INT64_MAX) == found
+    assert tried.predicted(capacities, cut, found // 2) is None
+
+
+def test_what_a_tick_takes_besides_makes_chunks_fewer():
+    without = chosen(microbatches=8).training
+    linear = max(int(costs.linear.max()) for costs in without.costs.values())
+    costly = chosen(microbatches=8, flops_per_tick=8.0 * linear).training
+    chunks = [
+        sum(chain.depth for chain in pipeline.tables.ring.chains) for pipeline in (without, costly)
+    ]
+    assert chunks[1] < chunks[0]
+
+
+@pytest.mark.parametrize("split", [False, "auto"])
+def test_the_automatic_schedule_is_no_worse_than_greedy(split):
+    """But for the hundredth that a costlier one must gain."""
+    auto = chosen(microbatches=8, layout="segments", schedule="auto", split_backward=split)
+    greedy = chosen(microbatches=8, layout="segments")
+    pipeline = auto.training
+    assert pipeline.config.schedule in ("1f1b", "interleaved", "greedy", "search")
+    assert split or pipeline.config.split_backward is False
+    tried = trials(microbatches=8)
+    capacities = {name: phase.capacities[0] for name, phase in auto.spec.phases.items()}
+    runs = tried.runs(capacities)[:3]
+    costs = [
+        sum(lockstep(schedule_of(graph_of(run, each), each)) for run in runs)
+        for each in (pipeline, replace(greedy.training, tables=pipeline.tables))
+    ]
+    assert costs[0] <= 1.03 * costs[1]
+
+
+def test_every_host_chooses_the_same():
+    first, second = (sizes(stages=2) for _ in range(2))
+    assert repr(first.spec) == repr(second.spec)
+    assert repr(first.training.tables) == repr(second.training.tables)
+
+
+def test_many_replicas_are_tried_on_some():
+    tried = trials(examples=6144)
+    few = tried.with_some()
+    assert few.inputs["language"].ranks < tried.inputs["language"].ranks
+    ratio = few.load("language") / tried.load("language")
+    assert 0.9 < ratio < 1.1

@@ -1,0 +1,69 @@
+"""The family `real` of the pipeline benchmark: its rows, and its figures against plain counts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.pipeline import main
+from benchmarks.pipeline_real import OTHERS, VARIANTS, Instance, dealt, generated, instances, others
+from jaxmllm.balance.costs.flops import phase_flops
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("real") / "pipeline.json"
+    small = ["--real-seeds", "1", "--per-replica", "8", "--rollouts", "4", "--modes", "train_all"]
+    assert main(["--families", "real", *small, "--json", str(path)]) == 0
+    return json.loads(path.read_text())["rows"]
+
+
+def test_a_row_for_every_variant(rows):
+    assert [row["variant"] for row in rows] == [OTHERS, *VARIANTS]
+    for row in rows:
+        assert (row["family"], row["mode"], row["stages"], row["per_replica"]) == (
+            "real",
+            "train_all",
+            4,
+            8,
+        )
+        assert 0 < row["asynchronous"] <= row["lockstep"]
+        assert 0 < row["efficiency"] <= 1 and row["live_gb"] > 0
+        assert set(row["fill"]) == {"vision", "audio", "language"}
+        assert all(0 < share <= 1 for share in row["fill"].values())
+        assert row["over_asynchronous"] == pytest.approx(row["lockstep"] / row["asynchronous"])
+
+
+def test_chosen_sizes_are_fuller_and_faster(rows):
+    found = {row["variant"]: row for row in rows}
+    assert found["sizes"]["lockstep"] < 0.6 * found["4 per stage"]["lockstep"]
+    assert found["sizes"]["fill"]["language"] > 3 * found["4 per stage"]["fill"]["language"]
+
+
+def test_efficiency_counts_the_work_of_real_slots():
+    """All ranks of a chain of others together do what the formula of the lengths says, recomputation included; the
+    busiest at least a mean rank's part."""
+    instance = Instance("8B", "all", "train_all", 4, 8)
+    lengths = generated(instance, [0])
+    found = others(instance, lengths)
+    flops = sum(
+        phase_flops(instance.model, name, instance.trained).total(items.length)
+        for name, items in lengths.batches[0].phases.items()
+    )
+    # Forward and backward are three forward passes; a fourth computes the layers again.
+    mean_rank = 4 / 3 * flops / 8 / 4
+    busiest = found["efficiency"] * found["asynchronous"] * 1e15
+    assert 0.9 * mean_rank < busiest < 3 * mean_rank
+
+
+def test_dealt_evenly():
+    tokens = np.random.default_rng(0).integers(1, 100, 64)
+    load = np.bincount(dealt(tokens, 8), tokens)
+    assert len(load) == 8 and load.max() - load.min() <= 100
+
+
+def test_mixes_that_need_an_encoder_are_left_out():
+    found = [*instances(["72B"], ["all", "speech"], ["train_all"], [4], [8])]
+    assert [instance.mix for instance in found] == ["all"]
