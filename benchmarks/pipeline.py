@@ -2,8 +2,8 @@
 
     python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...]
                                   [--live L] [--rollouts N] [--long N] [--json PATH]
-    python -m benchmarks.pipeline --families real [--seeds N] [--profiles 8B 72B] [--mixes all images speech]
-                                  [--data DIR] [--real-stages 4 8] [--per-replica 8 32 128] ...
+    python -m benchmarks.pipeline --families real [--real-seeds N] [--profiles 8B 72B] [--mixes all images speech]
+                                  [--data DIR] [--real-modes ...] [--real-stages 4 8] [--per-replica 8 32 128]
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
@@ -64,6 +64,7 @@ from benchmarks.pipeline_real import (
     measure_real,
     show_real,
 )
+from benchmarks.pipeline_real import MODES as REAL_MODES
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
@@ -468,6 +469,7 @@ def main(command: Sequence[str] | None = None) -> int:
     real.add_argument("--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix")
     real.add_argument("--real-stages", nargs="+", type=int, default=[4])
     real.add_argument("--per-replica", nargs="+", type=int, default=[8, 32, 128])
+    real.add_argument("--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"])
     real.add_argument("--real-seeds", type=int, default=2, help="batches of each instance")
     options = parser.parse_args(command)
     found: dict[str, Any] = {"rows": []}
@@ -517,7 +519,7 @@ def _real(options: Namespace) -> list[dict[str, Any]]:
     mixes = [*options.mixes, *([FILES] if options.data else [])]
     rows = []
     for instance in instances(
-        options.profiles, mixes, options.modes, options.real_stages, options.per_replica
+        options.profiles, mixes, options.real_modes, options.real_stages, options.per_replica
     ):
         of_instance = measure_real(instance, seeds, options.rollouts, options.data)
         show_real(of_instance)

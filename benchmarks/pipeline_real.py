@@ -2,8 +2,11 @@
 benchmarks/pipeline.py, as its family `real`.
 
 Lengths are those of the generator (jaxmllm/tools/workload.py) in three mixes, or of the files of `--data`; the model is
-8B with 0.6B vision and 0.6B audio, or 72B with 6B vision; 8 replicas. Sizes are chosen from other batches than those
-that are measured, as a run chooses them.
+8B with 0.6B vision and 0.6B audio, or 72B with 6B or 0.3B vision; 8 replicas. Sizes are chosen from other batches than
+those that are measured, as a run chooses them.
+
+In all of them a layer runs forward once more on the way back: others keep the inputs of all layers for that, as stages
+with `remat: full` do with enough `pipeline.kept_residuals`, and with `none` nothing else.
 
     asynchronous 1F1B   what others run: encoder, then language, in stages of equal parameters; examples dealt by their
                         tokens in all phases to 4 microbatches per stage. Nothing is padded, and ranks wait for nothing
@@ -47,6 +50,7 @@ from jaxmllm.config.schema import (
     ModelConfig,
     PhaseConfig,
     PipelineConfig,
+    Remat,
     VisionConfig,
 )
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
@@ -72,6 +76,7 @@ from sharding.pipeline.slots import slots_needed
 
 REPLICAS: Final = 8
 PER_STAGE: Final = 4  # microbatches, where nothing chooses them
+FORWARD_TWICE: Final[Mapping[str, Remat]] = {"vision": "none", "audio": "none", LANGUAGE: "none"}
 SAMPLES: Final = 8  # batches that sizes are chosen from
 PFLOP: Final = 1e15
 LARGE: Final = ModelConfig(
@@ -86,14 +91,26 @@ LARGE: Final = ModelConfig(
         vocab_size=152_064,
     ),
 )
-PROFILES: Final[Mapping[str, ModelConfig]] = {"8B": MODEL, "72B": LARGE}
+UNEVEN: Final = LARGE.model_copy(
+    update={
+        "vision": VisionConfig(
+            width=1024, layers=24, heads=16, mlp_width=4096, patch_size=14, merge=2
+        )
+    }
+)
+PROFILES: Final[Mapping[str, ModelConfig]] = {"8B": MODEL, "72B": LARGE, "72B + 0.3B": UNEVEN}
 MIXES: Final[Mapping[str, Mapping[str, float]]] = {
     "all": DEFAULT_MIX,
     "images": {"text": 0.1, "captioning": 0.35, "visual_question": 0.35, "multi_image": 0.2},
     "speech": {"text": 0.3, "speech_recognition": 0.4, "spoken_question": 0.3},
 }
 FILES: Final = "files"  # the mix of `--data`
-MODES: Final = {"train_all": "", "alignment": "projector."}  # components that begin so are trained
+# Components that begin so are trained.
+MODES: Final[Mapping[str, tuple[str, ...]]] = {
+    "train_all": ("",),
+    "alignment": ("projector.",),
+    "frozen_encoders": ("projector.", "language"),
+}
 
 
 @dataclass(frozen=True)
@@ -209,6 +226,7 @@ def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> d
         instance.model,
         instance.trained,
         instance.examples,
+        remat=FORWARD_TWICE,
     )
     chosen = time.process_time()
     found = []
@@ -293,7 +311,7 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
             owner, flops[name].squares(items.length, items.extra)[0], REPLICAS * count
         )
     capacities = {name: max(1, int(of_cells.mean())) for name, of_cells in slots.items()}
-    layers = ChainLayers(instance.model, instance.trained, capacities)
+    layers = ChainLayers(instance.model, instance.trained, capacities, FORWARD_TWICE)
     mean_squares = {name: (int(of_cells.mean()), 0) for name, of_cells in squares.items()}
     ring = partition(layers.layers(mean_squares), instance.stages, "chain", cut_by="parameters")
     costs = layers.costs(ring)

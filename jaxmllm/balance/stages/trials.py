@@ -6,8 +6,8 @@ take least time.
 A row costs its capacity and must hold the longest item, so long items leave few rows that are full,
 or many that are not; few rows keep few stages busy; finer chunks keep more of them busy, in more
 ticks. No formula weighs all of that up, so candidates are packed and scheduled as a step would be.
-Coordinate by coordinate: layout and chunks, the capacity of the language model, of each encoder, and
-once more layout and chunks.
+Coordinate by coordinate: layout and chunks; then the capacity of the language model, of each
+encoder, and once more layout and chunks, twice.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Choice:
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     encoder_chunks: tuple[int, ...] = (1, 2, 3)
     worth: float = 0.99
+    rounds: int = 2
 
     # Samples that candidates are tried on, at least and at most, and their examples together; a
     # sample has so many of its replicas that the fewest samples have no more.
@@ -68,7 +69,7 @@ class Choice:
 
 
 CHOICE: Final = Choice()
-QUICK_POWER: Final = 4  # of greedy schedules: the best of `POWERS` most of the time
+QUICK_POWERS: Final = (4, 3)  # of the greedy schedules of a trial
 
 
 @dataclass(frozen=True)
@@ -283,10 +284,10 @@ class Trials:
 
 
 def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
-    """The configured order, or one greedy schedule in place of the best of many. Raises
+    """The configured order, or a greedy schedule in place of the best of many. Raises
     `PipelineError` where it cannot be kept."""
     if pipeline.config.schedule in ("greedy", "search"):
-        return greedy(graph, pipeline.tables.slots, powers=(QUICK_POWER,))
+        return greedy(graph, pipeline.tables.slots, powers=QUICK_POWERS)
     return schedule_of(graph, pipeline)
 
 
@@ -305,10 +306,13 @@ def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, int], Cut]:
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
     to_choose = [name for name in to_choose if tried.given(name) is None]
     best.choose_cut()
-    for name in to_choose:
-        best.choose_capacity(name)
-    if to_choose:
+    for _ in range(CHOICE.rounds if to_choose else 0):
+        before = best.cost
+        for name in to_choose:
+            best.choose_capacity(name)
         best.choose_cut()
+        if best.cost == before:
+            break
     return best.capacities, best.cut
 
 

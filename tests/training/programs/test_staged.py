@@ -60,7 +60,8 @@ def used(result: Result) -> dict:
 
 @pytest.fixture(scope="module")
 def piped(setups, by_example):
-    return setups(by_example(mesh={"data": 2}, pipeline={"stages": 2, "layout": "chain"}), 4)
+    pipeline = {"stages": 2, "layout": "chain", "microbatches": 8}
+    return setups(by_example(mesh={"data": 2}, pipeline=pipeline), 4)
 
 
 # ---------------------------------------------------------------------------- the same mathematics
@@ -251,6 +252,11 @@ def deep(setups, by_example):
 SEGMENTS = {"stages": 2, "layout": "segments"}
 CASES = {  # devices, mesh, pipeline
     "stages2": (2, {"data": 1}, SEGMENTS),
+    "stages2-auto": (
+        2,
+        {"data": 1},
+        {"stages": 2, "schedule": "auto", "split_backward": "auto", "rollouts": 8},
+    ),
     "stages4-split": (4, {"data": 1}, {"stages": 4, "layout": "parallel", "split_backward": True}),
     "stages8": (8, {"data": 1}, {"stages": 8, "layout": "chain", "schedule": "1f1b"}),
     "stages2-data2-tensor2": (8, {"data": 2, "tensor": 2}, SEGMENTS | {"split_backward": True}),
