@@ -16,7 +16,8 @@ RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
     "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
     "jaxmllm/tools": RECORDS
-    | {"runtime", "balance", "data", "models", "training", "setup", "sharding"},
+    | {"runtime", "balance", "data", "models", "training", "setup", "sharding", "cluster"},
+    "jaxmllm/cluster": RECORDS | {"runtime", "balance", "models", "training", "setup", "sharding"},
     "jaxmllm/train.py": {"config", "runtime", "training", "setup"},
     "jaxmllm/setup": RECORDS
     | {"runtime", "attention", "balance", "data", "models", "training", "sharding"},

@@ -245,17 +245,32 @@ def _language(config: LanguageConfig) -> tuple[Layer, ...]:
         raise ValueError(
             "model.language.vocab_size is 'auto': resolve it from the tokenizer before asking for FLOPs"
         )
-    heads_width = config.heads * config.head_size
-    weights = config.width * (
-        2 * heads_width + 2 * config.kv_heads * config.head_size + 3 * config.mlp_width
-    )
     vocabulary = config.vocab_size * config.width
     embedding = Layer(LANGUAGE, 0 if config.tie_embeddings else vocabulary, products=())
-    causal = Fraction(2 * heads_width)  # half of the pairs
-    full = Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal, Fraction(0)))
-    windowed = replace(full, attention_squares=(Fraction(0), causal))
+    full = decoder_layer(
+        config.width,
+        config.heads * config.head_size,
+        config.kv_heads * config.head_size,
+        config.mlp_width,
+    )
+    windowed = replace(full, attention_squares=full.attention_squares[::-1])
     blocks = [windowed if narrow else full for narrow in config.windowed]
     return (embedding, *blocks, Layer(LANGUAGE, vocabulary, _product(vocabulary)))
+
+
+def decoder_layer(
+    width: int, heads_width: int, kv_width: int, mlp_width: int, gated: bool = True
+) -> Layer:
+    """A layer that attends causally.
+
+    Args:
+      heads_width: heads * head_size, of queries.
+      kv_width: likewise of keys.
+      gated: whether the MLP has a third matrix, as ours has.
+    """
+    weights = width * (2 * heads_width + 2 * kv_width + (3 if gated else 2) * mlp_width)
+    causal = Fraction(2 * heads_width)  # half of the pairs
+    return Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal, Fraction(0)))
 
 
 def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:

@@ -1,0 +1,206 @@
+"""What the planner predicts, beside what was measured.
+
+    python -m benchmarks.planner --json planner.json               published runs, 20 seconds
+    python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
+
+The runs are those of benchmarks/published_runs.jsonl, one JSON object a line with its source. `--rows` takes more of
+the same form: they are predicted, never fitted to. The JSON's `rows`:
+
+    kind published         a run, predicted with constants fitted to all and the efficiency of its system on its chip
+    kind unknown_system    likewise, as if nothing were known of the system: constants fitted without it, its efficiency
+                           by others on the chip (`Fit.expected`); `low_s` and `high_s` are the interval that is printed
+
+and of both `system`, `chip`, `model`, `devices`, `mesh`, `measured_s`, `predicted_s`, `error` (predicted over measured,
+less 1), `overlapped_s` and `serial_s` (everything overlaps, nothing does), `efficiency`, `parts` (seconds by what they
+go to), `trend` (ZeRO-3 of 2021, which no constant is fitted to and no bar counts: only that more devices take more
+device-seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.published_fit import Fit, Published, difference, fit
+from jaxmllm.cluster.clusters import ClusterError, cluster_of
+from jaxmllm.cluster.device_seconds import RATES
+from jaxmllm.cluster.text_run import TextRunError
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+
+RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
+# Its steps took up to three times what its links explain, and the more devices the more
+TREND: Final = ("zero3",)
+PUBLISHED, UNKNOWN_SYSTEM = "published", "unknown_system"
+AXES: Final = ("data", "fsdp", "context", "tensor", "stages", "interleave")
+COLUMNS: Final = [
+    "system",
+    "chip",
+    "model",
+    "mesh",
+    "devices",
+    "measured s",
+    "predicted s",
+    "error",
+]
+SAME: Final = 0.02  # stored constants are those of the fit within this share
+
+
+def read_runs(path: Path) -> list[Published]:
+    """Runs of a JSONL file.
+
+    Raises:
+      TextRunError: a line is no run; the message names file and line.
+    """
+    runs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            runs.append(Published.of(json.loads(line)))
+            cluster_of(runs[-1].chip)
+        except KeyError as error:
+            raise TextRunError(f"{path}, line {number}: no key {error}") from error
+        except (ValueError, TypeError) as error:  # also of JSON, runs and clusters
+            raise TextRunError(f"{path}, line {number}: {error}") from error
+    return runs
+
+
+def published_rows(runs: Sequence[Published], known: Fit) -> list[dict[str, Any]]:
+    """Runs by the efficiency of their system on their chip, or of others there where it has no run that counts."""
+    return [
+        _row(PUBLISHED, run, known, known.efficiencies.get(run.owner, known.expected(run.chip)))
+        for run in runs
+    ]
+
+
+def unknown_rows(runs: Sequence[Published], fitted: Sequence[Published]) -> list[dict[str, Any]]:
+    """Runs of every system that shares its chip with another one, predicted without that system's own."""
+    rows = []
+    for owner in sorted({run.owner for run in runs}):
+        others = [run for run in fitted if run.owner != owner]
+        if all(run.chip != owner[1] for run in others):
+            continue
+        known = fit(others)
+        efficiency = known.expected(owner[1])
+        uncertainty = cluster_of(owner[1]).efficiency.uncertainty
+        for run in runs:
+            if run.owner == owner:
+                row = _row(UNKNOWN_SYSTEM, run, known, efficiency)
+                seconds = row["predicted_s"]
+                row |= {"low_s": seconds * (1 - uncertainty), "high_s": seconds * (1 + uncertainty)}
+                rows.append(row)
+    return rows
+
+
+def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, Any]:
+    step = run.predicted(known.rates, efficiency)
+    return {
+        "kind": kind,
+        "system": run.system,
+        "chip": run.chip,
+        "model": run.model,
+        "devices": run.run.devices,
+        "mesh": {axis: getattr(run.run, axis) for axis in AXES if getattr(run.run, axis) > 1},
+        "measured_s": run.seconds,
+        "predicted_s": step.seconds,
+        "error": step.seconds / run.seconds - 1,
+        "efficiency": efficiency,
+        "overlapped_s": step.low,
+        "serial_s": step.high,
+        "parts": step.parts,
+        "trend": run.system in TREND,
+    }
+
+
+# ---------------------------------------------------------------------------- output
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Errors by kind, without those that only count as a trend."""
+    of_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if not row["trend"]:
+            of_kind.setdefault(row["kind"], []).append(row)
+    result = {}
+    for kind, counted in of_kind.items():
+        errors = [abs(row["error"]) for row in counted]
+        result[kind] = {
+            "runs": len(errors),
+            "median": statistics.median(errors),
+            "p90": float(np.percentile(errors, 90)),
+            "worst": max(errors),
+        }
+        if kind == UNKNOWN_SYSTEM:
+            held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in counted]
+            result[kind]["in_interval"] = statistics.mean(held)
+    return result
+
+
+def show(rows: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> None:
+    """A table of each kind, and what their errors come to."""
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        lines = [
+            [
+                row["system"],
+                row["chip"],
+                row["model"],
+                ", ".join(f"{axis} {size}" for axis, size in row["mesh"].items()),
+                row["devices"],
+                row["measured_s"],
+                row["predicted_s"],
+                f"{100 * row['error']:+.1f} %" + (" (trend)" if row["trend"] else ""),
+            ]
+            for row in rows
+            if row["kind"] == kind
+        ]
+        print_table(kind, COLUMNS, lines, left_aligned=4)
+    for kind, of_kind in errors.items():
+        shares = (
+            f"{name} {100 * value:.1f} %" for name, value in of_kind.items() if name != "runs"
+        )
+        print(f"{kind}: {of_kind['runs']} runs, |error| {', '.join(shares)}")
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="predict these runs instead")
+    options = parser.parse_args(command)
+    try:
+        published = read_runs(RUNS)
+        runs = published if options.rows is None else read_runs(options.rows)
+        fitted = [run for run in published if run.system not in TREND]
+        known = fit(fitted)
+        rows = [*published_rows(runs, known), *unknown_rows(runs, fitted)]
+    except (TextRunError, ClusterError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    errors = summary(rows)
+    show(rows, errors)
+    print(f"fitted: {known.rates}")
+    for (system, chip), share in known.efficiencies.items():
+        print(
+            f"efficiency of {system} on {chip}: {share:.3f} (another's: {known.expected(chip):.3f})"
+        )
+    stale = difference(known.rates, RATES)
+    if stale > SAME:
+        print(f"the stored constants differ from these by {100 * stale:.1f} %: store them anew")
+    write_json(
+        options.json,
+        "planner",
+        options.seed,
+        "none: published runs",
+        rows=rows,
+        errors=errors,
+        rates=vars(known.rates),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

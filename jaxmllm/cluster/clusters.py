@@ -1,0 +1,273 @@
+"""Chips and their links, by name or from a YAML file.
+
+    --cluster h100          a record of `CLUSTERS`
+    --cluster mine.yaml     the same keys; `like: h100` takes from a record what the file does not say
+
+Every number is a vendor's, or names what it was measured by. FLOP/s stand in runtime/hardware.py alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.section import Section
+
+GB: Final = 1e9
+ALL_REDUCE: Final = "all-reduce"
+# Of a device's memory, what JAX takes unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)
+TAKEN_SHARE: Final = 0.75
+
+
+class ClusterError(ValueError):
+    """A cluster that is not known or not well described; the message is one line with the remedy."""
+
+
+class Link(Section):
+    """What one device sends to others while all send: bytes/s in one direction, and seconds a hop.
+
+    `bytes_per_second` is of rings and of single transfers, `reduced_per_second` of an all-reduce, in bytes that a ring
+    would send (NCCL's bus bandwidth): a switch that adds up sends fewer.
+    """
+
+    bytes_per_second: PositiveFloat
+    reduced_per_second: PositiveFloat
+    hop_seconds: float = Field(ge=0)
+
+    def rate(self, operation: str) -> float:
+        """Bytes/s of a collective, in bytes that a ring would send."""
+        return self.reduced_per_second if operation == ALL_REDUCE else self.bytes_per_second
+
+
+class Efficiency(Section):
+    """The share of the peak that a device's large matrix products reach in training: the mean over systems, and the
+    half width of the interval that holds most of them, as a share of the mean."""
+
+    share: float = Field(gt=0, le=1)
+    uncertainty: float = Field(ge=0, lt=1)
+
+
+class Cluster(Section):
+    """One kind of chip and what connects its devices."""
+
+    name: str
+    # What JAX calls it: finds its peak in runtime/hardware.py; empty where `peak_flops` says it
+    device_kind: str = ""
+    peak_flops: PositiveFloat | None = None  # of bfloat16, where the table has none
+    memory: PositiveFloat  # bytes
+    taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)
+    memory_bandwidth: PositiveFloat  # bytes/s
+    node_devices: PositiveInt  # within which `in_node` holds
+    in_node: Link
+    between_nodes: Link
+    efficiency: Efficiency
+    shared_cores: bool = False  # devices of one processor: their rates add up to that of one
+    source: str
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a run may take."""
+        return self.memory * self.taken_share
+
+    def peak(self, dtype: str = "bfloat16") -> float:
+        """FLOP/s of matrix products.
+
+        Raises:
+          ClusterError: neither the table nor the record has a figure.
+        """
+        # Here, for the table is in a file that imports jax
+        from jaxmllm.runtime.hardware import table_flops
+
+        known = table_flops(self.device_kind, dtype) if self.device_kind else None
+        figure = self.peak_flops if known is None else known
+        if figure is None:
+            raise ClusterError(
+                f"cluster {self.name}: no peak for {dtype} on {self.device_kind or 'it'}; give peak_flops"
+            )
+        return figure
+
+
+# ---------------------------------------------------------------------------- records
+
+# A ring loses about 20 % of NVLink's line rate to the protocol (github.com/NVIDIA/nccl-tests, issue 212: 450 GB/s give
+# 370, and 480 where the switch adds up). What networks lose is one of the fitted constants.
+RING_SHARE: Final = 0.8
+# A ring's step with NCCL's simple protocol, by its own model: src/graph/tuning.cc
+NVLINK_HOP: Final = 3.4e-6
+NETWORK_HOP: Final = 14e-6
+TORUS_HOP: Final = 1e-6  # of TPUs' links, per hop, jax-ml.github.io/scaling-book
+
+
+def _nvlink(line_rate: float, reduced: float | None = None) -> Link:
+    ring = RING_SHARE * line_rate
+    return Link(bytes_per_second=ring, reduced_per_second=reduced or ring, hop_seconds=NVLINK_HOP)
+
+
+def _network(bytes_per_second: float) -> Link:
+    return Link(
+        bytes_per_second=bytes_per_second,
+        reduced_per_second=bytes_per_second,
+        hop_seconds=NETWORK_HOP,
+    )
+
+
+def _torus(bytes_per_second: float) -> Link:
+    return Link(
+        bytes_per_second=bytes_per_second,
+        reduced_per_second=bytes_per_second,
+        hop_seconds=TORUS_HOP,
+    )
+
+
+# Fitted to published runs of several systems on the chip by `python -m benchmarks.planner`, which prints them
+ON_H100: Final = Efficiency(share=0.83, uncertainty=0.25)
+ON_A100: Final = Efficiency(share=0.82, uncertainty=0.25)
+# No run of these is known to us: the median of systems on all chips
+UNKNOWN: Final = Efficiency(share=0.81, uncertainty=0.35)
+
+H100: Final = Cluster(
+    name="h100",
+    device_kind="NVIDIA H100 80GB HBM3",
+    memory=80 * GB,
+    memory_bandwidth=3350 * GB,
+    node_devices=8,
+    in_node=_nvlink(450 * GB, reduced=480 * GB),
+    between_nodes=_network(50 * GB),
+    efficiency=ON_H100,
+    source="NVIDIA H100 SXM datasheet; DGX H100 user guide: 18 NVLinks, 8 adapters of 400 Gb/s",
+)
+A100: Final = Cluster(
+    name="a100",
+    device_kind="NVIDIA A100-SXM4-80GB",
+    memory=80 * GB,
+    memory_bandwidth=2039 * GB,
+    node_devices=8,
+    in_node=_nvlink(300 * GB),
+    between_nodes=_network(25 * GB),
+    efficiency=ON_A100,
+    source="NVIDIA A100 SXM datasheet; DGX A100 user guide: 12 NVLinks, 8 adapters of 200 Gb/s",
+)
+CLUSTERS: Final = {
+    cluster.name: cluster
+    for cluster in (
+        H100,
+        H100.model_copy(
+            update={
+                "name": "h100-500w",
+                "efficiency": Efficiency(share=0.69, uncertainty=0.25),
+                "source": f"as h100, held at 500 W (github.com/pytorch/torchtitan benchmarks); {H100.source}",
+            }
+        ),
+        H100.model_copy(
+            update={
+                "name": "h200",
+                "device_kind": "NVIDIA H200",
+                "memory": 141 * GB,
+                "memory_bandwidth": 4800 * GB,
+                "source": f"NVIDIA H200 SXM datasheet; links of h100: {H100.source}",
+            }
+        ),
+        A100,
+        A100.model_copy(
+            update={
+                "name": "a100-40",
+                "device_kind": "NVIDIA A100-SXM4-40GB",
+                "memory": 40 * GB,
+                "memory_bandwidth": 1555 * GB,
+                "efficiency": Efficiency(share=0.81, uncertainty=0.25),
+            }
+        ),
+        Cluster(
+            name="b200",
+            device_kind="NVIDIA B200",
+            memory=180 * GB,
+            memory_bandwidth=8000 * GB,
+            node_devices=8,
+            in_node=_nvlink(900 * GB),
+            between_nodes=_network(50 * GB),
+            efficiency=UNKNOWN,
+            source="NVIDIA HGX B200 datasheet, a board's figures / 8; DGX B200: 8 adapters of 400 Gb/s",
+        ),
+        # Of a TPU a node is a slice. A ring runs both ways over one dimension of the torus at a time.
+        Cluster(
+            name="v5e",
+            device_kind="TPU v5 lite",
+            memory=16 * GB,
+            memory_bandwidth=819 * GB,
+            node_devices=256,
+            in_node=_torus(100 * GB),
+            between_nodes=_network(3.1 * GB),
+            efficiency=UNKNOWN,
+            source="Cloud TPU v5e: 400 GB/s a chip both ways over two dimensions, 6.4 Tb/s a pod of 256 chips",
+        ),
+        Cluster(
+            name="v5p",
+            device_kind="TPU v5",
+            memory=95 * GB,
+            memory_bandwidth=2765 * GB,
+            node_devices=8960,
+            in_node=_torus(200 * GB),
+            between_nodes=_network(6.25 * GB),
+            efficiency=UNKNOWN,
+            source="Cloud TPU v5p: 1,200 GB/s a chip both ways over three dimensions, 50 Gb/s a chip between pods",
+        ),
+        # Rates of one forced device where eight share two cores of an AMD EPYC. Only a calibration says more.
+        Cluster(
+            name="cpu",
+            peak_flops=25e9,
+            memory=8 * GB,
+            memory_bandwidth=5 * GB,
+            node_devices=1 << 20,
+            in_node=Link(bytes_per_second=1 * GB, reduced_per_second=1 * GB, hop_seconds=50e-6),
+            between_nodes=Link(
+                bytes_per_second=0.1 * GB, reduced_per_second=0.1 * GB, hop_seconds=100e-6
+            ),
+            efficiency=Efficiency(share=0.5, uncertainty=0.9),
+            shared_cores=True,
+            source="orders of magnitude, for tests of the planner: measure with jaxmllm calibrate",
+        ),
+    )
+}
+
+
+# ---------------------------------------------------------------------------- finding one
+
+
+def cluster_of(name_or_file: str) -> Cluster:
+    """A record by name, or from a YAML file, which a name that ends in .yaml or .yml is.
+
+    Raises:
+      ClusterError: there is none, or the file does not describe one.
+    """
+    if name_or_file.endswith((".yaml", ".yml")):
+        return _from_file(Path(name_or_file))
+    if name_or_file not in CLUSTERS:
+        near = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
+        meant = f"; did you mean {near[0]}?" if near else "."
+        raise ClusterError(
+            f"there is no cluster {name_or_file!r}{meant} Clusters: {', '.join(CLUSTERS)}, or a .yaml file"
+        )
+    return CLUSTERS[name_or_file]
+
+
+def _from_file(path: Path) -> Cluster:
+    try:
+        tree = strict_yaml.read_file(path)
+    except strict_yaml.YamlError as error:
+        raise ClusterError(f"cluster file {path} {error}") from error
+    if not isinstance(tree, dict):
+        raise ClusterError(f"cluster file {path} must hold a mapping of the keys of a cluster")
+    like = tree.pop("like", None)
+    base: dict[str, Any] = {} if like is None else cluster_of(str(like)).model_dump()
+    try:
+        # JSON mode: strict about kinds, yet whole numbers may stand for others
+        return Cluster.model_validate_json(json.dumps(base | {"name": path.stem} | tree))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ClusterError(f"cluster file {path}: {key}: {first['msg']}") from error

@@ -1,0 +1,70 @@
+"""Seconds of a collective over devices of a cluster.
+
+A ring runs through all devices of a group, those of a node one after another. Where the group has several devices in a
+node, as many rings run at once, each over the network adapter of another device; so what leaves a node is spread over
+these adapters, and the slower of the two links decides. An all-reduce of little takes a tree instead, whose hops grow
+with the logarithm of the devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxmllm.cluster.clusters import ALL_REDUCE, Cluster
+from jaxmllm.setup.hlo import SENT
+
+PAIRWISE = ("all-to-all", "ragged-all-to-all")
+POINT_TO_POINT = ("collective-permute", "collective-broadcast")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that exchange something: `devices` of them, `stride` apart as the mesh numbers them."""
+
+    devices: int
+    stride: int = 1
+
+    def in_node(self, cluster: Cluster) -> int:
+        """Its devices in one node."""
+        return min(self.devices, max(1, cluster.node_devices // self.stride))
+
+
+def collective_seconds(
+    cluster: Cluster, operation: str, array_bytes: float, group: Group, network: float = 1.0
+) -> float:
+    """Seconds of one collective.
+
+    Args:
+      operation: as XLA names it, a key of `SENT`.
+      array_bytes: of the array where it is whole: gathered, before it is reduced or scattered, or what one device
+        sends in an exchange or to its neighbour.
+      network: share of the network's line rate that is reached.
+    """
+    if group.devices == 1:
+        return 0.0
+    inside = group.in_node(cluster)
+    crosses = inside < group.devices
+    near, far = cluster.in_node, cluster.between_nodes
+    far_rate = far.rate(operation) * network
+    sent = SENT[operation](group.devices) * array_bytes
+    if operation in POINT_TO_POINT:
+        # With neighbours in a node only every last one crosses, but all wait for it
+        return (
+            sent / far_rate + far.hop_seconds
+            if crosses
+            else sent / near.rate(operation) + near.hop_seconds
+        )
+    if operation in PAIRWISE:
+        to_node = array_bytes * (inside - 1) / group.devices / near.rate(operation)
+        to_others = array_bytes * (group.devices - inside) / group.devices / far_rate
+        return max(to_node, to_others) + (far if crosses else near).hop_seconds
+    transfer = sent / near.rate(operation) if inside > 1 else 0.0
+    if crosses:
+        transfer = max(transfer, sent / (inside * far_rate))
+    return transfer + _hops(operation, group.devices) * (far if crosses else near).hop_seconds
+
+
+def _hops(operation: str, devices: int) -> float:
+    ring = devices - 1
+    return min(2 * ring, 4 * math.log2(devices)) if operation == ALL_REDUCE else ring

@@ -1,0 +1,103 @@
+"""Seconds of what one device computes, and the constants that all predictions share.
+
+    products      FLOPs / (peak * efficiency * fill), fill by the sides of the matrices
+    attention     FLOPs at a share of that rate; scores that are written out go through memory as well
+    traffic       what norms, activations and residuals read and write, through memory
+
+The constants of `Rates` are fitted to published runs of eleven systems (`python -m benchmarks.planner`), with the
+priors that stand beside them there; none of them belongs to a model, system or chip.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from jaxmllm.cluster.clusters import Cluster
+
+# FLOPs for a byte of memory at the peak: of an A100, to which `half_side` refers
+RIDGE: Final = 153.0
+# Of the passes of a layer: backward takes twice the products of forward; attention without stored scores two and a
+# half times, for it makes the scores again
+BACKWARD: Final = 2.0
+FLASH_BACKWARD: Final = 2.5
+# Bytes of a parameter that is trained: its gradient is read and written in float32 when microbatches add up; the
+# update reads and writes gradient, moments, weight and its copy
+ACCUMULATED_BYTES: Final = 8
+UPDATED_BYTES: Final = 30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What chips and systems have in common."""
+
+    attention: float  # rate of attention over that of large products
+    score_bytes: float  # of a head's pair of slots in forward and backward, where scores are stored
+    traffic: float  # times that what a layer stores goes through memory, in one pass
+    half_side: float  # of a matrix at which products run at half their rate, at `RIDGE`
+    overlap: (
+        float  # 1: compute and weights take turns; the larger, the more of the lesser is hidden
+    )
+    network: float  # share of the network's line rate that collectives get
+    reduced: float  # share of the gradients' sum over replicas that is waited for
+    straggling: float  # share of a step that every doubling of the nodes adds
+    tensor: float  # share of tensor collectives that is waited for where a system overlaps them
+
+
+RATES: Final = Rates(
+    attention=0.3482,
+    score_bytes=31.80,
+    traffic=2.017,
+    half_side=176.9,
+    overlap=1.6283,
+    network=0.8676,
+    reduced=0.5216,
+    straggling=0.002592,
+    tensor=0.2211,
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a cluster at work."""
+
+    cluster: Cluster
+    efficiency: float  # share of the peak of large products
+    rates: Rates = RATES
+    dtype: str = "bfloat16"
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s that its vendor names."""
+        return self.cluster.peak(self.dtype)
+
+    def product_rate(self, tokens: float, width: float) -> float:
+        """FLOP/s of products of [tokens, width] matrices."""
+        side = 1 / (1 / tokens + 1 / width)
+        ridge = self.peak / self.cluster.memory_bandwidth
+        half = self.rates.half_side * ridge / RIDGE
+        return self.peak * self.efficiency * side / (side + half)
+
+    @property
+    def attention_rate(self) -> float:
+        """FLOP/s of attention whose scores are not stored."""
+        return self.peak * self.efficiency * self.rates.attention
+
+    def memory_seconds(self, moved: float) -> float:
+        """Seconds of reading and writing so many bytes."""
+        return moved / self.cluster.memory_bandwidth
+
+    def together(self, compute: float, sent: float) -> float:
+        """Seconds of computing while something else is sent: between their sum and the larger of both.
+
+        `overlap` p makes it (compute^p + sent^p)^(1/p).
+        """
+        p = self.rates.overlap
+        return (compute**p + sent**p) ** (1 / p)
+
+    def straggled(self, seconds: float, devices: int) -> float:
+        """A step of so many devices, of which the slowest decides."""
+        nodes = max(devices / self.cluster.node_devices, 1.0)
+        return seconds * (1 + self.rates.straggling * math.log2(nodes))

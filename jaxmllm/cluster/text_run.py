@@ -1,0 +1,318 @@
+"""Step time of a dense decoder trained on rows of one length, in closed form.
+
+    TextRun, Device --text_step--> TextStep        seconds, by what they go to, and two ends
+
+For runs that others have published, for what they say of themselves is a line of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Final
+
+from jaxmllm.balance.costs.flops import Layer, decoder_layer
+from jaxmllm.balance.costs.gather import GATHER_PRICE
+from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.cluster.collectives import Group, collective_seconds
+from jaxmllm.cluster.device_seconds import (
+    ACCUMULATED_BYTES,
+    BACKWARD,
+    FLASH_BACKWARD,
+    UPDATED_BYTES,
+    Device,
+)
+
+NUMBER_BYTES: Final = 2  # bfloat16, in which all of them compute
+FLASH, UNFUSED = "flash", "unfused"
+# What the backward pass makes again: shares of the products and of the attention of a layer. `selop` is every second
+# operation, `qkv` everything but the first projections, whose share depends on the layer.
+RECOMPUTED: Final = {
+    "none": (0.0, 0.0),
+    "full": (1.0, 1.0),
+    "sel": (0.0, 1.0),
+    "dots": (0.0, 1.0),
+    "selop": (0.5, 0.0),
+    "qkv": (1.0, 1.0),
+}
+# Numbers of a slot that a layer stores for its backward pass, in widths: beside norms and residuals, which tensor
+# parallelism alone does not split, and inside attention; of the MLP in its own widths for each matrix but the last
+# (arXiv 2205.05198, section 4.1: 34 s b h bytes)
+STORED_BESIDE: Final = 10
+STORED_INSIDE: Final = 8
+STORED_MLP: Final = 2
+
+
+class TextRunError(ValueError):
+    """A run whose numbers contradict each other; the message names them."""
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """A run as its owners tell of it. Batches are in sequences."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    gated: bool
+    vocab: int
+    devices: int
+    data: int
+    fsdp: int
+    context: int
+    tensor: int
+    stages: int
+    interleave: int
+    remat: str
+    sequence: int
+    batch: int
+    microbatch: int  # sequences of a data rank
+    attention: str = FLASH
+    sequence_parallel: bool = False
+    tensor_overlap: bool = False
+    reduce_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        meshed = self.data * self.fsdp * self.context * self.tensor * self.stages
+        if meshed != self.devices:
+            raise TextRunError(f"axes of {meshed} devices on {self.devices}")
+        if self.microbatches < 1:
+            raise TextRunError(
+                f"batch {self.batch} on data {self.data} x fsdp {self.fsdp} is less than a microbatch "
+                f"of {self.microbatch}"
+            )
+        for key, known in (("remat", RECOMPUTED), ("attention", (FLASH, UNFUSED))):
+            if getattr(self, key) not in known:
+                raise TextRunError(f"{key} {getattr(self, key)!r} is none of {', '.join(known)}")
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> TextRun:
+        """From a JSON object, whose other keys are left alone.
+
+        Raises:
+          TextRunError: a key is missing, or numbers contradict.
+        """
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in record.items() if key in known})
+        except TypeError as error:
+            raise TextRunError(str(error).removeprefix("TextRun.__init__() ")) from error
+
+    @cached_property
+    def layer(self) -> Layer:
+        """One of them, as they are all alike."""
+        head_size = self.width // self.heads
+        return decoder_layer(
+            self.width, self.width, self.kv_heads * head_size, self.mlp_width, self.gated
+        )
+
+    @property
+    def microbatches(self) -> float:
+        """Of a data rank in a step; on the average, where a batch does not divide evenly."""
+        return self.batch / (self.data * self.fsdp * self.microbatch)
+
+    @property
+    def slots(self) -> float:
+        """Of a microbatch on a device."""
+        return self.microbatch * self.sequence / self.context
+
+    @property
+    def recomputed(self) -> tuple[float, float]:
+        """Shares of products and of attention that the backward pass makes again."""
+        products, attention = RECOMPUTED[self.remat]
+        if self.remat == "qkv":
+            kept = self.width * (self.width + 2 * self.kv_heads * (self.width // self.heads))
+            products -= kept / self.layer.parameters
+        if self.remat == "sel" and self.attention == FLASH:
+            attention = 0.0  # it recomputes by itself, in any case
+        return products, attention
+
+
+@dataclass(frozen=True)
+class TextStep:
+    """Seconds of a step, by what they go to. The parts sum up to `seconds`."""
+
+    products: float
+    attention: float
+    traffic: float
+    tensor: float
+    context: float
+    weights: float  # gathers and scatters that compute does not hide
+    bubble: float  # of the pipeline, with sends between stages and the wait for the slowest stage
+    replicas: float  # gradients between replicas
+    update: float
+    straggling: float
+    low: float  # everything that can overlap does
+    high: float  # nothing does
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        ends = ("low", "high")
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ends
+        }
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one layer for one microbatch, forward and backward."""
+
+    products: float
+    attention: float
+    traffic: float
+    tensor: float
+    hidden_tensor: float
+    context: float
+    hidden_context: float
+    weights: float  # on their own
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.traffic + self.tensor + self.context
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives that `compute` leaves out because they overlap."""
+        return self.hidden_tensor + self.hidden_context
+
+
+def text_step(run: TextRun, device: Device) -> TextStep:
+    """What a step of a run takes."""
+    layer = _layer_seconds(run, device)
+    together = device.together(layer.compute, layer.weights)
+    head = _head_seconds(run, device)
+    stages, microbatches = run.stages, run.microbatches
+
+    def pipelined(of_layer: float) -> float:
+        """All microbatches through the stages: the slowest decides, and the first one's way through
+        the others is waited for."""
+        whole = math.ceil(run.layers / stages) * of_layer
+        last = run.layers // stages * of_layer + head
+        mean = (run.layers * of_layer + head) / stages
+        return microbatches * max(whole, last) + (stages - 1) / run.interleave * mean
+
+    sends = 0.0
+    if stages > 1:
+        rate = device.cluster.between_nodes.bytes_per_second * device.rates.network
+        activations = run.slots * run.width * NUMBER_BYTES / run.tensor
+        send = activations / rate + device.cluster.between_nodes.hop_seconds
+        sends = 2 * run.interleave * (microbatches + stages - 1) * send
+    replicas = _replica_seconds(run, device)
+    update = device.memory_seconds(_device_parameters(run) / run.fsdp * UPDATED_BYTES)
+    waited = replicas * device.rates.reduced
+
+    step = pipelined(together) + sends + waited + update
+    least = max(pipelined(max(layer.compute, layer.weights)), sends, replicas) + update
+    most = pipelined(layer.compute + layer.hidden + layer.weights) + sends + replicas + update
+
+    share = microbatches / stages
+    parts = {
+        name: share * run.layers * getattr(layer, name)
+        for name in ("products", "attention", "traffic", "tensor", "context")
+    }
+    parts["products"] += share * head
+    weights = share * run.layers * (together - layer.compute)
+    rest = pipelined(together) - sum(parts.values()) - weights
+    return TextStep(
+        **parts,
+        weights=weights,
+        bubble=rest + sends,
+        replicas=waited,
+        update=update,
+        straggling=device.straggled(step, run.devices) - step,
+        low=device.straggled(least, run.devices),
+        high=device.straggled(most, run.devices),
+    )
+
+
+def _layer_seconds(run: TextRun, device: Device) -> _Layer:
+    layer, slots = run.layer, run.slots
+    again, attention_again = run.recomputed
+    passes = 1 + BACKWARD + again
+    rate = device.product_rate(slots, run.width / run.tensor)
+    forward = float(layer.attention((run.microbatch * run.sequence**2, 0)))
+    pairs = forward / run.context / run.tensor
+    traffic = _stored_bytes(run) * passes * device.rates.traffic
+    traffic += layer.parameters / run.tensor * ACCUMULATED_BYTES
+    if run.attention == UNFUSED:
+        # Of all pairs, also those that causal attention does not see
+        computed = 2 * pairs * (1 + BACKWARD + attention_again) / rate
+        scores = run.heads / run.tensor * run.sequence * slots * device.rates.score_bytes
+        written = scores * (1 + BACKWARD + attention_again) / (1 + BACKWARD)
+        attention = computed + device.memory_seconds(written)
+    else:
+        attention = pairs * (1 + FLASH_BACKWARD + attention_again) / device.attention_rate
+
+    network = device.rates.network
+    summed = slots * run.width * NUMBER_BYTES
+    sums = (2 + 2 + 2 * again) * collective_seconds(
+        device.cluster, ALL_REDUCE, summed, Group(run.tensor), network
+    )
+    waited = sums * device.rates.tensor if run.tensor_overlap else sums
+
+    inner = run.tensor
+    keys = 2 * run.kv_heads * (run.width // run.heads) * slots * run.context
+    gathers = GATHER_PRICE.passes * collective_seconds(
+        device.cluster,
+        "all-gather",
+        keys * NUMBER_BYTES / run.tensor,
+        Group(run.context, inner),
+        network,
+    )
+    exposed = gathers * float(GATHER_PRICE.exposed)
+
+    shards = Group(run.fsdp, inner * run.context)
+    held = layer.parameters / run.tensor
+    weights = 2 * collective_seconds(
+        device.cluster, "all-gather", held * NUMBER_BYTES, shards, network
+    ) + collective_seconds(
+        device.cluster, "reduce-scatter", held * run.reduce_bytes, shards, network
+    )
+    return _Layer(
+        products=layer.linear(1) * slots / run.tensor * passes / rate,
+        attention=attention,
+        traffic=device.memory_seconds(traffic),
+        tensor=waited,
+        hidden_tensor=sums - waited,
+        context=exposed,
+        hidden_context=gathers - exposed,
+        weights=weights,
+    )
+
+
+def _stored_bytes(run: TextRun) -> float:
+    """Bytes that a layer stores of a microbatch on a device, attention's pairs apart."""
+    beside = STORED_BESIDE * run.width
+    matrices = 3 if run.gated else 2
+    inside = STORED_INSIDE * run.width + STORED_MLP * matrices * run.mlp_width
+    split = run.tensor if run.sequence_parallel else 1
+    return run.slots * (beside / split + inside / run.tensor)
+
+
+def _head_seconds(run: TextRun, device: Device) -> float:
+    """Of one microbatch."""
+    flops = 2 * run.width * run.vocab * run.slots / run.tensor
+    rate = device.product_rate(run.slots, run.width / run.tensor)
+    return flops * (1 + BACKWARD) / rate
+
+
+def _device_parameters(run: TextRun) -> float:
+    """Parameters of a stage's share of a tensor rank, those of embedding and head on one of them."""
+    layers = run.layer.parameters * run.layers / run.stages
+    return (layers + 2 * run.width * run.vocab) / run.tensor
+
+
+def _replica_seconds(run: TextRun, device: Device) -> float:
+    """Gradients between devices that see other slots and hold the same parameters."""
+    replicas = Group(run.data * run.context, run.tensor * run.fsdp)
+    summed = run.reduce_bytes * _device_parameters(run) / run.fsdp
+    return collective_seconds(device.cluster, ALL_REDUCE, summed, replicas, device.rates.network)

@@ -1,0 +1,71 @@
+"""Clusters by name and from files, and what is said of one that is not known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxmllm.cluster.clusters import CLUSTERS, ClusterError, cluster_of
+from jaxmllm.runtime.hardware import table_flops
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_records_are_complete(name):
+    cluster = cluster_of(name)
+    assert cluster.name == name and cluster.source
+    assert cluster.peak() == (table_flops(cluster.device_kind, "bfloat16") or cluster.peak_flops)
+    assert cluster.budget == 0.75 * cluster.memory
+    # Nothing is faster between nodes than in one, and nothing moves faster than memory
+    assert cluster.between_nodes.bytes_per_second <= cluster.in_node.bytes_per_second
+    assert cluster.in_node.rate("all-gather") < cluster.memory_bandwidth
+
+
+def test_peaks_are_those_of_the_table():
+    assert cluster_of("h100").peak() == 989.5e12
+    assert cluster_of("a100").peak("float32") == 19.5e12
+    assert cluster_of("v5e").peak() == 197e12
+    with pytest.raises(ClusterError, match=r"no peak for float64.*peak_flops"):
+        cluster_of("h100").peak("float64")
+
+
+def test_a_file_says_what_differs(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: a100\nmemory: 64e9\ntaken_share: 0.9\n")
+    cluster = cluster_of(str(file))
+    assert cluster.name == "mine" and cluster.budget == pytest.approx(57.6e9)
+    assert cluster.in_node == cluster_of("a100").in_node
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like: a10\n", r"there is no cluster 'a10'; did you mean a100\?"),
+        ("memory: 64e9\n", "memory_bandwidth: Field required"),
+        ("like: h100\nmemory: -1\n", "memory: Input should be greater than 0"),
+        ("like: h100\nmemroy: 1\n", "memroy: Extra inputs"),
+        ("like: h100\nin_node: fast\n", "in_node"),
+        ("- h100\n", "must hold a mapping"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, text, message):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=message) as raised:
+        cluster_of(str(file))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ClusterError, match="does not exist"):
+        cluster_of("nowhere/mine.yaml")
+
+
+def test_the_room_imports_no_jax():
+    code = (
+        "import importlib, pkgutil, sys, jaxmllm.cluster as room\n"
+        "for one in pkgutil.iter_modules(room.__path__): importlib.import_module(f'{room.__name__}.{one.name}')\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

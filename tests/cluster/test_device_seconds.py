@@ -1,0 +1,34 @@
+"""What a device computes, at its ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.device_seconds import RATES, Device
+
+DEVICE = Device(CLUSTERS["a100"], efficiency=0.8)
+
+
+def test_small_products_run_slower_and_large_ones_at_the_efficiency():
+    rates = [DEVICE.product_rate(size, size) for size in (64, 512, 4096, 1 << 20)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(0.8 * 312e12, rel=1e-3)
+    # A side of which half is lost: both together, as of springs one after another
+    assert DEVICE.product_rate(2 * RATES.half_side, 2 * RATES.half_side) == pytest.approx(
+        0.4 * 312e12, rel=1e-3
+    )
+
+
+def test_what_overlaps_lies_between_both_ends():
+    for compute, sent in ((1.0, 0.0), (1.0, 0.2), (1.0, 1.0), (0.1, 2.0)):
+        assert max(compute, sent) <= DEVICE.together(compute, sent) <= compute + sent
+    serial = Device(DEVICE.cluster, 0.8, replace(RATES, overlap=1.0))
+    assert serial.together(1.0, 0.5) == 1.5
+
+
+def test_a_node_does_not_wait_for_others():
+    assert DEVICE.straggled(2.0, 8) == DEVICE.straggled(2.0, 1) == 2.0
+    assert DEVICE.straggled(2.0, 32) == pytest.approx(2 * (1 + 2 * RATES.straggling))
