@@ -26,8 +26,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -35,6 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.omni import omni_config
+from jaxmllm.cluster.sends import devices_along, leaves
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config
 from jaxmllm.phases import LANGUAGE
@@ -48,7 +48,6 @@ from jaxmllm.tools.workload import DEFAULT_MIX
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
-from sharding.parameters import replica_axes
 from sharding.rules import Layout
 
 Kind = tuple[str, tuple[str, ...]]  # operation, axes
@@ -121,17 +120,6 @@ class Setting(NamedTuple):
 # ---------------------------------------------------------------------------- what must be sent
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A parameter as it lies on the mesh."""
-
-    size: int  # numbers of the whole
-    gathered: tuple[str, ...]  # axes that split it between uses
-    split: int  # parts that it stays in while it is used
-    replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
-    layer: bool  # whether it belongs to the stack of layers
-
-
 def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | None:
     """What a program must send at least, in bytes of one device in a ring, by operation and axes of
     the mesh. None where the data decide: exchanges of media, and pipelines.
@@ -167,7 +155,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
             once = settings.settings.reduce == "step"
             for leaf in leaves(trained, layout):
                 send("reduce-scatter", layout, leaf.gathered, once * 4 * leaf.size / leaf.split)
-                shard = leaf.size / leaf.split / _parts(layout, leaf.gathered)
+                shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
                 send("all-reduce", layout, leaf.replicas, 4 * shard)
         return dict(needed)
     if name.function not in (*FORWARD, *BACKWARD):
@@ -201,29 +189,6 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     sums = 2 * shapes.layers + (name.subject == LANGUAGE)
     send("all-reduce", layout, layout.mesh_axes("mlp"), passes * sums * activations)
     return dict(needed)
-
-
-def leaves(tree: Any, layout: Layout) -> Iterator[Leaf]:
-    """The parameters of a component."""
-    between = layout.mesh_axes("embed")
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        named = [axis for entry in leaf.sharding.spec if entry for axis in _axes(entry)]
-        kept = [axis for axis in named if axis not in between]
-        yield Leaf(
-            size=math.prod(leaf.shape),
-            gathered=tuple(axis for axis in named if axis in between),
-            split=_parts(layout, kept),
-            replicas=replica_axes(layout, leaf.sharding),
-            layer="layers" in jax.tree_util.keystr(path),
-        )
-
-
-def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
-
-
-def _parts(layout: Layout, axes: Sequence[str]) -> int:
-    return math.prod(layout.mesh.shape[axis] for axis in axes)
 
 
 # ---------------------------------------------------------------------------- what is sent

@@ -27,6 +27,12 @@ FLASH_BACKWARD: Final = 2.5
 # update reads and writes gradient, moments, weight and its copy
 ACCUMULATED_BYTES: Final = 8
 UPDATED_BYTES: Final = 30
+# Bytes of a slot that a layer stores for its backward pass, in widths: beside norms and residuals, which tensor
+# parallelism alone does not split, and inside attention; of the MLP in its own widths for each of its matrices
+# (arXiv 2205.05198, section 4.1: 34 s b h)
+STORED_BESIDE: Final = 10
+STORED_INSIDE: Final = 8
+STORED_MLP: Final = 2
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class Device:
 
         `overlap` p makes it (compute^p + sent^p)^(1/p).
         """
+        if not sent:  # exactly
+            return compute
         p = self.rates.overlap
         return (compute**p + sent**p) ** (1 / p)
 
@@ -101,3 +109,15 @@ class Device:
         """A step of so many devices, of which the slowest decides."""
         nodes = max(devices / self.cluster.node_devices, 1.0)
         return seconds * (1 + self.rates.straggling * math.log2(nodes))
+
+
+def stored_bytes(width: int, mlp_widths: int, tensor: int, beside: int = 1) -> float:
+    """Bytes of a slot that a layer stores on a device, attention's pairs apart.
+
+    Args:
+      mlp_widths: of all of its matrices together.
+      tensor: devices that split the layer inside.
+      beside: devices that split what lies beside its products.
+    """
+    inside = STORED_INSIDE * width + STORED_MLP * mlp_widths
+    return STORED_BESIDE * width / beside + inside / tensor

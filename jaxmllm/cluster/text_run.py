@@ -22,6 +22,7 @@ from jaxmllm.cluster.device_seconds import (
     FLASH_BACKWARD,
     UPDATED_BYTES,
     Device,
+    stored_bytes,
 )
 
 NUMBER_BYTES: Final = 2  # bfloat16, in which all of them compute
@@ -36,12 +37,6 @@ RECOMPUTED: Final = {
     "selop": (0.5, 0.0),
     "qkv": (1.0, 1.0),
 }
-# Numbers of a slot that a layer stores for its backward pass, in widths: beside norms and residuals, which tensor
-# parallelism alone does not split, and inside attention; of the MLP in its own widths for each matrix but the last
-# (arXiv 2205.05198, section 4.1: 34 s b h bytes)
-STORED_BESIDE: Final = 10
-STORED_INSIDE: Final = 8
-STORED_MLP: Final = 2
 
 
 class TextRunError(ValueError):
@@ -241,7 +236,10 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
     rate = device.product_rate(slots, run.width / run.tensor)
     forward = float(layer.attention((run.microbatch * run.sequence**2, 0)))
     pairs = forward / run.context / run.tensor
-    traffic = _stored_bytes(run) * passes * device.rates.traffic
+    matrices = 3 if run.gated else 2
+    split = run.tensor if run.sequence_parallel else 1
+    stored = stored_bytes(run.width, matrices * run.mlp_width, run.tensor, split)
+    traffic = slots * stored * passes * device.rates.traffic
     traffic += layer.parameters / run.tensor * ACCUMULATED_BYTES
     if run.attention == UNFUSED:
         # Of all pairs, also those that causal attention does not see
@@ -287,15 +285,6 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
         hidden_context=gathers - exposed,
         weights=weights,
     )
-
-
-def _stored_bytes(run: TextRun) -> float:
-    """Bytes that a layer stores of a microbatch on a device, attention's pairs apart."""
-    beside = STORED_BESIDE * run.width
-    matrices = 3 if run.gated else 2
-    inside = STORED_INSIDE * run.width + STORED_MLP * matrices * run.mlp_width
-    split = run.tensor if run.sequence_parallel else 1
-    return run.slots * (beside / split + inside / run.tensor)
 
 
 def _head_seconds(run: TextRun, device: Device) -> float:

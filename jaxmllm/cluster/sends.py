@@ -1,0 +1,267 @@
+"""What each program of a run sends: which collective, along which axes, how many bytes, how often.
+
+    programs, name --program_sends--> Sends
+
+It follows from the shapes and shardings of the parameters, what of them is trained, and what the backward pass makes
+again; nothing is compiled. Held against compiled text (setup/hlo.py), of whose loops with a known number of trips it
+tells all but index arrays, whose bytes are those of activations over the width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.hlo import SENT
+
+if TYPE_CHECKING:
+    from jaxmllm.training.programs.base import ProgramName
+    from jaxmllm.training.programs.phased import PhasedPrograms
+    from sharding.rules import Layout
+
+GATHER: Final = "all-gather"
+SCATTER: Final = "reduce-scatter"
+EXCHANGE: Final = "all-to-all"
+BACKWARD: Final = ("language_loss_and_grad", "encode_grad", "encode_grad_kept")
+FORWARD: Final = ("encode", "evaluate", "language_loss_and_grad", "encode_grad")
+# Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
+READS_ROWS: Final = ("patch", "stem_mels")
+SUM_BYTES: Final = 4  # gradients are summed in float32
+
+
+@dataclass(frozen=True)
+class Send:
+    """A collective that a program starts `times` times. `array_bytes` as in `collective_seconds`."""
+
+    operation: str
+    axes: tuple[str, ...]
+    devices: int  # along the axes
+    array_bytes: float
+    times: float
+    # Whether the data decide how often; `times` is then that of rows whose every slot has a target
+    by_data: bool = False
+
+    @property
+    def ring_bytes(self) -> float:
+        """What a device sends in a ring, in all of them."""
+        return SENT[self.operation](self.devices) * self.array_bytes * self.times
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter as it lies on the mesh."""
+
+    path: tuple[str, ...]
+    size: int  # numbers of the whole
+    gathered: tuple[str, ...]  # axes that split it between uses
+    split: int  # parts that it stays in while it is used
+    replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
+    stacked: int  # layers that it holds; 1 outside of the stack
+
+    @property
+    def layer(self) -> bool:
+        """Whether it belongs to the stack of layers."""
+        return "layers" in self.path
+
+
+def leaves(tree: Any, layout: Layout) -> Iterator[Leaf]:
+    """The parameters of a component."""
+    import jax
+
+    from sharding.parameters import replica_axes
+
+    between = layout.mesh_axes("embed")
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        named = [axis for entry in leaf.sharding.spec if entry for axis in _axes(entry)]
+        kept = [axis for axis in named if axis not in between]
+        yield Leaf(
+            path=path,
+            size=math.prod(leaf.shape),
+            gathered=tuple(axis for axis in named if axis in between),
+            split=devices_along(layout, kept),
+            replicas=replica_axes(layout, leaf.sharding),
+            stacked=leaf.shape[0] if "layers" in path else 1,
+        )
+
+
+def devices_along(layout: Layout, axes: Sequence[str]) -> int:
+    """Their product."""
+    return math.prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def program_sends(programs: PhasedPrograms, name: ProgramName) -> list[Send] | None:
+    """What a program sends. None where the routes of a step decide, in the hops of an exchange, and where `encode`
+    keeps residuals that tensor parallelism splits, which XLA moves as it likes."""
+    if name.function in ("hop", "hop_back"):
+        return None
+    if name.function == "add_replicas":
+        return list(_joined(_replicas(programs)))
+    if name.function not in (*FORWARD, *BACKWARD):
+        return []
+    of_phase = _Phase(programs, name)
+    if of_phase.moves_residuals:
+        return None
+    return list(_joined(of_phase.sends()))
+
+
+def ring_bytes(sends: Iterable[Send]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """What a device sends in a ring, by operation and axes."""
+    total: dict[tuple[str, tuple[str, ...]], float] = {}
+    for send in sends:
+        key = (send.operation, send.axes)
+        total[key] = total.get(key, 0.0) + send.ring_bytes
+    return total
+
+
+def _joined(sends: Iterable[Send]) -> Iterator[Send]:
+    """Without those of a single device."""
+    return (send for send in sends if send.devices > 1 and send.array_bytes and send.times)
+
+
+def _send(
+    layout: Layout,
+    operation: str,
+    axes: Sequence[str],
+    array_bytes: float,
+    times: float = 1,
+    by_data: bool = False,
+) -> Send:
+    split = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
+    return Send(operation, split, devices_along(layout, axes), array_bytes, times, by_data)
+
+
+def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
+    """Gradients of devices that hold the same shard, once a step."""
+    for component, trained in programs.trained.items():
+        layout = programs.functions.model.components[component].layout
+        for leaf in leaves(trained, layout):
+            shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
+            yield _send(layout, ALL_REDUCE, leaf.replicas, SUM_BYTES * shard)
+
+
+class _Phase:
+    """One program of a phase and row class."""
+
+    def __init__(self, programs: PhasedPrograms, name: ProgramName):
+        functions = programs.functions.spanned(name.subject, name.span)
+        self.programs = programs
+        self.function = name.function
+        self.phase = name.subject
+        self.model = functions.model
+        self.settings = self.model.components[self.phase]
+        self.layout = self.settings.layout
+        self.shapes = getattr(self.model.config, self.phase)
+        self.itemsize = self.settings.dtype.itemsize
+        stride = getattr(self.shapes, "stem_stride", 1)
+        self.tokens = name.capacity * name.span / stride  # of attention, in the whole row
+        self.backward = self.function in BACKWARD
+        self.forward = self.function in FORWARD
+        features = self.backward and functions.keeps_features(self.phase) and self.phase != LANGUAGE
+        self.components = [
+            part
+            for part in self.model.phases[self.phase].components
+            if not (features and part == self.phase)
+        ]
+
+    @property
+    def moves_residuals(self) -> bool:
+        kept = bool(self.programs.kept_residuals.get(self.phase))
+        return self.function == "encode" and kept and self._inner > 1
+
+    @property
+    def _inner(self) -> int:
+        """Devices that split layers inside."""
+        return devices_along(self.layout, self.layout.mesh_axes("mlp"))
+
+    def sends(self) -> Iterator[Send]:
+        for component in self.components:
+            yield from self._weights(component)
+        if self.phase in self.components:
+            yield from self._parts()
+            yield from self._activations()
+
+    def _weights(self, component: str) -> Iterator[Send]:
+        settings = self.model.components[component]
+        layout = settings.layout
+        itemsize = settings.dtype.itemsize
+        # Kept where nothing is made again
+        again = self.backward and settings.settings.remat != "none"
+        by_path = {leaf.path: leaf for leaf in leaves(self.programs.params[component], layout)}
+        trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), layout)}
+        for path, leaf in by_path.items():
+            table = "embedding" in path
+            if table and self.function == "language_loss_and_grad":
+                yield from self._lookups(leaf, layout, itemsize, path in trained)
+                if ("head",) in by_path:
+                    continue
+            whole = leaf.size / leaf.split / leaf.stacked
+            passes = self.forward + again if leaf.layer else 1
+            if not self.forward and path[0] in READS_ROWS:
+                passes = 0
+            yield _send(layout, GATHER, leaf.gathered, itemsize * whole, passes * leaf.stacked)
+            if self.backward and path in trained:
+                summed = itemsize if layout.narrow_gradients else SUM_BYTES
+                yield _send(layout, SCATTER, leaf.gathered, summed * whole, leaf.stacked)
+
+    def _lookups(self, leaf: Leaf, layout: Layout, itemsize: int, trained: bool) -> Iterator[Send]:
+        """Each device looks up its part of the width for all that share the table; what it finds is exchanged."""
+        found = itemsize * self.tokens / layout.parts * self.shapes.width
+        yield _send(layout, EXCHANGE, leaf.gathered, found, 1 + trained)
+
+    def _parts(self) -> Iterator[Send]:
+        """Keys and values of rows that several devices hold, and the tokens of media, which lie in order of the row
+        outside of it."""
+        layout = self.layout
+        axes = layout.mesh_axes("sequence")
+        layers = self.shapes.layers
+        key_values = self.model.key_value_bytes(self.phase) / layers / layout.size("kv_heads")
+        keys = self.tokens * key_values
+        yield _send(layout, GATHER, axes, keys, (self.forward + self.backward) * layers)
+        yield _send(layout, SCATTER, axes, keys, self.backward * layers)
+        if self.phase == LANGUAGE:
+            if self.backward and self.programs.encoders:
+                pool = self.programs.pools[LANGUAGE].tokens
+                held = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
+                yield _send(layout, ALL_REDUCE, layout.part_axes, held)
+            return
+        # `merge` tokens of attention, or its square of an image, are one of the language
+        merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
+        width = self.model.config.language.width
+        media = self.tokens / merged * width * self.itemsize
+        yield _send(layout, GATHER, axes, media, self.function == "encode")
+        yield _send(layout, SCATTER, axes, media, self.backward)
+
+    def _activations(self) -> Iterator[Send]:
+        """Sums over devices that split layers inside: of what a layer adds to its input, and of the gradient of what
+        each of its products reads."""
+        layout = self.layout
+        axes = layout.mesh_axes("mlp")
+        layers = self.shapes.layers
+        size = self.tokens / layout.parts * self.shapes.width * self.itemsize
+        language = self.phase == LANGUAGE
+        # Queries, keys, values; of a decoder two matrices before the activation
+        reading = 3 + (2 if language else 1)
+        again = (
+            self.settings.settings.remat == "full"
+        )  # what attention adds; the MLP's is not needed
+        times = self.forward * 2 * layers + self.backward * layers * (reading + again)
+        yield _send(layout, ALL_REDUCE, axes, size, times)
+        if language:
+            yield _send(layout, ALL_REDUCE, axes, size, 1)  # the lookup
+            yield _send(layout, ALL_REDUCE, axes, size, self.backward, by_data=True)  # the head
+            return
+        merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
+        media = self.tokens / layout.parts / merged
+        projected = media * self.model.config.language.width * self.itemsize
+        projector = self.model.components[f"projector.{self.phase}"].layout.mesh_axes("mlp")
+        yield _send(layout, ALL_REDUCE, projector, projected)
+        yield _send(layout, ALL_REDUCE, projector, size, self.backward)

@@ -1,0 +1,35 @@
+"""A tiny omni model on CPU devices, for what is predicted of its programs."""
+
+from __future__ import annotations
+
+import jax
+
+from benchmarks.ahead import MIX
+from benchmarks.omni import omni_config
+from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.tools.generated_lengths import generated_lengths
+from sharding.mesh import make_mesh
+
+
+def tiny(**sections):
+    """The config and programs of `tiny_lengths`."""
+    lengths = tiny_lengths(**sections)
+    return lengths.config, lengths.programs()
+
+
+def tiny_lengths(devices=8, frozen=(), **sections):
+    """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it."""
+    phases = {
+        phase: {"capacities": [slots], "spans": [1]}
+        for phase, slots in {"vision": 16384, "audio": 16384, "language": 4096}.items()
+    }
+    tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
+    of_projectors = tree["components"]["projector"]
+    for component in (*tree["components"].values(), *of_projectors.values()):
+        if component is not of_projectors:
+            component["compute_dtype"] = "float32"
+    for component in frozen:
+        tree["components"][component]["freeze"] = True
+    config = parse_config(tree)
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
+    return generated_lengths(config, mesh, 0, MIX)

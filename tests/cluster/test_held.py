@@ -1,0 +1,45 @@
+"""Bytes by shapes and shardings are those of the compiler."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxmllm.cluster.held import device_bytes, program_bytes, resident
+from jaxmllm.setup.ahead import memory_of
+from jaxmllm.training.programs.base import ProgramName
+from tests.cluster.programs import tiny
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_arguments_are_those_of_the_compiled_programs(mesh):
+    _, programs = tiny(mesh=mesh)
+    for name, job in programs.jobs.items():
+        if name.function in ("update", "add_replicas", "hop", "deliver"):
+            compiled = memory_of(job.lower().compile())
+            assert compiled is not None
+            expected = program_bytes(job)
+            assert expected.arguments == compiled.arguments, name
+            pointers = 8 * len(jax.tree.leaves(job.result))
+            assert expected.outputs + pointers == compiled.outputs, name
+
+
+def test_what_lies_between_programs_is_the_state_and_what_it_adds_up_in():
+    _, programs = tiny(mesh={"data": 2, "fsdp": 4})
+    held = resident(programs)
+    update = program_bytes(programs.jobs[ProgramName("update")])
+    state = held.parameters + held.optimizer
+    trained = device_bytes(programs.trained)
+    # Besides a few numbers, of which it does not read all
+    assert 0 < update.arguments - state - trained < 32
+    assert update.aliased == state
+    assert held.gradients == trained  # of a device's own replica, in float32
+    assert held.optimizer > 2 * held.parameters > 0 and held.total > state
+
+
+def test_frozen_components_have_neither_gradients_nor_moments():
+    _, whole = tiny(mesh={"data": 2, "fsdp": 4})
+    _, frozen = tiny(mesh={"data": 2, "fsdp": 4}, frozen=("vision", "language"))
+    assert resident(frozen).parameters == resident(whole).parameters
+    assert resident(frozen).gradients < resident(whole).gradients
+    assert resident(frozen).optimizer < resident(whole).optimizer

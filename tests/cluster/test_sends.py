@@ -1,0 +1,87 @@
+"""What programs send, by shapes and shardings, beside what their compiled text says."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmllm.cluster.sends import program_sends, ring_bytes
+from jaxmllm.setup.ahead import check_job
+from jaxmllm.setup.chips import CHIPS
+from jaxmllm.training.programs.base import ProgramName
+from tests.cluster.programs import tiny
+
+CLOSE = 0.02
+SMALL = 1000  # bytes: sums of single numbers
+
+
+def compiled_bytes(config, programs, name):
+    """Of loops whose trips are known, index arrays left out."""
+    sent: dict = {}
+    for transfer in check_job(config, programs, name, programs.jobs[name], CHIPS["cpu"]).transfers:
+        if transfer.exact and transfer.dtype != "s32":
+            key = (transfer.operation, transfer.axes)
+            sent[key] = sent.get(key, 0) + transfer.sent_bytes
+    return {key: total for key, total in sent.items() if total > SMALL}
+
+
+def assert_agrees(config, programs, name):
+    sends = program_sends(programs, name)
+    assert sends is not None
+    expected = ring_bytes(send for send in sends if not send.by_data)
+    compiled = compiled_bytes(config, programs, name)
+    assert expected.keys() == compiled.keys()
+    for key, sent in compiled.items():
+        assert expected[key] == pytest.approx(sent, rel=CLOSE), (name, key)
+
+
+def test_replicas_add_their_gradients_once():
+    config, programs = tiny(mesh={"data": 2, "fsdp": 4})
+    assert_agrees(config, programs, ProgramName("add_replicas"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none", "dots"])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "fsdp": 4}, {"data": 4, "context": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    ids=str,
+)
+def test_programs_send_what_is_predicted(mesh, remat):
+    config, programs = tiny(mesh=mesh, remat=remat)
+    for name in programs.jobs:
+        if name.function in ("language_loss_and_grad", "encode_grad", "encode_grad_kept"):
+            assert_agrees(config, programs, name)
+
+
+@pytest.mark.slow
+def test_forward_programs_send_what_is_predicted():
+    config, programs = tiny(mesh={"fsdp": 4, "context": 2, "data": 1})
+    for name in programs.jobs:
+        if name.function in ("evaluate", "encode", "add_replicas"):
+            assert_agrees(config, programs, name)
+
+
+@pytest.mark.slow
+def test_freezing_sends_less_and_one_device_nothing():
+    def total(programs):
+        return sum(
+            send.ring_bytes
+            for name in programs.jobs
+            for send in program_sends(programs, name) or []
+        )
+
+    whole, frozen, alone = (
+        total(tiny(**sections)[1])
+        for sections in (
+            {"mesh": {"data": 2, "fsdp": 4}},
+            {"mesh": {"data": 2, "fsdp": 4}, "frozen": ("vision", "language")},
+            {"mesh": {"data": 1}, "devices": 1},
+        )
+    )
+    assert whole > frozen > alone == 0
+
+
+def test_what_the_routes_decide_is_not_known():
+    _, programs = tiny(mesh={"data": 2, "fsdp": 4})
+    hops = [name for name in programs.jobs if name.function == "hop"]
+    assert hops and all(program_sends(programs, name) is None for name in hops)

@@ -1,0 +1,121 @@
+"""A simulated step: its parts, its ends, and what must hold whatever the constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxmllm.balance.costs.flops import head_flops
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.cluster.simulate import simulate
+from jaxmllm.setup.sizing import resolved_shapes
+from tests.cluster.programs import tiny_lengths
+
+DEVICE = Device(CLUSTERS["h100"], 0.8)
+
+
+class Simulated:
+    """A planned batch, simulated on any device."""
+
+    def __init__(self, **sections):
+        self.lengths = tiny_lengths(**sections)
+        self.programs = self.lengths.programs()
+        self.plan = plan_step(self.lengths.items, self.programs.spec)
+
+    def on(self, device, plan=None):
+        return simulate(self.programs, plan or self.plan, self.lengths.items, device)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return Simulated(mesh={"data": 2, "fsdp": 4})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Simulated(mesh={"data": 1}, devices=1)
+
+
+def test_parts_lie_between_both_ends(sharded):
+    step = sharded.on(DEVICE)
+    assert all(part >= 0 for part in step.parts.values())
+    assert step.low <= step.seconds <= step.high
+    assert 0 < step.mfu < step.hfu < 1
+    low, high = step.interval(DEVICE)
+    assert high / step.seconds == pytest.approx(1.25) and low / step.seconds == pytest.approx(0.75)
+
+
+def test_one_device_sends_nothing(alone):
+    parts = alone.on(DEVICE).parts
+    computed = {"vision/compute", "audio/compute", "language/compute", "update"}
+    assert {name for name, seconds in parts.items() if seconds} == computed
+
+
+def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
+    """Against sums over the plan by hand: at rates without loss, compute is FLOPs over the peak."""
+    ideal = Device(
+        DEVICE.cluster, 1.0, replace(RATES, half_side=1e-9, attention=1.0, traffic=1e-12)
+    )
+    step = alone.on(ideal)
+    spec = alone.programs.spec.phases["language"]
+    plan, items = alone.plan.phases["language"], alone.lengths.items.phases["language"]
+    # remat full: two layers of products forward once more
+    layer = 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    slots = float(plan.capacity.sum())
+    products = (spec.flops.linear + 2 * 2 * layer) * slots
+    # Scores forward, forward again with the layer, and backward two and a half times
+    pairs = 2 * (2 * 64) * (1 + 1 + 2.5) * float((items.length.astype(float) ** 2).sum())
+    accumulated = step.parts["language/compute"] - (products + pairs) / ideal.peak
+    numbers = 2 * layer + 2 * 512 * 64 + 5 * 64
+    moved = plan.microbatches * 8 * numbers / DEVICE.cluster.memory_bandwidth
+    assert accumulated == pytest.approx(moved, rel=1e-3)
+
+    flops = sum(
+        of_phase.flops.total(
+            alone.lengths.items.phases[name].real, alone.lengths.items.phases[name].extra
+        )
+        for name, of_phase in alone.programs.spec.phases.items()
+    )
+    model = alone.programs.functions.model
+    head = head_flops(resolved_shapes(alone.lengths.config, model), model.trainable.shares)
+    flops -= head * (items.real.sum() - alone.lengths.items.targets)
+    assert step.mfu == pytest.approx(flops / step.seconds / 989.5e12)
+
+
+def test_better_hardware_is_never_slower(sharded):
+    cluster = DEVICE.cluster
+    before = sharded.on(DEVICE).seconds
+    link = cluster.in_node.model_copy(
+        update={"bytes_per_second": 720e9, "reduced_per_second": 960e9}
+    )
+    for change in ({"memory_bandwidth": 8e12}, {"in_node": link}):
+        faster = Device(cluster.model_copy(update=change), 0.8)
+        assert sharded.on(faster).seconds < before
+    assert sharded.on(Device(cluster, 0.9)).seconds < before
+
+
+def test_a_step_without_balancing_takes_longer(sharded):
+    spec = replace(sharded.programs.spec, mode="none")
+    unbalanced = plan_step(sharded.lengths.items, spec)
+    assert sharded.on(DEVICE, unbalanced).seconds >= sharded.on(DEVICE).seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [("vision",), ("language",), ("vision", "language")])
+def test_freezing_never_costs_time(sharded, frozen):
+    assert (
+        Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen).on(DEVICE).seconds
+        <= sharded.on(DEVICE).seconds
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "context": 2}], ids=str
+)
+def test_layers_that_are_split_inside_wait_there(mesh):
+    step = Simulated(mesh=mesh).on(DEVICE)
+    assert step.parts["language/inside"] > 0 and step.low <= step.seconds <= step.high
