@@ -113,7 +113,7 @@ class PhasedPrograms(Programs):
         sums by rank and source; and the number of media items that could not be decoded."""
         host = batch.host
         pools, saved_for_backward, failed = self._encode(
-            params, batch, self._zeros("failed"), self.kept_residuals
+            params, batch, self._zeros("failed"), backward=True
         )
         gradients = self._zeros("gradients")
         sums = self._zeros("sums")
@@ -147,7 +147,7 @@ class PhasedPrograms(Programs):
         """Add what a batch comes to, to what others came to (none: zero)."""
         host = batch.host
         sums, failed = evaluated or self._nothing_evaluated()
-        pools, _, failed = self._encode(params, batch, failed, {})
+        pools, _, failed = self._encode(params, batch, failed, backward=False)
         phase_params = self._params_of(params, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = pools[host.pools[LANGUAGE][m]]
@@ -167,10 +167,10 @@ class PhasedPrograms(Programs):
         params: Any,
         batch: DeviceStep,
         failed: jax.Array,
-        kept_residuals: Mapping[str, int],
+        backward: bool,
     ) -> tuple[list[TokenPool], dict[str, list[Start]], jax.Array]:
         """Language pools with all media tokens, what the backward pass of each encoder starts from
-        (by microbatch), and the items that could not be decoded, added to `failed`."""
+        (by microbatch, if there is one), and the items that could not be decoded, added to `failed`."""
         host = batch.host
         encoder_pools = self._empty_pools(batch, self.exchange_owner.values(), "")
         saved_for_backward: dict[str, list[Start]] = {}
@@ -185,8 +185,8 @@ class PhasedPrograms(Programs):
                 pools[pool], kept, failed = program(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
-                start = _start(rows, kept)
-                if isinstance(start, KeptResiduals) and m >= kept_residuals.get(phase, 0):
+                start = _start(rows, kept) if backward else rows
+                if isinstance(start, KeptResiduals) and m >= self.kept_residuals.get(phase, 0):
                     start = rows
                 saved_for_backward[phase].append(start)
         count = max(host.pools[LANGUAGE], default=0) + 1

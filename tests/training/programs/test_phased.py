@@ -173,6 +173,38 @@ def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
     assert start.features.shape == (1, capacity, width)
 
 
+def test_features_lie_in_memory_from_one_pass_to_the_other(setups, by_example, monkeypatch):
+    """Those of a frozen tower: each goes with its backward pass, and evaluation keeps none."""
+    setup = setups(by_example(components=FREEZES["encoders"]), 1)
+    programs, step = setup.programs, setup.step(range(96))
+    shape = (
+        1,
+        programs.spec.phases["vision"].capacities[0],
+        programs.functions.model.config.vision.width,
+    )
+    microbatches = len(step.rows["vision"])
+    assert microbatches > 1
+    living = []
+    call = programs._call
+
+    def counted(function, subject="", *names):
+        if function in ("language_loss_and_grad", "evaluate", "update") or (
+            (function, subject) == ("encode_grad", "vision")
+        ):
+            count = sum(array.shape == shape for array in jax.live_arrays())
+            living.append((function, count))
+        return call(function, subject, *names)
+
+    monkeypatch.setattr(programs, "_call", counted)
+    programs.train(programs.init(0), setup.put(step))
+    forward = [("language_loss_and_grad", microbatches)] * len(step.rows["language"])
+    backward = [("encode_grad", microbatches - m) for m in range(microbatches)]
+    assert living == [*forward, *backward, ("update", 0)]
+    living.clear()
+    programs.evaluate(setup.params, setup.put(step))
+    assert living == [("evaluate", 0)] * len(step.rows["language"])
+
+
 # ---------------------------------------------------------------------------- pools
 
 
