@@ -195,13 +195,12 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
 
 
 def resident_bytes(programs: Programs) -> int:
-    """What a device holds between programs: parameters and moments, gradients, pools and theirs."""
+    """What a device holds between programs: parameters and moments, gradients, and one pool of each kind."""
     pools = getattr(programs, "pools", {})
-    tokens = [pool.tokens for pool in pools.values()]
     gradients = getattr(programs, "accumulators", programs.trained)
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((programs.state, gradients, pools, tokens))
+        for leaf in jax.tree.leaves((programs.state, gradients, pools))
     )
 
 

@@ -59,6 +59,30 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once():
     assert of_tower - once == pytest.approx(TYPE * TOWER * 3 / 4)
 
 
+def test_gradients_reduced_once_a_step_leave_no_microbatch():
+    usual, once = (
+        tiny_programs(mesh={"data": 2, "fsdp": 4}, reduce=reduce)
+        for reduce in ("microbatch", "step")
+    )
+    scatter = ("reduce-scatter", ("fsdp",))
+    for function, subject, capacity in (
+        ("language_loss_and_grad", "language", SLOTS),
+        ("encode_grad", "vision", 16384),
+    ):
+        of_usual = needed(usual, function, subject, capacity)
+        assert of_usual.pop(scatter) > 0
+        assert needed(once, function, subject, capacity) == of_usual
+    end = needed(once, "add_replicas", "")
+    sharded = sum(
+        leaf.size
+        for leaf in jax.tree.leaves(once.trained)
+        if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    )
+    assert end.pop(scatter) == 4 * sharded * 3 / 4
+    assert end == needed(usual, "add_replicas", "")
+    assert ahead.resident_bytes(once) > ahead.resident_bytes(usual)
+
+
 def test_tensor_adds_activations_and_parts_gather_keys_and_values():
     tensor = needed(tiny_programs(mesh={"data": 4, "tensor": 2}), "language_loss_and_grad")
     # Twice a layer and once for the tables, in two passes, in a ring of two
