@@ -14,6 +14,9 @@ and of both `system`, `chip`, `model`, `devices`, `mesh`, `measured_s`, `predict
 less 1), `overlapped_s` and `serial_s` (everything overlaps, nothing does), `efficiency`, `parts` (seconds by what they
 go to), `trend` (ZeRO-3 of 2021, which no constant is fitted to and no bar counts: only that more devices take more
 device-seconds).
+
+    kind bmin              batches of log-normal loads of two phases on 16 devices: `ratio` of the means, `samples`,
+                           `splits` that 59 batches ask for, `settled`, `worst_regret`
 """
 
 from __future__ import annotations
@@ -28,15 +31,20 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.published_fit import Fit, Published, difference, fit
+from jaxmllm.arrays import Floats
 from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
+from jaxmllm.cluster.profile import smallest_batch
 from jaxmllm.cluster.text_run import TextRunError
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
 # Its steps took up to three times what its links explain, and the more devices the more
 TREND: Final = ("zero3",)
-PUBLISHED, UNKNOWN_SYSTEM = "published", "unknown_system"
+RATIOS: Final = (1.29, 1.135)  # the second one is next to a tie of 8 : 8 and 9 : 7
+SIGMAS: Final = (1.0, 0.7)
+SHARED_DEVICES: Final = 16
+PUBLISHED, UNKNOWN_SYSTEM, BMIN = "published", "unknown_system", "bmin"
 AXES: Final = ("data", "fsdp", "context", "tensor", "stages", "interleave")
 COLUMNS: Final = [
     "system",
@@ -118,6 +126,24 @@ def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, 
     }
 
 
+def batch_rows(seed: int) -> list[dict[str, Any]]:
+    """How large batches must be for two phases to share devices alike."""
+    rows = []
+    for ratio in RATIOS:
+        random = np.random.default_rng(seed)
+
+        def draw(
+            samples: int, random: np.random.Generator = random, ratio: float = ratio
+        ) -> Floats:
+            first, second = (random.lognormal(-(sigma**2) / 2, sigma, samples) for sigma in SIGMAS)
+            return np.array([ratio * first.sum(), second.sum()])
+
+        for one in smallest_batch(draw, SHARED_DEVICES):
+            print(f"loads {ratio} : 1: {one.line}")
+            rows.append({"kind": BMIN, "ratio": ratio, "settled": one.settled, **vars(one)})
+    return rows
+
+
 # ---------------------------------------------------------------------------- output
 
 
@@ -190,11 +216,13 @@ def main(command: Sequence[str] | None = None) -> int:
     stale = difference(known.rates, RATES)
     if stale > SAME:
         print(f"the stored constants differ from these by {100 * stale:.1f} %: store them anew")
+    if options.rows is None:
+        rows += batch_rows(options.seed)
     write_json(
         options.json,
         "planner",
         options.seed,
-        "none: published runs",
+        "published runs; log-normal loads of sigma 1.0 and 0.7",
         rows=rows,
         errors=errors,
         rates=vars(known.rates),

@@ -38,6 +38,14 @@ def test_sharding_over_more_devices_takes_more_device_seconds(published):
     assert large["devices"] * large["predicted_s"] > small["devices"] * small["predicted_s"]
 
 
+def test_batches_settle_where_loads_are_no_tie():
+    rows = planner.batch_rows(0)
+    far, near = ([row for row in rows if row["ratio"] == ratio] for ratio in planner.RATIOS)
+    assert far[-1]["settled"] and 512 <= far[-1]["samples"] <= 4096
+    assert near[-1]["samples"] == 65_536 and not any(row["settled"] for row in near)
+    assert all(row["worst_regret"] <= 0.05 for row in near if row["samples"] >= 1024)
+
+
 @pytest.mark.slow
 def test_unknown_systems_lie_in_the_printed_interval(published):
     runs, _ = published

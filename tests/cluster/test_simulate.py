@@ -103,6 +103,19 @@ def test_a_step_without_balancing_takes_longer(sharded):
     assert sharded.on(DEVICE, unbalanced).seconds >= sharded.on(DEVICE).seconds
 
 
+def test_an_exchange_takes_what_its_hops_send(sharded):
+    owner = "vision"
+    (one,) = sharded.plan.routes[owner].rounds
+    rounds = (replace(one, first_leg=1, second_leg=1),)
+    routes = sharded.plan.routes | {owner: replace(sharded.plan.routes[owner], rounds=rounds)}
+    statistics = sharded.plan.statistics | {f"route/{owner}/slots_moved": 8000}
+    step = sharded.on(DEVICE, replace(sharded.plan, routes=routes, statistics=statistics))
+    # Tokens of 64 numbers in float32, 1,000 of each rank; two hops there and two back
+    link = DEVICE.cluster.in_node
+    sent = 1000 * 64 * 4 / link.bytes_per_second
+    assert step.parts["exchange"] == pytest.approx(2 * sent + 4 * link.hop_seconds)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [("vision",), ("language",), ("vision", "language")])
 def test_freezing_never_costs_time(sharded, frozen):
