@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from jaxmllm.config import strict_yaml
-from jaxmllm.config.section import Section
+from jaxmllm.config.schema import Section
 
 GB: Final = 1e9
 ALL_REDUCE: Final = "all-reduce"

@@ -46,9 +46,9 @@ from jaxmllm.training.programs.stage_functions import StageFunctions
 from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
+from sharding.pipeline.executor.carry import Held
 from sharding.pipeline.executor.component import Inputs, TableArrays
 from sharding.pipeline.executor.executor import held_bytes, make_executor
-from sharding.pipeline.executor.held import Held
 from sharding.pipeline.graph import Pool
 from sharding.pipeline.table_file import save_tables
 

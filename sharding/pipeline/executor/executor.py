@@ -28,8 +28,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from sharding.pipeline.executor.buffers import Buffers, Pools, Row, Shapes, State
+from sharding.pipeline.executor.carry import Held
 from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
-from sharding.pipeline.executor.held import Held
 from sharding.pipeline.executor.program import Program
 from sharding.pipeline.executor.trees import Tree, read, unchanged, write
 from sharding.pipeline.ring import PipelineError
