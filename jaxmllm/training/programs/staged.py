@@ -4,9 +4,11 @@ others.
     HostStep --put--> rows [M, R, ...] and schedule table of every run
     state    --gradients: the executor, once per run--> gradients, sums --update--> state
 
-Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage; other parameters are the
-same on all stages. A schedule is data (docs/pipelines.md), so the executor is compiled once for
-training and once for evaluation.
+Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage. Other parameters (embedding,
+head, projectors) and their optimizer states are split over the stages where they can be; a run of
+the executor gathers them once and adds their gradients once. (A psum_scatter over the stages by hand
+would gather what the automatic axes split.) A schedule is data (docs/pipelines.md), so the executor
+is compiled once for training and once for evaluation.
 """
 
 from __future__ import annotations
@@ -160,10 +162,11 @@ class StagedPrograms(Programs):
     @property
     def held_sums(self) -> int:
         """Bytes of the sums of gradients on a device, at least in float32."""
+        trained, _ = self.functions.model.trainable.split(self._gathered_params())
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape))
             * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
-            for leaf in jax.tree.leaves(self.trained)
+            for leaf in jax.tree.leaves(trained)
         )
 
     def describe_memory(self) -> list[str]:
@@ -191,9 +194,8 @@ class StagedPrograms(Programs):
     @property
     def saved_state(self) -> TrainState:
         """As without stages, each array split over them where it can be."""
-        return self._abstract_state(
-            self._over_stages(self.functions.model.abstract(self.param_dtype)),
-        )
+        params = self.functions.model.abstract(self.param_dtype)
+        return self._abstract_state(jax.tree.map(self._over_stages, params))
 
     def to_saved(self, state: TrainState) -> TrainState:
         """The state with the layers of a component one after another."""
@@ -203,8 +205,13 @@ class StagedPrograms(Programs):
         """The state with the layers on their stages."""
         return self._call("from_saved")(saved)
 
-    def _on_layers(self, tree: Any, change: Callable[[StageLayers, Any], Any]) -> Any:
-        """Change the leaves of all stacked layers, wherever in the tree these are."""
+    def _on_layers(
+        self,
+        tree: Any,
+        change: Callable[[StageLayers, Any], Any],
+        change_other: Callable[[Any], Any] = lambda leaf: leaf,
+    ) -> Any:
+        """Change the leaves of all stacked layers, wherever in the tree these are, and all others."""
 
         def visit(path: tuple[Any, ...], leaf: Any) -> Any:
             keys = [key.key for key in path if isinstance(key, DictKey)]
@@ -213,7 +220,7 @@ class StagedPrograms(Programs):
             ):  # an optimizer's own levels lie between the two
                 if key == LAYERS and component in self.stage_layers:
                     return change(self.stage_layers[component], leaf)
-            return leaf
+            return change_other(leaf)
 
         return jax.tree.map_with_path(visit, tree)
 
@@ -225,27 +232,21 @@ class StagedPrograms(Programs):
         """A tree like parameters, with layers on their stages -> one after another."""
         return self._on_layers(tree, lambda layers, leaf: layers.joined(leaf))
 
-    def _over_stages(self, params: Any) -> Any:
-        """Shapes of layers one after another, split over the stages along the first axis that
-        allows it."""
-
-        def split(layers: StageLayers, leaf: Any) -> Any:
-            spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
-            stages = layers.index.shape[0]
-            divisible = [
-                axis
-                for axis, size in enumerate(leaf.shape)
-                if spec[axis] is None and size % stages == 0
-            ]
-            if divisible:
-                spec[divisible[0]] = STAGE
-            return jax.ShapeDtypeStruct(
-                leaf.shape,
-                leaf.dtype,
-                sharding=NamedSharding(self.mesh, P(*spec)),
-            )
-
-        return self._on_layers(params, split)
+    def _over_stages(self, leaf: Any) -> Any:
+        """The shape of an array, split over the stages as well along an axis that allows it: one that
+        nothing splits, if there is one."""
+        spec: list[Any] = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
+        part = leaf.sharding.shard_shape(leaf.shape)
+        stages = self._stages_mesh.shape[STAGE]
+        divisible = [axis for axis, size in enumerate(part) if size % stages == 0]
+        if not divisible:
+            return leaf
+        axis = min(divisible, key=lambda axis: spec[axis] is not None)
+        names = spec[axis] or ()
+        # Innermost, so that a device's part is a part of what it holds of the gathered array
+        spec[axis] = (*((names,) if isinstance(names, str) else names), STAGE)
+        sharding = NamedSharding(self.mesh, P(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     # ------------------------------------------------------------------ compiling
 
@@ -356,6 +357,11 @@ class StagedPrograms(Programs):
     # ------------------------------------------------------------------ shapes
 
     def _abstract_params(self) -> Any:
+        return self._on_layers(self._gathered_params(), lambda _, leaf: leaf, self._over_stages)
+
+    def _gathered_params(self) -> Any:
+        """As the executor computes with them: what is not of the layers is there on all stages."""
+
         def staged(layers: StageLayers, leaf: Any) -> Any:
             spec = P(STAGE, None, None, *leaf.sharding.spec[1:])
             shape = (*layers.index.shape, *leaf.shape[1:])

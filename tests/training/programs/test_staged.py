@@ -419,6 +419,24 @@ def test_memory_is_stated_in_words(data):
     assert all("residual 4 x" in line and "backward of a chunk" in line for line in phases)
 
 
+def test_what_is_not_of_the_layers_lies_on_the_stages_in_parts(data):
+    """Embedding, head, projectors, and what the optimizer keeps of them."""
+    programs = planned(data, 4, mesh={"data": 1, "fsdp": 2}, pipeline=CHAIN)
+    whole = programs.functions.model.abstract("float32")
+    for name in ("language", "projector.vision"):
+        for tree in (programs.state.params, programs.state.optimizer[name][0].mu, programs.trained):
+            tree = tree.get(name, tree)
+            for key in tree.keys() - {"layers"}:
+                for leaf, before in zip(
+                    jax.tree.leaves(tree[key]), jax.tree.leaves(whole[name][key]), strict=True
+                ):
+                    assert held_by_device(leaf) == held_by_device(before) / 2
+
+
+def held_by_device(leaf) -> int:
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
