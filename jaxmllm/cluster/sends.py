@@ -225,7 +225,8 @@ class _Phase:
         layers = self.shapes.layers
         key_values = self.model.key_value_bytes(self.phase) / layers / layout.size("kv_heads")
         keys = self.tokens * key_values
-        yield _send(layout, GATHER, axes, keys, (self.forward + self.backward) * layers)
+        again = self.backward and self.settings.settings.remat != "none"
+        yield _send(layout, GATHER, axes, keys, (self.forward + again) * layers)
         yield _send(layout, SCATTER, axes, keys, self.backward * layers)
         if self.phase == LANGUAGE:
             if self.backward and self.programs.encoders:
