@@ -19,6 +19,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
 
 if TYPE_CHECKING:
+    from jaxmllm.models.mllm import Component
     from jaxmllm.training.programs.base import ProgramName
     from jaxmllm.training.programs.phased import PhasedPrograms
     from sharding.rules import Layout
@@ -140,12 +141,23 @@ def _send(
 
 
 def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
-    """Gradients of devices that hold the same shard, once a step."""
+    """Gradients of devices that hold the same shard, once a step; whole ones to their shards before, where they were
+    kept until now."""
     for component, trained in programs.trained.items():
-        layout = programs.functions.model.components[component].layout
+        settings = programs.functions.model.components[component]
+        layout = settings.layout
         for leaf in leaves(trained, layout):
+            if _stays_whole(settings, leaf):
+                whole = SUM_BYTES * leaf.size / leaf.split
+                yield _send(layout, SCATTER, leaf.gathered, whole)
             shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             yield _send(layout, ALL_REDUCE, leaf.replicas, SUM_BYTES * shard)
+
+
+def _stays_whole(settings: Component, leaf: Leaf) -> bool:
+    """Whether a gradient is reduced once a step. A table that is only looked up is never whole."""
+    looked_up = "embedding" in leaf.path and "head" in settings.shapes
+    return settings.settings.reduce == "step" and not looked_up
 
 
 class _Phase:
@@ -208,7 +220,7 @@ class _Phase:
             if not self.forward and path[0] in READS_ROWS:
                 passes = 0
             yield _send(layout, GATHER, leaf.gathered, itemsize * whole, passes * leaf.stacked)
-            if self.backward and path in trained:
+            if self.backward and path in trained and not _stays_whole(settings, leaf):
                 summed = itemsize if layout.narrow_gradients else SUM_BYTES
                 yield _send(layout, SCATTER, leaf.gathered, summed * whole, leaf.stacked)
 

@@ -335,7 +335,7 @@ def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: _Networ
         sent = plan.statistics[f"route/{owner}/slots_moved"] * token_bytes / devices
         # `SENT` counts what stays as well
         array = sent * devices / (devices - 1) / hops
-        ways = 1 + (owner in programs._trained_exchanges)
+        ways = 1 + (owner in programs.trained_exchanges)
         total += network.seconds([Send("all-to-all", axes, devices, array, hops * ways)])
     return total
 

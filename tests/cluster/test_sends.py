@@ -54,6 +54,14 @@ def test_programs_send_what_is_predicted(mesh, remat):
 
 
 @pytest.mark.slow
+def test_gradients_that_stay_whole_are_sent_once():
+    config, programs = tiny(mesh={"data": 2, "fsdp": 4}, reduce="step")
+    for name in programs.jobs:
+        if name.function in ("language_loss_and_grad", "encode_grad", "add_replicas"):
+            assert_agrees(config, programs, name)
+
+
+@pytest.mark.slow
 def test_forward_programs_send_what_is_predicted():
     config, programs = tiny(mesh={"fsdp": 4, "context": 2, "data": 1})
     for name in programs.jobs:

@@ -205,7 +205,7 @@ class PhasedPrograms(Programs):
     ) -> dict[str, list[jax.Array]]:
         """Gradients of the encoder pools, by owner of an exchange that has something to train; of the language
         pools, whose tokens are gradients by now and which are gone afterwards."""
-        d_encoder = self._empty_pools(batch, self._trained_exchanges, "d_")
+        d_encoder = self._empty_pools(batch, self.trained_exchanges, "d_")
         for owner, d_pools in d_encoder.items():
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(batch.host.rounds[owner], batch.tables[owner], strict=True):
@@ -337,7 +337,7 @@ class PhasedPrograms(Programs):
                 route=self.spec.routes[owner],
                 pool=self.pools[owner],
                 language_pool=self.pools[LANGUAGE],
-                trained=owner in self._trained_exchanges,
+                trained=owner in self.trained_exchanges,
             )
             for owner in dict.fromkeys(self.exchange_owner.values())
         }
@@ -431,7 +431,7 @@ class PhasedPrograms(Programs):
         }
 
     @property
-    def _trained_exchanges(self) -> tuple[str, ...]:
+    def trained_exchanges(self) -> tuple[str, ...]:
         """Owners of the exchanges that carry gradients back."""
         trained = (
             owner
