@@ -135,5 +135,6 @@ class PipelineConfig(Section):
     microbatches_in_flight: PositiveInt | Auto = "auto"  # on a rank at a time; auto: 4 * stages
     # That one microbatch reads, by encoder
     encoder_rows_per_microbatch: PositiveInt | Auto = "auto"
-    # Forwards of each component on a rank that keep what `remat` says for their backward
-    kept_residuals: int = Field(0, ge=0)
+    # Forwards of each component on a rank that keep what `remat` says for their backward; auto: as many
+    # as memory holds
+    kept_residuals: NonNegativeInt | Auto = "auto"

@@ -58,6 +58,23 @@ def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> in
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
 
+def kept_forwards(config: Config, model: MLLM, phase: str, capacity: int, layers: int) -> int:
+    """Forward operations of a phase's chunks in a pipeline that memory lets keep what `remat` says: a power of
+    two, or none.
+
+    Args:
+      capacity: of the phase's rows, slots of a rank.
+      layers: of the largest chunk.
+    """
+    memory = _left(config, model) * KEPT_SHARE / len(model.phases)
+    slots = capacity / model.layout(phase).parts
+    shapes = getattr(config.model, phase)
+    values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
+    values += shapes.width  # what the chunk yields
+    fitting = memory / (slots * values * _itemsize(config, phase))
+    return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
+
+
 def _left(config: Config, model: MLLM) -> float:
     """Bytes of a device that the state leaves."""
     memory = _memory(model)
@@ -129,7 +146,10 @@ def _slot_bytes(config: Config, phase: str) -> float:
 def _kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
-    layers = _layers_of_a_stage(config, shapes.layers) * (1 + config.pipeline.kept_residuals)
+    kept = config.pipeline.kept_residuals
+    # What `auto` keeps has memory of its own
+    forwards = 1 if kept == "auto" else 1 + kept
+    layers = _layers_of_a_stage(config, shapes.layers) * forwards
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     return float(values * _itemsize(config, phase))
 

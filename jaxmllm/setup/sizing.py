@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,7 +24,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import RunInputs
-from jaxmllm.setup.row_memory import slots_that_fit
+from jaxmllm.setup.row_memory import kept_forwards, slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
 from sharding.mesh import platform_of
@@ -63,6 +64,7 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
         config.data.batch_size,
         largest,
         remat_of(config, inputs.model),
+        partial(kept_forwards, config, inputs.model),
     )
 
 

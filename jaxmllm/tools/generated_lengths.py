@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -20,6 +21,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import run_modalities, vocabulary
+from jaxmllm.setup.row_memory import kept_forwards
 from jaxmllm.setup.sizing import remat_of, resolved_shapes, sizing_inputs
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -62,6 +64,7 @@ class GeneratedLengths:
             self.model.trainable.shares,
             self.config.data.batch_size,
             remat=remat_of(self.config, self.model),
+            keeps=partial(kept_forwards, self.config, self.model),
         )
 
     @property

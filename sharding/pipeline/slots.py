@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from heapq import heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sharding.pipeline.graph import Buffer, Kind, Pool, RankPool, Slots
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import Schedule
 from sharding.pipeline.schedules.ticks import TickClock
+
+Longs = NDArray[np.int64]
 
 
 class Moment(IntEnum):
@@ -152,8 +157,6 @@ def slots_needed(schedules: Iterable[Schedule]) -> Slots:
 
 # ---------------------------------------------------------------------------- kept residuals
 
-Span = tuple[int, int]  # two times, both included
-
 
 def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     """The schedule with as many forwards keeping their residuals as there are slots for, shortest
@@ -164,20 +167,20 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     """
     graph = schedule.graph
     times = TickTimes(schedule)
-    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by chain and rank
+    # By chain and rank: how many residuals are held at each moment
+    moments = moment_of(len(schedule.ticks) + 1, Moment.READ)
+    held: dict[tuple[int, int], Longs] = defaultdict(lambda: np.zeros(moments, np.int64))
     for life in lives_of(schedule):
         if life.buffer.pool == Pool.RESIDUAL:
-            spans[life.buffer.chain, life.buffer.rank].append((life.start, life.end))
+            held[life.buffer.chain, life.buffer.rank][life.start : life.end + 1] += 1
     keepers = set(schedule.keepers)
     for n, backward in _candidates(schedule, times):
-        key = (graph.chain[n], graph.stage[n])
-        span = (
-            moment_of(times.tick[n], Moment.WRITE),
-            moment_of(times.tick[backward], Moment.READ),
-        )
+        first = moment_of(times.tick[n], Moment.WRITE)
+        last = moment_of(times.tick[backward], Moment.READ)
+        meanwhile = held[graph.chain[n], graph.stage[n]][first : last + 1]
         room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
-        if n not in keepers and _most_at_once([*spans[key], span]) <= room:
-            spans[key].append(span)
+        if n not in keepers and meanwhile.max() < room:
+            meanwhile += 1
             keepers.add(n)
     return Schedule(graph, schedule.ticks, frozenset(keepers))
 
@@ -197,13 +200,3 @@ def _candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
         shortens_nothing = length > graph.duration[backward]
         candidates.append((shortens_nothing, times.tick[backward] - times.tick[n], n, backward))
     return [(n, backward) for *_, n, backward in sorted(candidates)]
-
-
-def _most_at_once(spans: list[Span]) -> int:
-    """The most spans that hold any one time."""
-    events = sorted([(start, 1) for start, _ in spans] + [(end + 0.5, -1) for _, end in spans])
-    height = peak = 0
-    for _, change in events:
-        height += change
-        peak = max(peak, height)
-    return peak

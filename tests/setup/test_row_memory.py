@@ -56,6 +56,24 @@ def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
     assert all(0 < little < much for little, much in zip(slots(tmp_path), roomy, strict=True))
 
 
+def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monkeypatch):
+    """By what `remat` keeps of the layers of a chunk, down to a power of two."""
+
+    def kept(capacity=4096, layers=2, **changes):
+        tree = tiny_config(tmp_path, pipeline__stages=2, mesh={"data": 2}, **changes)
+        config = parse_config(tree)
+        model = build_model(
+            config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 4)
+        )
+        return row_memory.kept_forwards(config, model, "language", capacity, layers)
+
+    monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 30)
+    whole = kept()
+    assert whole.bit_count() == 1 and kept(capacity=2 * 4096) == whole // 2
+    assert kept(layers=8) < whole and kept(components__language__remat="none") < whole
+    assert kept(capacity=1 << 40) == 0
+
+
 def test_gradients_that_stay_whole_are_counted(tmp_path):
     """Their sums in float32, and a microbatch's beside them in the type of the computation: of layers, that is."""
 

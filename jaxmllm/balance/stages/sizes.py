@@ -21,9 +21,11 @@ from jaxmllm.balance.stages.run_rows import RunRows
 from jaxmllm.balance.stages.trials import (
     CHOICE,
     Capacities,
+    Keeps,
     Sampled,
     Trials,
     choose_rows_and_cut,
+    keeps_none,
 )
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
 from jaxmllm.phases import LANGUAGE
@@ -31,7 +33,6 @@ from sharding.pipeline.graph import Pool, PoolKey
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.slots import slots_needed
-from sharding.pipeline.table_spec import TableSpec
 
 AUTOMATIC: Final = ("1f1b", "interleaved", "greedy", "search")  # the simplest first
 TRIED: Final = 3  # samples that schedules are compared on
@@ -57,6 +58,7 @@ def choose_pipeline(
     examples: int,
     largest: Sequence[BatchItems] = (),
     remat: Mapping[str, Remat] = ALL_FULL,
+    keeps: Keeps = keeps_none,
 ) -> PipelineSizes:
     """Fill in every size of a pipeline.
 
@@ -68,6 +70,7 @@ def choose_pipeline(
       examples: of a batch.
       largest: the examples of the whole data that have most slots; each shall fit a run by itself.
       remat: by phase, of its tower or decoder; full where it is not said.
+      keeps: what `kept_residuals: auto` comes to.
 
     Raises:
       ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a
@@ -84,7 +87,7 @@ def choose_pipeline(
     def layers(capacities: Capacities) -> ChainLayers:
         return ChainLayers(model, trained, capacities, remat)
 
-    trials = Trials(samples, phases, config, layers, examples, largest)
+    trials = Trials(samples, phases, config, layers, examples, largest, keeps)
     sampled = _scheduled(trials, trials.sampled(*choose_rows_and_cut(trials)))
     by_rows = sorted(
         sampled.fitting,
@@ -146,8 +149,7 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
         budget = {key: most for key, most in budget.items() if key[0] in (Pool.INPUT, Pool.TOKENS)}
     needed = slots_needed(schedules)
     slots = {
-        key: _slots_of(key, most, needed.get(key, 0), generous.tables)
-        for key, most in budget.items()
+        key: _slots_of(key, most, needed.get(key, 0), generous) for key, most in budget.items()
     }
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
     return replace(
@@ -156,9 +158,12 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     )
 
 
-def _slots_of(key: PoolKey, most: int, needed: int, tables: TableSpec) -> int:
+def _slots_of(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> int:
     """Slots of a pool, of at most so many, where schedules of the samples need some."""
     pool, chain = key
+    tables = pipeline.tables
+    if pool == Pool.RESIDUAL and pipeline.config.kept_residuals == "auto":
+        return min(most, with_head_room(needed, 1))
     if pool in (Pool.RESIDUAL, Pool.PENDING):  # not needed, but made use of
         return most
     # Enough for two microbatches, of which one reads what the other one does.

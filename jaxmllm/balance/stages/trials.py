@@ -105,6 +105,13 @@ class Sampled:
 
 Capacities = Mapping[str, int]
 Layers = Callable[[Capacities], ChainLayers]
+# (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
+Keeps = Callable[[str, int, int], int]
+
+
+def keeps_none(phase: str, capacity: int, layers: int) -> int:
+    """Where nothing is known of memory."""
+    return 0
 
 
 class Trials:
@@ -116,6 +123,7 @@ class Trials:
       layers: of all chains, for rows of some capacities.
       examples: of a batch.
       largest: examples that shall fit a run by themselves.
+      keeps: what `kept_residuals: auto` comes to.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class Trials:
         layers: Layers,
         examples: int,
         largest: Sequence[BatchItems] = (),
+        keeps: Keeps = keeps_none,
     ):
         self.samples = [batch for batch in samples if len(batch.examples)]
         self.inputs = {inputs.name: inputs for inputs in phases}
@@ -133,6 +142,7 @@ class Trials:
         self.layers = layers
         self.examples = examples
         self.largest = largest
+        self.keeps = keeps
         self.encoders = self.inputs[LANGUAGE].phase.reads
         self.microbatches = None if config.microbatches == "auto" else config.microbatches
         self._plans: dict[tuple[int, int], MicrobatchPlan] = {}
@@ -148,7 +158,7 @@ class Trials:
         inputs = [replace(each, ranks=replicas, spans=(1,)) for each in self.inputs.values()]
         part = per_replica * replicas
         samples = [_first_examples(batch, part) for batch in self.samples[:count]]
-        return Trials(samples, inputs, self.config, self.layers, part)
+        return Trials(samples, inputs, self.config, self.layers, part, keeps=self.keeps)
 
     # ------------------------------------------------------------------------ rows
 
@@ -236,7 +246,7 @@ class Trials:
         # Until a schedule is chosen
         schedule = "greedy" if self.config.schedule == "auto" else self.config.schedule
         config = self.config.model_copy(update={"layout": cut.layout, "schedule": schedule})
-        slots = _slot_budget(ring, costs, rows_read, config, rows)
+        slots = _slot_budget(ring, costs, rows_read, config, rows, self.keeps)
         tables = TableSpec(ring, slots, ticks, rows_read)
         pipeline = PipelineSpec(config, tables, rows, costs, self.microbatches, self.examples)
         return Sampled(spec, pipeline, runs)
@@ -246,7 +256,9 @@ class Trials:
         pipeline = sampled.pipeline
         config = pipeline.config.model_copy(update={"schedule": schedule, "split_backward": split})
         tables = pipeline.tables
-        slots = _slot_budget(tables.ring, pipeline.costs, tables.rows_read, config, pipeline.rows)
+        slots = _slot_budget(
+            tables.ring, pipeline.costs, tables.rows_read, config, pipeline.rows, self.keeps
+        )
         return replace(pipeline, config=config, tables=replace(tables, slots=slots))
 
     def predicted(self, capacities: Capacities, cut: Cut, bound: float = math.inf) -> int | None:
@@ -449,6 +461,7 @@ def _slot_budget(
     rows_read: Sequence[int],
     config: PipelineConfig,
     rows: Mapping[str, int],
+    keeps: Keeps,
 ) -> Slots:
     """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
     all that they read."""
@@ -467,6 +480,14 @@ def _slot_budget(
         goes_back = bool(costs[chain.name].linear[1:].any())
         if goes_back:
             slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
+            most = rows_in_flight * chain.chunks_per_rank
+            if config.kept_residuals == "auto":
+                capacity = costs[chain.name].capacity
+                kept = min(most, keeps(chain.name, capacity, max(chain.layers)))
+            else:
+                kept = config.kept_residuals
+            if kept and not chain.head_only:  # there the features wait, and no residuals
+                slots[Pool.RESIDUAL, number] = kept
     return slots
 
 
@@ -484,6 +505,4 @@ def _backward_slots(
         slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
     if config.split_backward is True:
         slots[Pool.PENDING, number] = CHOICE.pending
-    if config.kept_residuals and not chain.head_only:  # there the features wait, and no residuals
-        slots[Pool.RESIDUAL, number] = config.kept_residuals
     return slots

@@ -12,8 +12,9 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
 from jaxmllm.balance.stages.sizes import choose_pipeline
-from jaxmllm.balance.stages.trials import Cut, Trials
+from jaxmllm.balance.stages.trials import Cut, Keeps, Trials, keeps_none
 from jaxmllm.config.schema import PipelineConfig
+from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.schedule import lockstep
 from tests.balance.stages.test_plan import MODEL, TRAINED, random_batch, sizes, sizing
 
@@ -25,11 +26,11 @@ DEEP = MODEL.model_copy(
 )
 
 
-def chosen(examples: int = 96, **config):
+def chosen(examples: int = 96, keeps: Keeps = keeps_none, **config):
     """Sizes of a model with layers enough for several chunks on each of four stages."""
     samples = [random_batch(seed, examples) for seed in range(6)]
     settings = PipelineConfig(**{"stages": 4} | config)
-    return choose_pipeline(samples, sizing(2, DEEP), settings, DEEP, TRAINED, examples)
+    return choose_pipeline(samples, sizing(2, DEEP), settings, DEEP, TRAINED, examples, keeps=keeps)
 
 
 def trials(examples: int = 96, **config) -> Trials:
@@ -135,3 +136,36 @@ def test_many_replicas_are_tried_on_some():
     assert few.inputs["language"].ranks < tried.inputs["language"].ranks
     ratio = few.load("language") / tried.load("language")
     assert 0.9 < ratio < 1.1
+
+
+def test_forwards_keep_what_memory_holds_and_no_more_than_wait():
+    """With `auto`. Steps become shorter, for backward operations do not run their chunks again."""
+    asked = set()
+
+    def keeps(few: int) -> Keeps:
+        def count(phase: str, capacity: int, layers: int) -> int:
+            asked.add((phase, capacity, layers))
+            return few
+
+        return count
+
+    settings = {"layout": "segments", "microbatches": 8}
+    none, some, all_ = (chosen(keeps=keeps(few), **settings) for few in (0, 2, 10**6))
+    chains = some.training.tables.ring.chains
+    capacities = {name: rows.capacities[0] for name, rows in some.spec.phases.items()}
+    assert {(one.name, capacities[one.name], max(one.layers)) for one in chains} <= asked
+    slots = [
+        {
+            chain: n
+            for (pool, chain), n in made.training.tables.slots.items()
+            if pool == Pool.RESIDUAL
+        }
+        for made in (none, some, all_)
+    ]
+    assert slots[0] == {} and slots[1] == {0: 2, 1: 2}
+    assert all(2 < n < 200 for n in slots[2].values())
+    batches = [random_batch(100 + seed, 96) for seed in range(3)]
+    costs = [cost(made, batches) for made in (none, some, all_)]
+    assert costs[0] > costs[1] > costs[2]
+    given = chosen(keeps=keeps(10**6), kept_residuals=3, **settings)
+    assert given.training.tables.slots[Pool.RESIDUAL, 1] == 3
