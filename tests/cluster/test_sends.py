@@ -40,10 +40,15 @@ def test_replicas_add_their_gradients_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "none", "dots"])
 @pytest.mark.parametrize(
-    "mesh",
-    [{"data": 2, "fsdp": 4}, {"data": 4, "context": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    ("mesh", "remat"),
+    [
+        ({"data": 2, "fsdp": 4}, "full"),
+        ({"data": 2, "fsdp": 4}, "dots"),
+        ({"data": 4, "context": 2}, "none"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "full"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "none"),
+    ],
     ids=str,
 )
 def test_programs_send_what_is_predicted(mesh, remat):
