@@ -110,7 +110,7 @@ def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_sh
 
 
 @pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_reduce_step_no_microbatch_reduces_a_gradient(data, chip, tied):
     step = {f"components__{name}__reduce": "step" for name in COMPONENTS}
     programs, results = checked(

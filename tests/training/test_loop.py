@@ -443,7 +443,8 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
 
 
 @pytest.mark.parametrize(
-    "ranks, apart", [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+    "ranks, apart",
+    [(1, False), *(pytest.param(2, apart, marks=pytest.mark.slow) for apart in (False, True))],
 )
 def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks, apart):
     """`apart`: the picture is encoded on another rank than that of its text."""
@@ -501,6 +502,7 @@ def shares_media(corpus, i: int, j: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
     folder, _ = damaged
     tree = tiny_config(
@@ -587,6 +589,7 @@ def test_updates_that_are_not_finite_are_skipped(alone):
     )
 
 
+@pytest.mark.slow
 def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
     tree = tiny_config(
         data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1, "keep": 1}

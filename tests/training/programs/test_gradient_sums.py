@@ -23,8 +23,6 @@ SPANS = {
 MESHES = {  # mesh, further changes
     "data2-fsdp2": ({"data": 2, "fsdp": 2}, {}),
     "fsdp4": ({"data": 1, "fsdp": 4}, {}),
-    "fsdp4-tied": ({"data": 1, "fsdp": 4}, TIED),
-    "fsdp2-tensor2": ({"data": 1, "fsdp": 2, "tensor": 2}, {}),
     "fsdp2-tensor2-tied": ({"data": 1, "fsdp": 2, "tensor": 2}, TIED),
     "fsdp2-tensor2-encoders-over-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, WIDE),
     "fsdp2-context2": ({"data": 1, "fsdp": 2, "context": 2}, {}),
@@ -32,13 +30,8 @@ MESHES = {  # mesh, further changes
 }
 
 
-@pytest.mark.parametrize(
-    "mesh, changes",
-    [
-        pytest.param(*case, id=name, marks=[] if name == "data2-fsdp2" else pytest.mark.slow)
-        for name, case in MESHES.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, changes", MESHES.values(), ids=MESHES.keys())
 def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
     of_model = {key: value for key, value in changes.items() if key.startswith("model")}
     alone = setups(by_example(**of_model), 1)
@@ -77,6 +70,7 @@ def test_one_component_alone_and_no_further_compilation(setups, by_example, alon
     counter.close()
 
 
+@pytest.mark.slow
 def test_sums_in_bfloat16_are_rounded_once(by_example):
     """`reduce_dtype: compute` narrows what is sent at the end, not what adds up before."""
     bfloat16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}

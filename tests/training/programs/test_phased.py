@@ -75,7 +75,7 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
 
 
 @pytest.mark.parametrize(
-    "encoders", [(), pytest.param(("vision",), marks=pytest.mark.slow), ("audio",)]
+    "encoders", [(), *(pytest.param((one,), marks=pytest.mark.slow) for one in ("vision", "audio"))]
 )
 def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
     kinds = {
@@ -122,10 +122,11 @@ EXAMPLES = range(16)
 @pytest.mark.parametrize(
     "freeze",
     [
-        "encoders",
         "language",
-        "all-but-projectors",
-        pytest.param("one-modality", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("encoders", "all-but-projectors", "one-modality")
+        ),
     ],
 )
 def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example, alone, freeze):
@@ -259,7 +260,7 @@ def keeping(remat: str, vision: int, audio: int, **phases):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        (MESHES[0], keeping("full", 1, 9)),
+        pytest.param(MESHES[0], keeping("full", 1, 9), marks=pytest.mark.slow),
         pytest.param(MESHES[1], keeping("none", 1, 1), marks=pytest.mark.slow),
         pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
         pytest.param(MESHES[1], keeping("full", 1, 2), marks=pytest.mark.slow),
