@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.section import Auto, DType, Section
 
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
@@ -43,7 +44,7 @@ class LayerWindows(Section):
 
 
 class LanguageConfig(LayerWindows):
-    """A decoder of the Llama/Qwen family.
+    """A decoder with grouped-query attention, RMS norms and gated MLPs.
 
     With `window`, a token sees itself and the `window` - 1 tokens before it in its example, except in
     `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
@@ -60,7 +61,9 @@ class LanguageConfig(LayerWindows):
     mlp_width: PositiveInt
     rope_theta: PositiveFloat = 10_000.0
     rope_sections: tuple[int, int, int] | None = None
+    rope_scaling: RotaryScaling | None = None
     qkv_bias: bool = False
+    out_bias: bool = False  # of attention
     qk_norm: bool = False
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6

@@ -44,6 +44,7 @@ from jaxmllm.config.plan_sections import (
     PhasesConfig,
     PipelineConfig,
 )
+from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.run_sections import (
     CheckpointConfig,
     DistributedConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "ProjectorConfig",
     "Remat",
     "RenamedKeyError",
+    "RotaryScaling",
     "RunConfig",
     "Section",
     "SourceConfig",

@@ -1,4 +1,4 @@
-"""The decoder of the Llama/Qwen family, over packed rows of text and routed media tokens."""
+"""The decoder, over packed rows of text and routed media tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sharding.rules import Axes, Layout
 
 
 def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
-    """Rotary pairs of the (time, height, width) axes; by default 1/4, 3/8, 3/8 (Qwen2-VL, arXiv 2409.12191)."""
+    """Rotary pairs of the (time, height, width) axes; by default 1/4, 3/8, 3/8 (arXiv 2409.12191)."""
     if config.rope_sections is not None:
         return config.rope_sections
     pairs = config.head_size // 2
@@ -44,6 +44,7 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
         config.kv_heads,
         config.head_size,
         qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
         qk_norm=config.qk_norm,
         epsilon=config.norm_epsilon,
     )
@@ -110,12 +111,14 @@ class Decoder(nnx.Module):
         self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
+        config = self.config
         angles = rotary_angles(
-            rows.positions, rope_sections(self.config), self.config.rope_theta, dtype
+            rows.positions, rope_sections(config), config.rope_theta, dtype, config.rope_scaling
         )
+        multiplier = config.rope_scaling.multiplier if config.rope_scaling else 1.0
         ids = TokenIds(rows.segments, rows.groups, rows.order)
         windows = None
         if rows.window_tiles is not None:
-            windows = ids.within(self.config.window), rows.window_tiles
+            windows = ids.within(config.window), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
-        return RowContext(layout, ids, rows.tiles, angles, settings.attention, windows)
+        return RowContext(layout, ids, rows.tiles, angles, settings.attention, windows, multiplier)

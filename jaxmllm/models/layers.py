@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
-from jaxmllm.config.schema import Kept, Kernel, Remat, TowerConfig
+from jaxmllm.config.schema import Kept, Kernel, Remat, RotaryScaling, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.parameters import gathered
@@ -38,6 +38,7 @@ class RowContext:
     kernel: Kernel = "auto"  # of attention
     # Ids and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, RowTiles] | None = None
+    multiplier: float = 1.0  # of rotated queries and keys
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
@@ -155,6 +156,7 @@ def rotary_angles(
     sections: tuple[int, ...],
     theta: float,
     dtype: Any = jnp.float32,
+    scaling: RotaryScaling | None = None,
 ) -> Float[Array, "R C K/2"]:
     """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
 
@@ -164,6 +166,8 @@ def rotary_angles(
     """
     pairs = sum(sections)
     frequency = theta ** (-np.arange(pairs) / pairs)
+    if scaling is not None:
+        frequency = scaling.scaled(frequency, theta)
     return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
 
 
@@ -180,10 +184,13 @@ def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: An
     return positions[..., axis].astype(dtype) * jnp.asarray(frequency, dtype)
 
 
-def rotate(x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"]) -> Float[Array, "R C H K"]:
-    """Rotate pairs (x[i], x[i + K/2]) by their angles."""
-    cos = jnp.cos(angles)[:, :, None]
-    sin = jnp.sin(angles)[:, :, None]
+def rotate(
+    x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"], multiplier: float = 1.0
+) -> Float[Array, "R C H K"]:
+    """Rotate pairs (x[i], x[i + K/2]) by their angles, and multiply them."""
+    cos, sin = (part(angles)[:, :, None] for part in (jnp.cos, jnp.sin))
+    if multiplier != 1.0:
+        cos, sin = cos * multiplier, sin * multiplier
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
@@ -225,7 +232,7 @@ class SelfAttention(nnx.Module):
         q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
         k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
         v = self._project(x, self.value, self.value_bias, None, rows)
-        q, k = rotate(q, rows.angles), rotate(k, rows.angles)
+        q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
         query_axes = ("batch", "sequence", "heads", None)
         kv_axes = ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes(

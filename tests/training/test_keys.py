@@ -313,6 +313,14 @@ def effects(
 
 SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
+LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
+BY_TURNS = (
+    "model.language.rope_scaling={{kind: llama3, factor: 2, original_max_position_embeddings: 64, "
+    "low_freq_factor: 1, high_freq_factor: 4}}",
+)
+YARN = (
+    "model.language.rope_scaling={{kind: yarn, factor: 2, original_max_position_embeddings: 4096}}",
+)
 WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
 STAGED = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", "data.batch_size=8")
 SOURCES = "data.{split}=[{{name: a, path: {data}/train.jsonl}}, {{{first}}}]"
@@ -383,7 +391,12 @@ def phase(name: str) -> dict[str, Effect]:
 EFFECTS: dict[str, Effect] = {
     **effects("model.language", decoder_weights, **SHAPES | {"heads": "8"}, vocab_size="384"),
     **effects(
-        "model.language", decoder_weights, qkv_bias="true", qk_norm="true", tie_embeddings="true"
+        "model.language",
+        decoder_weights,
+        qkv_bias="true",
+        out_bias="true",
+        qk_norm="true",
+        tie_embeddings="true",
     ),
     **effects(
         "model.language",
@@ -394,6 +407,24 @@ EFFECTS: dict[str, Effect] = {
     ),
     **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
     **effects("model.language", plan, bidirectional="[]"),
+    **effects("model.language.rope_scaling", language, LINEAR, kind="yarn", factor="4"),
+    **effects(
+        "model.language.rope_scaling",
+        language,
+        BY_TURNS,
+        original_max_position_embeddings="16",
+        low_freq_factor="2",
+        high_freq_factor="8",
+    ),
+    **effects(
+        "model.language.rope_scaling",
+        language,
+        YARN,
+        beta_fast="200",
+        beta_slow="0.5",
+        truncate="false",
+        attention_factor="2",
+    ),
     **effects("model.language", language, window="4"),
     **effects("model.language", language, ("model.language.window=4",), full_layers="[1]"),
     **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),

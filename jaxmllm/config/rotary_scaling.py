@@ -1,0 +1,105 @@
+"""Rotary frequencies for texts longer than a decoder was first trained on: `model.language.rope_scaling`."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from jaxmllm.config.section import Section
+
+Frequencies = NDArray[np.float64]  # [K/2] radians per position of each pair, the fastest first
+
+OF_KIND = {  # the keys that a kind needs, and those that it may have besides `factor`
+    "linear": ((), ()),
+    "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("original_max_position_embeddings",),
+        ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    ),
+}
+
+
+class RotaryScaling(Section):
+    """How the frequencies of rotary pairs are slowed down.
+
+        linear   all by `factor` (arXiv 2306.15595)
+        llama3   by `factor` below `low_freq_factor` turns, not at all above `high_freq_factor`,
+                 between them in proportion (arXiv 2407.21783)
+        yarn     by `factor` below `beta_slow` turns, not at all above `beta_fast`, between them along
+                 a ramp over the pairs; queries and keys are multiplied by `attention_factor`
+                 (arXiv 2309.00071)
+
+    Turns are those that a pair makes over `original_max_position_embeddings` positions. The keys have
+    the names that they have in a config.json.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt | None = None  # positions
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    truncate: bool = True  # whether the ramp begins and ends at a pair
+    attention_factor: PositiveFloat | None = None  # none: 0.1 ln(factor) + 1
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        needed, possible = OF_KIND[self.kind]
+        if missing := [key for key in needed if getattr(self, key) is None]:
+            raise ValueError(f"kind {self.kind!r} needs {', '.join(missing)}")
+        known = {"kind", "factor", *needed, *possible}
+        other = [
+            key
+            for key, field in type(self).model_fields.items()
+            if key not in known and getattr(self, key) != field.default
+        ]
+        if other:
+            raise ValueError(f"kind {self.kind!r} has no {', '.join(other)}; leave it out")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            first, last = getattr(self, low), getattr(self, high)
+            if first is not None and last is not None and first >= last:
+                raise ValueError(f"{low} ({first:g}) must be less than {high} ({last:g})")
+        return self
+
+    @property
+    def multiplier(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    def scaled(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """The frequencies of all pairs, theta ** (-i / pairs), as this scaling changes them."""
+        kept = self._kept(frequencies, theta)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def _kept(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        """How much of each frequency stays: 1 all of it, 0 none beyond 1 / factor."""
+        if self.kind == "linear":
+            return np.zeros_like(frequencies)
+        positions = self.original_max_position_embeddings
+        assert positions is not None
+        if self.kind == "llama3":
+            low, high = self.low_freq_factor, self.high_freq_factor
+            assert low is not None and high is not None
+            turns = positions * frequencies / (2 * math.pi)
+            return np.clip((turns - low) / (high - low), 0, 1)
+        pairs = len(frequencies)
+        # The pairs, as fractions, that make so many turns
+        first, last = (
+            pairs * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        if first == last:
+            last += 0.001
+        return 1 - np.clip((np.arange(pairs) - first) / (last - first), 0, 1)
