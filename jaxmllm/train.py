@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import ConfigError
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.runtime.signals import StopSignals
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace, stop: StopSignals) -> int:
     """Train as the command line says; returns the exit code."""
     try:
-        config = load_config(options.config, options.overrides)
+        config = load_run_config(options.config, options.overrides)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -48,7 +48,7 @@ class Trainable:
         paths: set[str] = set()
         shares: dict[str, Fraction] = {}
         for component, tree in shapes.items():
-            sizes = {path: math.prod(leaf.shape) for path, leaf in _leaves(tree)}
+            sizes = {path: math.prod(leaf.shape) for path, leaf in leaves_by_path(tree)}
             chosen: set[str] = set()
             for pattern in patterns.get(component, ()):
                 matched = {path for path in sizes if fnmatchcase(path, pattern)}
@@ -83,12 +83,12 @@ def join(trained: Params, frozen: Params) -> Params:
     return trained | frozen | {name: join(trained[name], frozen[name]) for name in both}
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_by_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted path and array of every parameter."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, f"{path}.")
+            yield from leaves_by_path(value, f"{path}.")
         else:
             yield path, value
 

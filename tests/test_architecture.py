@@ -16,17 +16,28 @@ RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
     "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
     "jaxmllm/tools": RECORDS
-    | {"runtime", "balance", "data", "models", "training", "setup", "sharding", "cluster"},
+    | {
+        "families",
+        "runtime",
+        "balance",
+        "data",
+        "models",
+        "training",
+        "setup",
+        "sharding",
+        "cluster",
+    },
     "jaxmllm/cluster": RECORDS | {"runtime", "balance", "models", "training", "setup", "sharding"},
-    "jaxmllm/train.py": {"config", "runtime", "training", "setup"},
+    "jaxmllm/train.py": {"config", "families", "runtime", "training", "setup"},
     "jaxmllm/setup": RECORDS
-    | {"runtime", "attention", "balance", "data", "models", "training", "sharding"},
-    "jaxmllm/training": RECORDS | {"runtime", "balance", "data", "models", "sharding"},
+    | {"families", "runtime", "attention", "balance", "data", "models", "training", "sharding"},
+    "jaxmllm/training": RECORDS | {"families", "runtime", "balance", "data", "models", "sharding"},
     "jaxmllm/models": {"config", "phases", "trainable", "attention", "row_format", "sharding"},
     "jaxmllm/data": RECORDS | {"attention", "balance"},
     "jaxmllm/balance": {"config", "phases", "arrays", "sharding"},
     "jaxmllm/attention": {"config", "arrays", "sharding"},
     "jaxmllm/runtime": {"config"},
+    "jaxmllm/families": {"config"},
     "jaxmllm/phases.py": {"config"},
     "jaxmllm/trainable.py": {"config"},
     "jaxmllm/config": set(),
@@ -65,6 +76,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MENTION = re.compile(
     r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b"
 )
+FAMILY = re.compile(r"(?i)llama|mistral|qwen|siglip|whisper|gemma|internvl")
 OF_USERS = {"configs/my.yaml", "configs/x.yaml"}
 
 
@@ -129,6 +141,14 @@ def test_every_room_has_its_arrows():
     assert {ROOT / room for room in ARROWS} - {ROOT / "sharding"} == rooms - {
         ROOT / "jaxmllm/__init__.py"
     }
+
+
+@pytest.mark.parametrize("part", ["jaxmllm/models", "jaxmllm/balance", "sharding"])
+def test_no_room_but_its_own_knows_a_family(part):
+    """What families differ in is data: choices in the config, lines in jaxmllm/families."""
+    for file in sorted((ROOT / part).rglob("*.py")):
+        words = FAMILY.findall(file.read_text(encoding="utf-8"))
+        assert not words, f"{file} names {words}"
 
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])

@@ -11,7 +11,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,17 @@ SHOWN = 200  # characters of a value in a message
 BRANCHES = ("constrained-", "literal[", "tuple[")
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides (values are YAML) and validate.
 
     Raises `ConfigError` with every offending key.
+
+    Args:
+      complete: adds to the tree what the file leaves to other files.
     """
     path = Path(path)
     try:
@@ -42,7 +49,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         )
     for override in overrides:
         _apply(tree, override)
-    return parse_config(tree, where=str(path))
+    return parse_config(complete(tree) if complete else tree, where=str(path))
 
 
 def parse_config(tree: dict[str, Any], where: str = "config") -> Config:

@@ -35,7 +35,7 @@ from typing import get_args
 from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.tools.balance_comparison import (
     AFTER,
     PER_RANK,
@@ -198,7 +198,7 @@ def _compare(options: argparse.Namespace) -> Comparison:
         return compare_generated(
             options.ranks or RANKS, options.per_rank or PER_RANK, options.seed, options.before
         )
-    config = load_config(options.config, options.overrides)
+    config = load_run_config(options.config, options.overrides)
     name = Path(options.config).name
     if options.generated:
         return compare_on_generated(

@@ -38,9 +38,9 @@ from jaxmllm.balance.costs.calibration import Calibration, Coefficients, Fill, P
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import RowClass
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.tools.made_up_rows import made_up_rows
 from jaxmllm.tools.output import command_parser, print_table
 from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repeats < 1:
         parser.error("--repeats must be positive")
     try:
-        config = load_config(options.config, options.overrides)
+        config = load_run_config(options.config, options.overrides)
         if config.pipeline.stages > 1:
             raise ConfigError(
                 f"pipeline.stages ({config.pipeline.stages}): what is timed are programs without stages; "

@@ -38,8 +38,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.setup.ahead import CheckedProgram, check_job, target_mesh
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.chips import CHIPS, ChipError, chip_of
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only_compile()
     try:
         chip = chip_of(options.chip)
-        config = load_config(options.config, options.overrides)
+        config = load_run_config(options.config, options.overrides)
         mesh = target_mesh(config, chip, _devices(config, options.devices))
         programs = _programs(config, mesh, options.seed if options.generated else None)
         names = _chosen(programs.jobs, options.only)

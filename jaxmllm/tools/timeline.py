@@ -30,9 +30,9 @@ import numpy as np
 from jaxmllm.balance.stages.plan import PlannedRun, plan_runs
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Segment, continued_examples
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.setup.planning_mesh import staged_mesh
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
@@ -138,7 +138,7 @@ def plan_step_of(
 
 
 def _of_config(options: Namespace) -> Timeline:
-    config = load_config(options.config, options.overrides)
+    config = load_run_config(options.config, options.overrides)
     step = 1 if options.step is None else options.step
     return _of_step(config, options.config, step, options.save)
 

@@ -40,9 +40,9 @@ from jaxmllm.balance.rows import ranks
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.planning_mesh import planning_mesh
 from jaxmllm.setup.prepare import RunInputs, prepare
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--steps must be positive")
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     try:
-        config = load_config(options.config, [*options.overrides, *seed])
+        config = load_run_config(options.config, [*options.overrides, *seed])
         inputs = prepare(config, planning_mesh(config, options.ranks))
         records = measure(config, inputs, options.steps)
     except USER_ERRORS as error:

@@ -1,15 +1,20 @@
-"""Where the parameters of a run that begins come from: drawn at random, or taken from another run, by component.
+"""Where the parameters of a run that begins come from: drawn at random, or taken from elsewhere, by component.
 
-model.from: RUN or CHECKPOINT --parameters alone--> this run's shardings; optimizer and step begin anew
+model.from: RUN, CHECKPOINT or published FOLDER --parameters alone--> this run's shardings
+
+Optimizer and step begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.schema import Config
+from jaxmllm.families.folder_config import CONFIG_JSON
+from jaxmllm.families.model_folder import ModelFolder, is_model_folder
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.agreement import agreed_numbers
 from jaxmllm.runtime.checkpoint import saved_steps
 from jaxmllm.runtime.checkpoint_files import (
@@ -22,6 +27,7 @@ from jaxmllm.runtime.checkpoint_files import (
     saved_specs,
 )
 from jaxmllm.runtime.checkpoint_fit import differences, listed
+from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 
@@ -40,6 +46,14 @@ def initial_state(
     return programs.from_saved(saved._replace(params=saved.params | taken))
 
 
+def check_source(source: str) -> None:
+    """Raise unless `model.from` names something to take parameters from: `CheckpointError`, `FolderError`."""
+    if is_model_folder(source):
+        ModelFolder.open(source)
+    else:
+        source_checkpoints(source)
+
+
 def source_checkpoints(source: str) -> list[Path]:
     """Checkpoints that `model.from` may mean, the latest first. Raises `CheckpointError` if there are none."""
     folder = Path(source)
@@ -50,18 +64,23 @@ def source_checkpoints(source: str) -> list[Path]:
         return locations
     raise CheckpointError(
         f"model.from: {source} is neither a run folder with a checkpoint nor a checkpoint (a folder with "
-        f"{CHECKSUMS_FILE}); check the path"
+        f"{CHECKSUMS_FILE}) nor a published model (a folder with {CONFIG_JSON}); check the path"
     )
 
 
 def read_parameters(
     source: str, abstract: Mapping[str, Any], say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Parameters of those components of a run or checkpoint that `abstract` (by component) has, too.
+    """Parameters of those components of a run, checkpoint or folder that `abstract` (by component) has, too.
 
     The others are named, in a line for each side. A damaged checkpoint gives way to the one before
-    it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there.
+    it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there, and
+    `FolderError` if a published folder does not hold this decoder.
     """
+    if is_model_folder(source):
+        taken = {LANGUAGE: read_folder(source, abstract[LANGUAGE])}
+        _say_taken(source, taken.keys(), abstract.keys(), say)
+        return taken
     problems = []
     for location in _agreed(source_checkpoints(source)):
         try:
@@ -91,13 +110,19 @@ def _read(
             f"model.from: {len(unequal)} arrays of {location} do not fit this model:\n{listed(unequal)}\n"
             "Give the model section the shapes (and run.param_dtype) of that run, or leave model.from out."
         )
-    say(f"model.from: {', '.join(common)} from {location}")
-    if missing := sorted(abstract.keys() - there):
-        say(f"model.from: {', '.join(missing)} not in {location}: initialized at random")
+    _say_taken(location, there, abstract.keys(), say)
     if extra := sorted(there - abstract.keys()):
         say(f"model.from: {', '.join(extra)} of {location} not in this model: left out")
     parameters: dict[str, Any] = read_arrays(location, {"params": wanted})["params"]
     return parameters
+
+
+def _say_taken(
+    source: str | Path, there: Set[str], wanted: Set[str], say: Callable[[str], None]
+) -> None:
+    say(f"model.from: {', '.join(sorted(there & wanted))} from {source}")
+    if missing := sorted(wanted - there):
+        say(f"model.from: {', '.join(missing)} not in {source}: initialized at random")
 
 
 def _agreed(locations: list[Path]) -> list[Path]:

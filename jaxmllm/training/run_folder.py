@@ -23,12 +23,13 @@ import jax
 
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
+from jaxmllm.families.weight_files import FolderError
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock
 from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
-from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
+from jaxmllm.training.initial import CHECKPOINTS, check_source
 
 CONFIG_FILE = "config.yaml"
 SCHEDULE_FILE = "schedule.npz"
@@ -84,7 +85,7 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
             if jax.process_index() == 0:
                 stack.enter_context(RunLock(Path(config.run.directory)))
             checked = check_folder(config, resume)
-        except CheckpointError as error:
+        except (CheckpointError, FolderError) as error:
             problem = str(error)
         if problem := agreed_problem(problem):
             raise CheckpointError(problem)
@@ -129,7 +130,7 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             "run.directory, or start without --resume (--resume=auto begins a run here)"
         )
     if config.model.from_ is not None:
-        source_checkpoints(config.model.from_)
+        check_source(config.model.from_)
     return begun_config(config)
 
 

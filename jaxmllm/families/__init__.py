@@ -1,0 +1,1 @@
+"""Published model folders: their config.json and tensors in the project's words, one file per family."""

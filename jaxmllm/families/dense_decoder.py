@@ -1,0 +1,121 @@
+"""What the families of dense decoders have in common: the keys of config.json, the names of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmllm.families.folder_config import FolderConfig
+
+ATTENTION = "model.layers.{layer}.self_attn"
+MLP = "model.layers.{layer}.mlp"
+PARAMETERS = {
+    "embedding": "model.embed_tokens.weight: v d -> v d",
+    "layers.attention.query": f"{ATTENTION}.q_proj.weight: (h k) d -> layer d h k",
+    "layers.attention.query_bias": f"{ATTENTION}.q_proj.bias: (h k) -> layer h k",
+    "layers.attention.query_norm.scale": f"{ATTENTION}.q_norm.weight: k -> layer k",
+    "layers.attention.key": f"{ATTENTION}.k_proj.weight: (g k) d -> layer d g k",
+    "layers.attention.key_bias": f"{ATTENTION}.k_proj.bias: (g k) -> layer g k",
+    "layers.attention.key_norm.scale": f"{ATTENTION}.k_norm.weight: k -> layer k",
+    "layers.attention.value": f"{ATTENTION}.v_proj.weight: (g k) d -> layer d g k",
+    "layers.attention.value_bias": f"{ATTENTION}.v_proj.bias: (g k) -> layer g k",
+    "layers.attention.out": f"{ATTENTION}.o_proj.weight: d (h k) -> layer h k d",
+    "layers.attention.out_bias": f"{ATTENTION}.o_proj.bias: d -> layer d",
+    "layers.attention_norm.scale": "model.layers.{layer}.input_layernorm.weight: d -> layer d",
+    "layers.mlp.gate": f"{MLP}.gate_proj.weight: f d -> layer d f",
+    "layers.mlp.up": f"{MLP}.up_proj.weight: f d -> layer d f",
+    "layers.mlp.down": f"{MLP}.down_proj.weight: d f -> layer f d",
+    "layers.mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight: d -> layer d",
+    "norm.scale": "model.norm.weight: d -> d",
+    "head": "lm_head.weight: v d -> d v",
+}
+COPIES = {"embedding": "lm_head.weight: v d -> v d"}  # where the head is tied
+FREQUENCIES = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # follow from config.json
+SCALED_BY = {  # rope_type -> its keys
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
+}
+
+
+def dense_decoder(
+    config: FolderConfig, windowed: Sequence[bool] = (), **own: Any
+) -> dict[str, Any]:
+    """The keys of `model.language`.
+
+    Args:
+      windowed: whether each layer attends in windows of `sliding_window`; if not given, none does.
+      own: keys that the family has, or reads, in its own way.
+    """
+    config.expect("hidden_act", "silu")
+    config.expect("mlp_bias", False)
+    config.expect("attention_dropout", 0.0)
+    config.expect("partial_rotary_factor", 1.0)
+    width, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    theta, scaling = _rotary(config)
+    language = {
+        "vocab_size": config.number("vocab_size"),
+        "width": width,
+        "layers": config.number("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.number("num_key_value_heads", heads),
+        "head_size": config.number("head_dim", width // heads),
+        "mlp_width": config.number("intermediate_size"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "norm_epsilon": float(config.number("rms_norm_eps", 1e-6)),
+    }
+    if any(windowed):
+        language["window"] = config.number("sliding_window", 4096)
+        language["full_layers"] = [layer for layer, narrow in enumerate(windowed) if not narrow]
+    return language | own
+
+
+def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
+    """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older files."""
+    layers = config.number("num_hidden_layers")
+    in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
+    types = config.get("layer_types")
+    if types is None:
+        first = config.number("max_window_layers", 28) if in_use else layers
+        return tuple(layer >= first for layer in range(layers))
+    known = ("full_attention", "sliding_attention") if in_use else ("full_attention",)
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {*known}:
+        config.refuse(
+            f"has layer_types {types!r}", f"{layers} of {' or '.join(known)} are understood"
+        )
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling): from `rope_parameters`, or `rope_theta` and `rope_scaling` in older files."""
+    found = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if not isinstance(found, dict) or any(isinstance(part, dict) for part in found.values()):
+        config.refuse(f"has rotary parameters {found!r}", "one record for all layers is understood")
+    theta = float(found.get("rope_theta") or config.number("rope_theta", 10_000.0))
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in SCALED_BY:
+        config.refuse(f"has rope_type {kind!r}", f"there are default, {', '.join(SCALED_BY)}")
+    for key in ("mscale", "mscale_all_dim", "partial_rotary_factor"):
+        if found.get(key) not in (None, 1.0):
+            config.refuse(f"has {key} {found[key]!r}", "this decoder has none")
+    scaling = {key: found[key] for key in SCALED_BY[kind] if found.get(key) is not None}
+    if kind == "yarn":
+        positions = "original_max_position_embeddings"
+        scaling.setdefault(positions, config.number("max_position_embeddings"))
+    return theta, {"kind": kind, **scaling}

@@ -1,0 +1,64 @@
+"""A folder's config.json, read strictly, in old spellings and new ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxmllm.families.weight_files import FolderError
+
+CONFIG_JSON = "config.json"
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """The values of one config.json. A key that is null counts as absent."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> FolderConfig:
+        """Of a model folder. Raises `FolderError`."""
+        path = folder / CONFIG_JSON
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise FolderError(f"{path} cannot be read: {error}; copy the folder again") from error
+        if not isinstance(values, dict):
+            raise FolderError(f"{path} must hold a JSON object")
+        return cls(path, values)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Raises `FolderError` if it is missing, or no number."""
+        value = self.get(key, default)
+        if value is None:
+            self.refuse(f"has no {key!r}", "copy the file again")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(f"has {key} {value!r}", "it must be a number")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Raises `FolderError` if it is neither true nor false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(f"has {key} {value!r}", "it must be true or false")
+        return value
+
+    def expect(self, key: str, *usual: Any) -> None:
+        """Refuse any other value than the usual ones, the first of which is the default."""
+        value = self.get(key, usual[0])
+        if value not in usual:
+            wanted = " or ".join(map(repr, usual))
+            self.refuse(f"has {key} {value!r}", f"this decoder has {wanted} alone")
+
+    def refuse(self, what: str, cure: str) -> NoReturn:
+        """Raises `FolderError`, always."""
+        raise FolderError(f"model.from: {self.path} {what}; {cure}")

@@ -1,0 +1,103 @@
+"""Where a parameter lies in the tensors of a published checkpoint, as a line of text.
+
+    model.layers.{layer}.self_attn.q_proj.weight: (h k) d -> layer d h k
+
+The tensor with this key has two axes, the first of them h and k joined; the parameter has four, and
+its first one counts the tensors. A line only permutes, groups and stacks. So any slice of the
+parameter is a view of the tensors, and reading and writing are assignments from it and to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYER = "layer"
+_LINE = re.compile(r"(?P<key>\S+): (?P<tensor>.+) -> (?P<parameter>.+)")
+_AXIS = re.compile(r"\(([\w ]+)\)|(\w+)")
+
+Index = tuple[slice, ...]  # of a parameter
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: the key of a tensor, or of one for each layer, and the axes of tensor and parameter."""
+
+    key: str
+    tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
+    parameter: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Line:
+        """Parse a line. Raises ValueError for one that does more than permute, group and stack."""
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
+        tensor = tuple(
+            tuple((group or letter).split()) for group, letter in _AXIS.findall(match["tensor"])
+        )
+        line = cls(match["key"], tensor, tuple(match["parameter"].split()))
+        letters = sorted(itertools.chain(*tensor))
+        if letters != sorted(line.letters) or len({*letters}) < len(letters):
+            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
+        if (f"{{{LAYER}}}" in line.key) != line.stacked or LAYER in line.parameter[1:]:
+            raise ValueError(
+                f"{text!r}: {{{LAYER}}} in the key goes with {LAYER} as the first axis"
+            )
+        return line
+
+    @property
+    def stacked(self) -> bool:
+        """Whether every layer has a tensor of its own."""
+        return self.parameter[:1] == (LAYER,)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """Axes of the parameter that are axes of each tensor, too."""
+        return self.parameter[1:] if self.stacked else self.parameter
+
+    def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Keys of all tensors of a parameter."""
+        layers = range(shape[0]) if self.stacked else range(1)
+        return tuple(self.key.replace(f"{{{LAYER}}}", str(layer)) for layer in layers)
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each tensor of a parameter."""
+        sizes = self._sizes(shape)
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self.tensor)
+
+    def pieces(self, shape: tuple[int, ...], index: Index) -> Iterator[tuple[str, Any, Index]]:
+        """What each tensor holds of a slice of a parameter: (key, place in the slice, slice of one layer)."""
+        keys = self.keys(shape)
+        if not self.stacked:
+            yield keys[0], ..., index
+            return
+        for place, layer in enumerate(range(*index[0].indices(shape[0]))):
+            yield keys[layer], place, index[1:]
+
+    def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
+        """A slice of one layer of a parameter, as a view of the tensor that holds it.
+
+        Args:
+          tensor: contiguous, in its shape.
+          shape: of the whole parameter.
+          index: a slice of each of `letters`.
+        """
+        sizes = self._sizes(shape)
+        order = list(itertools.chain(*self.tensor))
+        split = tensor.reshape([sizes[letter] for letter in order])
+        assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
+        view = split.transpose([order.index(letter) for letter in self.letters])
+        return view[index]
+
+    def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        if len(shape) != len(self.parameter):
+            raise ValueError(f"{self.key}: a parameter of shape {shape} has not {self.parameter}")
+        return dict(zip(self.parameter, shape, strict=True))

@@ -1,0 +1,221 @@
+"""A published model folder: config.json, tensors in safetensors files, and other files that are none of our business.
+
+FOLDER --open--> ModelFolder: family, headers --check(shapes)--> `Fit`, or every key that is wrong
+Fit --part(path, slice)--> numbers, read from the files that hold them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.families.by_type import family_of
+from jaxmllm.families.family import Family
+from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
+from jaxmllm.families.lines import Index, Line
+from jaxmllm.families.weight_files import DTYPES, FolderError, StoredTensor, WeightFile
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Endings of files that hold weights: beside the safetensors that are read they would be those of another model
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+LISTED = 5  # wrong keys in an error before "and n more"
+
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by dotted path
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether a folder is one of a published model, and none of a run or a checkpoint."""
+    return (Path(path) / CONFIG_JSON).is_file()
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder whose headers have been read."""
+
+    path: Path
+    config: FolderConfig
+    family: Family
+    files: tuple[WeightFile, ...]
+
+    @classmethod
+    def open(cls, path: str | Path) -> ModelFolder:
+        """Read config.json, the index and all headers. Raises `FolderError`."""
+        folder = Path(path)
+        config = FolderConfig.read(folder)
+        return cls(folder, config, family_of(config), tuple(_weight_files(folder)))
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by key."""
+        return {key: tensor for file in self.files for key, tensor in file.tensors.items()}
+
+    def check(self, shapes: Shapes) -> Fit:
+        """What tensors hold the parameters of a decoder.
+
+        Raises:
+          FolderError: keys that are missing, of another shape or type, or that no line names.
+        """
+        tensors = self.tensors
+        fit = Fit(self, shapes, self._copies(shapes, tensors))
+        problems = []
+        expected: dict[str, tuple[int, ...]] = {}
+        for path, line in fit.lines():
+            shape = line.tensor_shape(shapes[path])
+            expected |= {key: shape for key in line.keys(shapes[path])}
+        for key, shape in expected.items():
+            if key not in tensors:
+                problems.append(f"{key} is missing: {list(shape)}")
+            elif tensors[key].shape != shape:
+                problems.append(f"{key} has {list(tensors[key].shape)}, not {list(shape)}")
+            elif tensors[key].dtype not in DTYPES:
+                problems.append(f"{key} is {tensors[key].dtype}, none of {', '.join(DTYPES)}")
+        for key in tensors.keys() - expected.keys():
+            if not any(fnmatchcase(key, pattern) for pattern in self.family.carried):
+                problems.append(f"{key} {list(tensors[key].shape)} belongs to no parameter")
+        if problems:
+            shown = "; ".join(sorted(problems)[:LISTED])
+            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            raise FolderError(
+                f"model.from: the tensors of {self.path} are not those of its {CONFIG_JSON} "
+                f"({self.family.name}): {shown}{more}; copy the folder again, or correct {CONFIG_JSON}"
+            )
+        return fit
+
+    def _copies(self, shapes: Shapes, tensors: Mapping[str, StoredTensor]) -> dict[str, Line]:
+        """Lines of second tensors that this folder has of some parameters."""
+        taken = {self.family.lines[path].key for path in shapes if path in self.family.lines}
+        return {
+            path: line
+            for path, line in self.family.copy_lines.items()
+            if path in shapes and line.key in tensors and line.key not in taken
+        }
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A folder and the parameters that its tensors hold, none of them missing."""
+
+    folder: ModelFolder
+    shapes: Shapes
+    copies: Mapping[str, Line]
+
+    def lines(self) -> Iterator[tuple[str, Line]]:
+        """(path, line) of every parameter, and again of those with a copy. Raises `FolderError`."""
+        known = self.folder.family.lines
+        if unknown := sorted(self.shapes.keys() - known.keys()):
+            raise FolderError(
+                f"{self.folder.family.name} has no tensor for {', '.join(unknown)}; leave these choices of "
+                "model.language as the folder has them"
+            )
+        yield from ((path, line) for path in self.shapes for line in self._lines_of(path))
+
+    def write(self, values: Callable[[str], NDArray[Any]], folder: Path) -> tuple[str, ...]:
+        """Write the tensors anew, and copy all other files; returns the names of files that are left out.
+
+        Every file has the tensors, types and places that it has in the folder that this one fits.
+
+        Args:
+          values: a whole parameter, by path; asked for one after another.
+          folder: where the files go; it is made.
+        """
+        source = self.folder
+        folder.mkdir(parents=True)
+        left_out = _copy_others(source, folder)
+        for file in source.files:
+            target = folder / file.path.name
+            target.write_bytes(file.head)
+            os.truncate(target, file.size)
+        tensors = {
+            key: replace(tensor, file=folder / tensor.file.name)
+            for key, tensor in source.tensors.items()
+        }
+        keys: set[str] = set()
+        for path, shape in self.shapes.items():
+            parameter = values(path)
+            whole = tuple(slice(0, size) for size in shape)
+            for line in self._lines_of(path):
+                for key, place, index in line.pieces(shape, whole):
+                    line.view(tensors[key].array("r+"), shape, index)[...] = parameter[place]
+                    keys.add(key)
+        for key in tensors.keys() - keys:
+            tensors[key].copy_from(source.tensors[key])
+        return left_out
+
+    def _lines_of(self, path: str) -> list[Line]:
+        lines = [self.folder.family.lines[path]]
+        return [*lines, self.copies[path]] if path in self.copies else lines
+
+    def part(self, path: str, index: Index, dtype: Any) -> NDArray[Any]:
+        """A slice of a parameter. Raises `FolderError` if a copy of it differs."""
+        part = self._read(self.folder.family.lines[path], path, index, dtype)
+        copy = self.copies.get(path)
+        if copy is not None and not np.array_equal(
+            part, self._read(copy, path, index, dtype), equal_nan=True
+        ):
+            raise FolderError(
+                f"model.from: {copy.key} of {self.folder.path} is not {self.folder.family.lines[path].key}, "
+                f"though {CONFIG_JSON} ties them; set tie_word_embeddings: false there"
+            )
+        return part
+
+    def _read(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
+        shape, tensors = self.shapes[path], self.folder.tensors
+        sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+        values = np.empty(sizes, dtype)
+        for key, place, of_tensor in line.pieces(shape, index):
+            values[place] = line.view(tensors[key].array(), shape, of_tensor)
+        return values
+
+
+def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
+    """Copy the files that hold no weights; returns the names of those that hold some in another form."""
+    own = {file.path.name for file in source.files}
+    others = [path for path in sorted(source.path.iterdir()) if path.name not in own]
+    weights = [path for path in others if path.suffix in WEIGHTS or not path.is_file()]
+    for path in others:
+        if path not in weights:
+            shutil.copyfile(path, folder / path.name)
+    return tuple(path.name for path in weights)
+
+
+def _weight_files(folder: Path) -> Iterator[WeightFile]:
+    index = folder / INDEX
+    if not index.is_file():
+        single = folder / SINGLE
+        if not single.is_file():
+            raise FolderError(
+                f"model.from: {folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
+                "the model as safetensors"
+            )
+        yield WeightFile.open(single)
+        return
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(key): str(name) for key, name in weight_map.items()}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise FolderError(
+            f"model.from: {index} has no weight_map ({error}); copy it again"
+        ) from error
+    for name in sorted({*named.values()}):
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise FolderError(
+                f"model.from: {index} names {name}, which is not there; copy the folder again"
+            )
+        file = WeightFile.open(path)
+        keys = {key for key, place in named.items() if place == name}
+        if unequal := sorted(keys ^ file.tensors.keys()):
+            raise FolderError(
+                f"model.from: {index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"
+            )
+        yield file

@@ -1,0 +1,30 @@
+"""Qwen3: heads of a size of their own, norms of queries and keys, biases where `attention_bias` says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmllm.families.dense_decoder import (
+    COPIES,
+    FREQUENCIES,
+    PARAMETERS,
+    dense_decoder,
+    windows_by_layer,
+)
+from jaxmllm.families.family import Family
+from jaxmllm.families.folder_config import FolderConfig
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    bias = config.flag("attention_bias")
+    return dense_decoder(
+        config,
+        windows_by_layer(config),
+        head_size=config.number("head_dim", 128),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+    )
+
+
+QWEN3 = Family("Qwen3", "qwen3", _language, PARAMETERS, COPIES, FREQUENCIES)

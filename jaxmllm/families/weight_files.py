@@ -1,0 +1,121 @@
+"""Safetensors files: their headers, checked, and their tensors as memory maps, so that only what is asked for is read.
+
+    8 bytes: length n of the header | n bytes of JSON: dtype, shape, place of every tensor | tensors
+
+The `safetensors` package gives numpy no bfloat16, and cannot write one tensor of a file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.config.schema import ConfigError
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+LENGTH_BYTES = 8
+COPIED_BYTES = 16 << 20  # at a time
+LONGEST_HEADER = 100_000_000  # bytes, as in the format's own library
+
+
+class FolderError(ConfigError):
+    """A model folder that cannot be used; the message names file and key, and what to do."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: str  # of the format, not necessarily in DTYPES
+    shape: tuple[int, ...]
+    offset: int  # in the file
+    size: int  # bytes
+
+    def array(self, mode: Literal["r", "r+"] = "r") -> NDArray[Any]:
+        """The tensor, memory-mapped."""
+        return np.memmap(self.file, DTYPES[self.dtype], mode, self.offset, self.shape or (1,))
+
+    def copy_from(self, other: StoredTensor) -> None:
+        """Copy the bytes of a tensor like this one, whatever its type."""
+        with other.file.open("rb") as source, self.file.open("r+b") as target:
+            source.seek(other.offset)
+            target.seek(self.offset)
+            remaining = other.size
+            while remaining:
+                block = source.read(min(remaining, COPIED_BYTES))
+                target.write(block)
+                remaining -= len(block)
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """The header of one file."""
+
+    path: Path
+    head: bytes  # all before the first tensor
+    size: int  # bytes of the whole file
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> WeightFile:
+        """Read and check a header. Raises `FolderError`."""
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as stream:
+                length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+                if size < LENGTH_BYTES or not 0 < length <= min(
+                    LONGEST_HEADER, size - LENGTH_BYTES
+                ):
+                    raise FolderError(_broken(path, f"a header of {length} bytes in {size}"))
+                text = stream.read(length)
+            header = json.loads(text)
+        except OSError as error:
+            raise FolderError(f"{path} cannot be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, FolderError):
+                raise
+            raise FolderError(_broken(path, f"its header is no JSON ({error})")) from error
+        begin = LENGTH_BYTES + length
+        if not isinstance(header, dict):
+            raise FolderError(_broken(path, "its header is no JSON object"))
+        tensors = {
+            key: _stored(path, key, entry, begin, size)
+            for key, entry in header.items()
+            if key != "__metadata__"
+        }
+        return cls(path, length.to_bytes(LENGTH_BYTES, "little") + text, size, tensors)
+
+
+def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        first, last = map(int, entry["data_offsets"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise FolderError(_broken(path, f"{key} has no dtype, shape and data_offsets")) from error
+    if begin + last > size:
+        raise FolderError(
+            f"{path} is truncated: {key} ends at byte {begin + last}, the file has {size}; copy it again"
+        )
+    bad = first < 0 or min(shape, default=0) < 0
+    if dtype in DTYPES:
+        bad = bad or last - first != math.prod(shape) * DTYPES[dtype].itemsize
+    if bad:
+        raise FolderError(_broken(path, f"{key} of {dtype}{list(shape)} at {first} to {last}"))
+    return StoredTensor(path, dtype, shape, begin + first, last - first)
+
+
+def _broken(path: Path, what: str) -> str:
+    return f"{path} is no safetensors file ({what}); copy it again"

@@ -1,0 +1,64 @@
+"""Parameters of a published folder, straight into shardings: each process reads what its devices hold.
+
+One slice at a time lies on the host, and devices that hold the same slice share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmllm.families.model_folder import Fit, ModelFolder
+from jaxmllm.families.weight_files import FolderError
+from jaxmllm.runtime.agreement import agreed_problem
+from jaxmllm.trainable import leaves_by_path
+
+
+def read_folder(source: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the decoder in a published folder.
+
+    Raises `FolderError` in every process if the tensors are not those of this decoder.
+
+    Args:
+      abstract: their shapes, types and shardings, as nested dicts.
+    """
+    problem, found = None, None
+    try:
+        leaves = dict(leaves_by_path(abstract))
+        fit = ModelFolder.open(source).check({path: leaf.shape for path, leaf in leaves.items()})
+        found = {path: _array(fit, path, leaf) for path, leaf in leaves.items()}
+    except FolderError as error:
+        problem = str(error)
+    if problem := agreed_problem(problem):
+        raise FolderError(problem)
+    assert found is not None
+    return nested(found)
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dicts that `leaves_by_path` was given."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def _array(fit: Fit, path: str, leaf: Any) -> jax.Array:
+    """One parameter, slice by slice."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    pieces = []
+    for bounds, holders in devices.items():
+        values = fit.part(path, tuple(slice(*pair) for pair in bounds), np.dtype(leaf.dtype))
+        pieces += [jax.device_put(values, device) for device in holders]
+        jax.block_until_ready(pieces[-1])  # else all slices would wait on the host
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)

@@ -1,0 +1,119 @@
+"""Makes the goldens of published families, with the reference: random tiny checkpoints and what it computes of them.
+
+python -m tests.families.make_goldens FOLDER        (needs torch 2.13 and transformers 5.23)
+
+FOLDER/NAME/               config.json, safetensors, as the reference writes them
+FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+# name -> (model_type, what differs from SIZES, dtype)
+MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "llama": (
+        "llama",
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 8},
+        "float32",
+    ),
+    "llama-biased": (
+        "llama",
+        {"rope_parameters": LINEAR, "attention_bias": True, "rms_norm_eps": 1e-5},
+        "float32",
+    ),
+    "mistral": ("mistral", {"sliding_window": 6, "head_dim": 6}, "float32"),
+    "mistral-wide": (
+        "mistral",
+        {"sliding_window": None, "head_dim": 12, "rope_parameters": YARN},
+        "bfloat16",
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, "float32"),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "float32",
+    ),
+    "qwen3": ("qwen3", {"head_dim": 8, "rope_parameters": YARN}, "float32"),
+    "qwen3-biased": ("qwen3", {"head_dim": 4, "attention_bias": True}, "float32"),
+}
+LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
+
+
+def main(folder: Path, names: tuple[str, ...] = tuple(MODELS), seed: int = 0, **sizes: Any) -> None:
+    """Write the checkpoints and goldens of these names, with other sizes if given."""
+    for name in names:
+        model_type, changes, dtype = MODELS[name]
+        make(folder / name, model_type, SIZES | changes | sizes, dtype, seed)
+
+
+def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed: int) -> None:
+    """One random checkpoint, split into files of at most 8 kB, and what the reference computes of it in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for key, parameter in model.named_parameters():
+        if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be 0, or 1
+            torch.nn.init.normal_(parameter, float("norm" in key), 0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="8KB")
+    # Read anew: `to` has rounded what is computed from the config, too
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    random = np.random.default_rng(seed)
+    shape = (len(LENGTHS), max(LENGTHS))
+    mask = np.arange(shape[1]) < np.array(LENGTHS)[:, None]
+    ids = np.where(mask, random.integers(3, values["vocab_size"], shape), 0)
+    output = model(
+        input_ids=torch.tensor(ids),
+        attention_mask=torch.tensor(mask.astype(np.int64)),
+        labels=torch.tensor(np.where(mask, ids, -100)),
+    )
+    output.loss.backward()
+    save = np.savez_compressed
+    save(folder / "inputs.npz", input_ids=ids, attention_mask=mask.astype(np.int64))
+    logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
+    save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
+    gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    save(folder / "gradients.npz", **gradients)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""Lines of parameters: any slice is what lies at its place in the whole, and is written back bit for bit."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmllm.families.by_type import FAMILIES
+from jaxmllm.families.lines import Line
+
+LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7}
+LINES = sorted({line for family in FAMILIES.values() for line in family.parameters.values()})
+
+
+def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The parameter, element by element: the index of a joined axis counts its last letter fastest."""
+    whole = np.empty(shape)
+    for place in np.ndindex(shape):
+        at = dict(zip(line.parameter, place, strict=True))
+        index = []
+        for group in line.tensor:
+            number = 0
+            for letter in group:
+                number = number * LETTERS[letter] + at[letter]
+            index.append(number)
+        whole[place] = tensors[line.key.format(layer=at.get("layer"))][tuple(index)]
+    return whole
+
+
+@pytest.mark.parametrize("text", LINES)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_slice_is_read_and_written_like_the_whole(text, data):
+    line = Line.of(text)
+    shape = tuple(LETTERS[letter] for letter in line.parameter)
+    random = np.random.default_rng(0)
+    tensors = {key: random.standard_normal(line.tensor_shape(shape)) for key in line.keys(shape)}
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
+    index = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
+    part = np.empty([piece.stop - piece.start for piece in index])
+    for key, place, of_tensor in line.pieces(shape, index):
+        part[place] = line.view(tensors[key], shape, of_tensor)
+    np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[index])
+    written = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
+    for key, place, of_tensor in line.pieces(shape, index):
+        line.view(written[key], shape, of_tensor)[...] = part[place]
+    outside = np.ones(shape, bool)
+    outside[index] = False
+    np.testing.assert_array_equal(
+        whole_of(line, written, shape), np.where(outside, 0, whole_of(line, tensors, shape))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a.weight d -> d", "not of the form"),
+        ("a.weight: (h k) d -> d h", "same letters on both sides"),
+        ("a.weight: d d -> d", "each once"),
+        ("a.{layer}.weight: d -> d", "goes with layer as the first axis"),
+        ("a.weight: layer d -> d layer", "goes with layer as the first axis"),
+    ],
+)
+def test_a_line_that_does_more_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        Line.of(text)

@@ -1,0 +1,274 @@
+"""Folders of published models: what is wrong with one is told in a line, and a good one is written back as it was."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.families.by_type import FAMILIES
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.model_folder import INDEX, ModelFolder
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError
+from tests.support import tiny_config
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+
+
+def shapes_of(folder: ModelFolder) -> dict[str, tuple[int, ...]]:
+    """Of the decoder that the config describes."""
+    language = folder.family.language(folder.config)
+    sizes = {
+        "v": language["vocab_size"],
+        "d": language["width"],
+        "h": language["heads"],
+        "g": language["kv_heads"],
+        "k": language["head_size"],
+        "f": language["mlp_width"],
+        "layer": language["layers"],
+    }
+    absent = set()
+    for choice, names in {
+        "qkv_bias": ("query_bias", "key_bias", "value_bias"),
+        "out_bias": ("out_bias",),
+        "qk_norm": ("query_norm.scale", "key_norm.scale"),
+    }.items():
+        if not language.get(choice):
+            absent |= {f"layers.attention.{name}" for name in names}
+    if language["tie_embeddings"]:
+        absent.add("head")
+    return {
+        path: tuple(sizes[letter] for letter in line.parameter)
+        for path, line in folder.family.lines.items()
+        if path not in absent
+    }
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(GOLDENS / "qwen2", tmp_path / "copy"))
+
+
+def change_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def change_header(path: Path, change) -> None:
+    """Change the JSON of a safetensors file, whose tensors stay where they are."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def add_tensor(path: Path, key: str, values: np.ndarray) -> None:
+    """Append a tensor to a safetensors file."""
+    content = path.read_bytes()
+    end = len(content) - 8 - int.from_bytes(content[:8], "little")
+    places = [end, end + values.nbytes]
+    entry = {"dtype": "F32", "shape": [*values.shape], "data_offsets": places}
+    change_header(path, lambda header: header.update({key: entry}))
+    with path.open("ab") as stream:
+        stream.write(values.tobytes())
+
+
+def file_of(folder: Path, key: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][key]
+
+
+# ---------------------------------------------------------------------------- good ones
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_written_as_it_was(name, tmp_path):
+    folder = ModelFolder.open(GOLDENS / name)
+    shapes = shapes_of(folder)
+    fit = folder.check(shapes)
+
+    def values(path: str) -> np.ndarray:
+        return fit.part(path, tuple(slice(0, size) for size in shapes[path]), np.float32)
+
+    assert fit.write(values, tmp_path / "out") == ()
+    for file in (GOLDENS / name).iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):
+    (copy / "pytorch_model.bin").write_bytes(b"old")
+    (copy / "tokenizer.json").write_text("{}")
+    folder = ModelFolder.open(copy)
+    fit = folder.check(shapes_of(folder))
+    zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
+    assert fit.write(zeros.__getitem__, tmp_path / "out") == ("pytorch_model.bin",)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_old_and_new_spellings_are_one(copy):
+    def language() -> dict:
+        config = FolderConfig.read(copy)
+        return FAMILIES[config.get("model_type")].language(config)
+
+    change_config(copy, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4})
+    new = language()
+    change_config(
+        copy,
+        rope_parameters="absent",
+        rope_theta=5e4,
+        rope_scaling={"type": "linear", "factor": 4.0},
+        layer_types="absent",
+        torch_dtype="float32",
+        dtype="absent",
+    )
+    assert language() == new
+    assert new["rope_scaling"] == {"kind": "linear", "factor": 4.0} and new["rope_theta"] == 5e4
+
+
+def test_windows_of_older_files(copy):
+    change_config(
+        copy, layer_types="absent", use_sliding_window=True, sliding_window=7, max_window_layers=1
+    )
+    config = FolderConfig.read(copy)
+    language = FAMILIES["qwen2"].language(config)
+    assert language["window"] == 7 and language["full_layers"] == [0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
+    """It is compared, and written back; one that differs is refused."""
+    folder = ModelFolder.open(copy)
+    embedding = folder.tensors["model.embed_tokens.weight"]
+    twin = np.array(embedding.array())
+    twin[3, 4] += not equal
+    add_tensor(embedding.file, "lm_head.weight", twin)
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = embedding.file.name
+    (copy / INDEX).write_text(json.dumps(index))
+    fit = ModelFolder.open(copy).check(shapes_of(folder))
+
+    def values(path: str) -> np.ndarray:
+        return fit.part(path, tuple(slice(0, size) for size in fit.shapes[path]), np.float32)
+
+    if equal:
+        fit.write(values, tmp_path / "out")
+        name = embedding.file.name
+        assert (tmp_path / "out" / name).read_bytes() == (copy / name).read_bytes()
+    else:
+        with pytest.raises(FolderError, match=r"lm_head.weight of .* set tie_word_embeddings: fal"):
+            values("embedding")
+
+
+# ---------------------------------------------------------------------------- bad ones
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(FolderError) as caught:
+        opened = ModelFolder.open(folder)
+        opened.check(shapes_of(opened))
+    text = str(caught.value)
+    assert "\n" not in text and str(folder) in text
+    return text
+
+
+KEY = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_missing_and_extra_keys_are_named(copy):
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"]["new.weight"] = index["weight_map"].pop(KEY)
+    change_header(file_of(copy, KEY), lambda header: header.update({"new.weight": header.pop(KEY)}))
+    (copy / INDEX).write_text(json.dumps(index))
+    text = refusal(copy)
+    assert f"{KEY} is missing: [24, 16]" in text and "new.weight [24, 16] belongs to no" in text
+
+
+def test_a_misshapen_key_is_named(copy):
+    change_header(file_of(copy, KEY), lambda header: header[KEY].update(shape=[12, 32]))
+    assert f"{KEY} has [12, 32], not [24, 16]" in refusal(copy)
+
+
+def test_a_tensor_of_another_kind_of_number_is_named(copy):
+    change_header(file_of(copy, KEY), lambda header: header[KEY].update(dtype="F8_E4M3"))
+    assert f"{KEY} is F8_E4M3, none of F64, F32" in refusal(copy)
+
+
+def test_an_index_that_names_an_absent_file(copy):
+    file_of(copy, KEY).unlink()
+    assert "which is not there; copy the folder again" in refusal(copy)
+
+
+def test_a_truncated_file(copy):
+    path = file_of(copy, KEY)
+    path.write_bytes(path.read_bytes()[:-8])
+    assert f"{path} is truncated: " in refusal(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"12345678", b"\x05" + bytes(7) + b"nojso"])
+def test_a_file_that_is_none(copy, content):
+    file_of(copy, KEY).write_bytes(content)
+    assert "is no safetensors file" in refusal(copy)
+
+
+def test_no_weights(copy):
+    (copy / INDEX).unlink()
+    assert "save the model as safetensors" in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"model_type": "gemma9"},
+            "has model_type 'gemma9'; there are llama, mistral, qwen2, qwen3",
+        ),
+        ({"model_type": "absent"}, "has model_type None"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"a quantization_config \(awq\)"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'; this decoder has 'silu' alone"),
+        ({"hidden_size": "absent"}, "has no 'hidden_size'"),
+        ({"hidden_size": "wide"}, "it must be a number"),
+        ({"tie_word_embeddings": 1}, "it must be true or false"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "has rope_type 'longrope'"),
+        ({"rope_parameters": {"full_attention": {}}}, "one record for all layers"),
+        ({"layer_types": ["linear_attention"] * 2}, "2 of full_attention are understood"),
+        ({"attention_dropout": 0.1}, "has attention_dropout 0.1"),
+    ],
+)
+def test_a_config_that_cannot_be(copy, values, words):
+    change_config(copy, **values)
+    with pytest.raises(FolderError, match=words):
+        resolved({"model": {"from": str(copy)}})
+
+
+# ---------------------------------------------------------------------------- in a run's config
+
+
+def test_a_run_takes_shapes_and_tokenizer(copy, tmp_path):
+    tree = tiny_config(tmp_path)
+    tree["model"] = {"from": str(copy)}
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no tokenizer\.json; name the"):
+        resolved(tree)
+    (copy / "tokenizer.json").write_text("{}")
+    config = parse_config(resolved(tree))
+    assert config.data.tokenizer == str(copy / "tokenizer.json")
+    assert config.model.language.width == 16 and config.model.language.qkv_bias
+    tree["model"]["language"] = {"loss_chunk": 64}
+    assert parse_config(resolved(tree)).model.language.loss_chunk == 64
+    tree["model"]["language"] = {"width": 32}
+    with pytest.raises(ConfigError, match=r"model\.language\.width is 32, but .* says 16; leave"):
+        resolved(tree)
+
+
+def test_other_sources_are_left_alone(tmp_path):
+    tree = tiny_config(tmp_path)
+    tree["model"]["from"] = str(tmp_path)
+    assert resolved(tree) == tree
+    assert resolved({"model": None}) == {"model": None}
