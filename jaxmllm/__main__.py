@@ -38,6 +38,10 @@ VERBS = {
         "jaxmllm.tools.check",
         "compile a config's programs for devices that are not there: memory, and what they send",
     ),
+    "convert": Verb(
+        "jaxmllm.tools.convert",
+        "take published model folders in, write them, compare with a reference",
+    ),
     "sample-data": Verb(
         "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
     ),

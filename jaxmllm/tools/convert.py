@@ -1,0 +1,155 @@
+"""Published model folders in and out: parameters of a run as such a folder, and a folder compared with a reference.
+
+    jaxmllm convert to-orbax FOLDER OUT               a checkpoint of the folder's decoder, for model.from
+    jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
+                                                      types and split into files; all other files as they are
+    jaxmllm convert verify FOLDER INPUTS.npz [--reference R.npz] [--gradients G.npz]
+                                                      one JSON object: how far loss, logits and gradients are off
+
+`model.from: FOLDER` in a run's config reads a folder without any of this. RUN is a run folder (its latest
+checkpoint) or a checkpoint. docs/models.md has the families.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.config.schema import ComponentsConfig, ConfigError, LanguageConfig, ModelConfig
+from jaxmllm.families.model_folder import ModelFolder, is_model_folder
+from jaxmllm.models.mllm import build_model
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint_files import (
+    CheckpointError,
+    check_files,
+    read_arrays,
+    saved_specs,
+)
+from jaxmllm.tools.output import command_parser
+from jaxmllm.tools.prepared_inputs import PreparedRun, differences
+from jaxmllm.training.folder_parameters import nested, read_folder
+from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
+from jaxmllm.training.run import USER_ERRORS
+from jaxmllm.training.run_folder import read_config
+from sharding.mesh import make_mesh
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        match options.action:
+            case "to-orbax":
+                to_orbax(options.folder, options.out, options.dtype)
+            case "to-hf":
+                to_folder(options.run, options.out, options.source)
+            case "verify":
+                started = time.monotonic()
+                run = PreparedRun.of(options.folder, options.inputs)
+                found = differences(run, options.reference, options.gradients)
+                print(json.dumps(found | {"seconds": round(time.monotonic() - started, 1)}))
+    except (*USER_ERRORS, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def to_orbax(source: Path, out: Path, dtype: str) -> None:
+    """Write the decoder of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`."""
+    _check_new(out)
+    folder = ModelFolder.open(source)
+    shapes = folder.family.language(folder.config)
+    config = ModelConfig(language=LanguageConfig.model_validate_json(json.dumps(shapes)))
+    mesh = make_mesh({"data": 1, "fsdp": -1})
+    model = build_model(config, shapes["vocab_size"], ComponentsConfig(), mesh)
+    params = {LANGUAGE: read_folder(str(source), model.abstract(dtype)[LANGUAGE])}
+    with Checkpoints(out / CHECKPOINTS, 1) as checkpoints:
+        checkpoints.save(0, {"params": params})
+    print(f"{folder.family.name}: {source} -> {out / CHECKPOINTS / '0'}")
+
+
+def to_folder(run: Path, out: Path, source: Path | None = None) -> None:
+    """Write the decoder of a run as the published folder that it began from.
+
+    Raises `ConfigError`, `CheckpointError`.
+    """
+    _check_new(out)
+    folder = ModelFolder.open(source or _origin(run))
+    location = source_checkpoints(str(run))[0]
+    check_files(location)
+    saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
+    shapes = {".".join(path[1:]): spec for path, spec in saved.items() if path[0] == LANGUAGE}
+    fit = folder.check({path: shape for path, (shape, _) in shapes.items()})
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+    def values(path: str) -> NDArray[Any]:
+        """One parameter, the only one that is in memory."""
+        leaf = jax.ShapeDtypeStruct(*shapes[path], sharding=sharding)
+        wanted = {"params": {LANGUAGE: nested({path: leaf})}}
+        return np.asarray(jax.tree.leaves(read_arrays(location, wanted))[0])
+
+    draft = out.with_name(f"{out.name}.partial")
+    left_out = fit.write(values, draft)
+    draft.rename(out)
+    print(f"{folder.family.name}: {LANGUAGE} of {location} -> {out}")
+    if other := sorted({path[0] for path in saved} - {LANGUAGE}):
+        print(f"{', '.join(other)} of {location}: left out, {folder.path} has none")
+    if left_out:
+        print(
+            f"{', '.join(left_out)} of {folder.path}: left out, they may hold the weights as they were"
+        )
+
+
+def _origin(run: Path) -> Path:
+    """The published folder that a run, or a run before it, began from."""
+    seen = [run]
+    while True:
+        config = read_config(seen[-1])
+        source = config.model.from_ if config else None
+        if source is None or Path(source) in seen:
+            raise ConfigError(
+                f"{seen[-1]} does not say which published folder its parameters began from; name one by --source"
+            )
+        if is_model_folder(source):
+            return Path(source)
+        seen.append(Path(source))
+
+
+def _check_new(out: Path) -> None:
+    for path in (out, out.with_name(f"{out.name}.partial")):
+        if path.exists():
+            raise ConfigError(f"{path} is there already; name a new folder, or remove it")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(__doc__, "jaxmllm convert")
+    actions = parser.add_subparsers(dest="action", required=True)
+    orbax = actions.add_parser("to-orbax", help="a published folder as a checkpoint")
+    orbax.add_argument("folder", type=Path)
+    orbax.add_argument("out", type=Path)
+    orbax.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
+    published = actions.add_parser("to-hf", help="a run as the published folder it began from")
+    published.add_argument("run", type=Path)
+    published.add_argument("out", type=Path)
+    published.add_argument("--source", type=Path, metavar="FOLDER", help="the published folder")
+    verify = actions.add_parser("verify", help="compare a folder's model with a reference")
+    verify.add_argument("folder", type=Path)
+    verify.add_argument("inputs", type=Path, metavar="INPUTS.npz")
+    verify.add_argument("--reference", type=Path, metavar="R.npz", help="logits, valid, loss")
+    verify.add_argument(
+        "--gradients", type=Path, metavar="G.npz", help="gradients of the loss, by key"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

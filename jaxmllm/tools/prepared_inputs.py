@@ -1,0 +1,262 @@
+"""A published model on token ids that another program prepared, through the rows and programs of a run.
+
+    INPUTS.npz: input_ids [B, T], attention_mask, labels --rows--> logits, loss, gradients by key
+
+Names are those of the reference's arguments. Ids that the mask leaves out are no tokens of their text; a label
+of -100 is no target, and without labels every next token is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.records import BatchItems, PhaseItems
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.modality import Modality
+from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.data.text.render import Rendered
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import LanguageRows
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+from jaxmllm.setup.sizing import sizing_inputs
+from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from jaxmllm.trainable import leaves_by_path
+from jaxmllm.training.folder_parameters import read_folder
+from jaxmllm.training.programs.phased import PhasedPrograms
+from sharding.mesh import make_mesh
+
+ARGUMENTS = ("input_ids", "attention_mask", "labels")
+UNUSED = ("update", "evaluate", "totals")  # programs that nothing here runs
+NO_TARGET = -100  # among labels
+
+
+@dataclass(frozen=True)
+class PreparedTexts:
+    """Texts of token ids; what a corpus is to those that plan and fill rows. Each is a source of its own."""
+
+    slots: tuple[Ints, ...]  # [L] columns of the inputs that hold each text
+    tokens: tuple[Ints, ...]  # [L]
+    targets: tuple[Ints, ...]  # [L] the next token, -1: none
+
+    @classmethod
+    def read(cls, path: Path, vocabulary: int) -> PreparedTexts:
+        """Raises `ConfigError` for a file that does not hold texts of this vocabulary."""
+        arrays = read_arrays(path)
+        if "input_ids" not in arrays or not arrays.keys() <= {*ARGUMENTS}:
+            raise ConfigError(
+                f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
+                f"{' and '.join(ARGUMENTS[1:])}"
+            )
+        ids = arrays["input_ids"]
+        mask = arrays.get("attention_mask", np.ones_like(ids)).astype(bool)
+        labels = arrays.get("labels", ids)
+        if ids.ndim != 2 or not ids.shape == mask.shape == labels.shape or not mask.any(1).all():
+            raise ConfigError(
+                f"{path}: {', '.join(ARGUMENTS)} must be of one shape [texts, tokens], no text empty (got "
+                f"{[array.shape for array in (ids, mask, labels)]})"
+            )
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise ConfigError(f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids.max()})")
+        slots = tuple(np.flatnonzero(row).astype(np.int32) for row in mask)
+        tokens = tuple(row[chosen].astype(np.int32) for row, chosen in zip(ids, slots, strict=True))
+        targets = []
+        for row, chosen in zip(labels, slots, strict=True):
+            following = np.append(row[chosen][1:], NO_TARGET)
+            targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
+        return cls(slots, tokens, tuple(targets))
+
+    @property
+    def members(self) -> tuple[tuple[str, float, Longs], ...]:
+        return (("inputs", 1.0, np.arange(len(self.tokens))),)
+
+    @property
+    def modalities(self) -> Mapping[str, Modality]:
+        return {}
+
+    def source_of(self, i: int) -> int:
+        return i
+
+    def gather(self, examples: Longs) -> BatchItems:
+        length = np.array([len(self.tokens[i]) for i in examples], np.int64)
+        numbers = np.arange(len(examples), dtype=np.int32)
+        nothing = np.zeros_like(numbers)
+        targets = sum(int((self.targets[i] >= 0).sum()) for i in examples)
+        items = PhaseItems(length, length, numbers, nothing, nothing)
+        return BatchItems(np.asarray(examples, np.int64), targets, {LANGUAGE: items})
+
+    def example(self, i: int) -> Rendered:
+        line = np.arange(len(self.tokens[i]), dtype=np.int32)
+        positions = np.repeat(line[:, None], 3, axis=1)
+        return Rendered(self.tokens[i], self.targets[i], positions, ())
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """The programs of a published model for some texts."""
+
+    folder: ModelFolder
+    config: Config
+    texts: PreparedTexts
+    programs: PhasedPrograms
+    params: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        source: Path,
+        inputs: Path,
+        devices: Sequence[jax.Device] | None = None,
+        **sections: Any,
+    ) -> PreparedRun:
+        """Read a folder and inputs, and compile.
+
+        Raises `ConfigError` for what does not fit, `MeshError` for a mesh that does not.
+
+        Args:
+          devices: of the mesh; all, if not given.
+          sections: of the config, as trees; by default parameters are split over all devices.
+        """
+        folder = ModelFolder.open(source)
+        language = folder.family.language(folder.config)
+        texts = PreparedTexts.read(inputs, language["vocab_size"])
+        tree: dict[str, Any] = {
+            "run": {"directory": str(source), "steps": 1},
+            "model": {"language": language},
+            "data": {
+                "sources": [{"name": "inputs", "path": str(inputs)}],
+                "batch_size": len(texts.tokens),
+            },
+            "optimizer": {"learning_rate": 1.0},
+            "mesh": {"data": 1, "fsdp": -1},
+        }
+        config = parse_config(tree | sections)
+        mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
+        model = build_model(config.model, language["vocab_size"], config.components, mesh)
+        longest = {LANGUAGE: max(map(len, texts.tokens))}
+        spans = spans_of_phases(config, model)
+        spec = choose_sizes(
+            [texts.gather(np.arange(len(texts.tokens)))],
+            sizing_inputs(config, model, {}, longest, spans),
+            exchange_grids(model),
+            config.balance,
+            nodes_of_ranks(config, model),
+            exchange_backend(config, model),
+        )
+        programs = phased_programs(config, model, {}, spec, len(texts.tokens))
+        programs.jobs = {
+            name: job for name, job in programs.jobs.items() if name.function not in UNUSED
+        }
+        programs.compile()
+        abstract = programs.saved_state.params
+        params = {LANGUAGE: read_folder(str(source), abstract[LANGUAGE])}
+        return cls(folder, config, texts, programs, params)
+
+    @cached_property
+    def step(self) -> HostStep:
+        """The rows of all texts."""
+        filler = StepFiller(
+            self.texts, self.programs.spec, self.programs.local_share, self.programs.attention
+        )
+        return filler(0, np.arange(len(self.texts.tokens)))
+
+    def loss_and_gradients(self) -> tuple[float, Iterator[tuple[str, NDArray[Any]]]]:
+        """The mean loss over all targets, and its gradients by key of the tensors."""
+        gradients, sums, _ = self.programs.gradients(self.params, self.programs.put(self.step))
+        total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
+        return total / targets, self._by_key(gradients[LANGUAGE])
+
+    def logits(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(text, logits [L, V]) of every text."""
+        settings = self.config.components.language
+        device = self.programs.put(self.step).rows[LANGUAGE]
+        for rows, host, span in zip(
+            device, self.step.rows[LANGUAGE], self.step.spans[LANGUAGE], strict=True
+        ):
+            width = self.config.model.language.width
+            media = jnp.zeros((*rows.tokens.shape, width), settings.compute_dtype)
+            logits = np.asarray(self._row_logits(span)(self.params, rows, media))
+            for group, sources in enumerate(host["sources"]):
+                for segment, text in enumerate(sources.tolist(), start=1):
+                    if text >= 0:
+                        slots = np.flatnonzero(host["segments"][group] == segment)
+                        order = np.argsort(host["order"][group][slots])
+                        yield text, logits[group, slots[order]]
+
+    def _row_logits(self, span: int) -> Callable[..., jax.Array]:
+        """Logits [R, C, V] of rows that `span` ranks hold together."""
+        model = self.programs.functions.spanned(LANGUAGE, span).model
+
+        def logits(params: Any, rows: LanguageRows, media: jax.Array) -> jax.Array:
+            hidden, head = model.hidden(params, rows, media)
+            letters = "vd" if head.axes[0] == "vocab" else "dv"
+            return jnp.einsum(f"rcd,{letters}->rcv", hidden, head.matrix)
+
+        return jax.jit(logits)
+
+    def _by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+        lines = self.folder.family.lines
+        for path, leaf in leaves_by_path(gradients):
+            line, shape = lines[path], leaf.shape
+            whole = tuple(slice(0, size) for size in shape)
+            values = np.asarray(jax.device_get(leaf))
+            for key, place, index in line.pieces(shape, whole):
+                tensor = np.empty(line.tensor_shape(shape), values.dtype)
+                line.view(tensor, shape, index)[...] = values[place]
+                yield key, tensor
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file. Raises `ConfigError`."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no .npz file of arrays: {error}") from error
+
+
+def differences(
+    run: PreparedRun, reference: Path | None = None, gradients: Path | None = None
+) -> dict[str, Any]:
+    """What `jaxmllm convert verify` prints, but for its seconds: of logits the largest difference where `valid`,
+    of gradients the largest difference over the largest entry, by key."""
+    loss, by_key = run.loss_and_gradients()
+    found: dict[str, Any] = {"family": run.folder.family.name, "loss": loss}
+    if reference is not None:
+        wanted = read_arrays(reference)
+        shape = wanted["logits"].shape
+        valid = wanted.get("valid", np.ones(shape[:2], bool)).astype(bool)
+        largest = 0.0
+        for text, logits in run.logits():
+            slots = run.texts.slots[text]
+            off = np.abs(logits - wanted["logits"][text, slots])[valid[text, slots]]
+            largest = max(largest, float(off.max(initial=0.0)))
+        found["logits"] = largest
+        if "loss" in wanted:
+            found["loss_difference"] = abs(loss - float(wanted["loss"]))
+    if gradients is not None:
+        wanted = read_arrays(gradients)
+        found["gradients"] = {
+            key: float(np.abs(value - wanted[key]).max() / max(np.abs(wanted[key]).max(), 1e-30))
+            for key, value in by_key
+            if key in wanted
+        }
+        if missing := sorted(wanted.keys() - found["gradients"].keys()):
+            raise ConfigError(
+                f"{gradients} has gradients of {', '.join(missing)}, which are no tensors of the model"
+            )
+    return found

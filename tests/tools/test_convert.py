@@ -1,0 +1,142 @@
+"""Published folders in and out: bit for bit without training, and equal to the reference in what they compute."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.tools.convert import main
+from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
+
+GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+QUICK = "qwen3"
+ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
+
+
+def check(run: PreparedRun, folder: Path) -> None:
+    """The run's numbers are those of the reference."""
+    found = differences(run, folder / "reference.npz", folder / "gradients.npz")
+    assert found["logits"] < 1e-4 and found["loss_difference"] < 1e-4
+    with np.load(folder / "gradients.npz") as gradients:
+        assert found["gradients"].keys() == {*gradients}
+    assert max(found["gradients"].values()) < 1e-4, found["gradients"]
+
+
+# ---------------------------------------------------------------------------- bit for bit
+
+
+def test_a_folder_through_a_checkpoint_is_what_it_was(tmp_path, capsys):
+    source = GOLDENS / "mistral-wide"  # bfloat16, in a float32 checkpoint
+    assert main(["to-orbax", str(source), str(tmp_path / "run")]) == 0
+    arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "name one by --source" in capsys.readouterr().err
+    assert main([*arguments, "--source", str(source)]) == 0
+    files = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes(), name
+    assert main([*arguments, "--source", str(source)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_inputs_that_are_none(tmp_path, capsys):
+    folder = GOLDENS / QUICK
+    for arrays, words in (
+        ({"pixel_values": np.zeros(3)}, "holds pixel_values; it must hold input_ids"),
+        ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
+        ({"input_ids": np.full((1, 3), 48)}, "must be 0 .. 47 (got 48)"),
+    ):
+        np.savez(tmp_path / "inputs.npz", **arrays)
+        assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
+        assert words in capsys.readouterr().err
+    (tmp_path / "inputs.npz").write_text("none")
+    assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
+    assert "is no .npz file" in capsys.readouterr().err
+
+
+def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
+    np.savez(
+        tmp_path / "inputs.npz",
+        input_ids=[[5, 6, 7, 0], [0, 8, 9, 4]],
+        attention_mask=[[1, 1, 1, 0], [0, 1, 1, 1]],
+        labels=[[5, -100, 7, -100], [-100, 8, 9, 4]],
+    )
+    texts = PreparedTexts.read(tmp_path / "inputs.npz", 10)
+    assert [tokens.tolist() for tokens in texts.tokens] == [[5, 6, 7], [8, 9, 4]]
+    assert [targets.tolist() for targets in texts.targets] == [[-1, 7, -1], [9, 4, -1]]
+    assert texts.gather(np.array([1, 0])).targets == 3
+
+
+# ---------------------------------------------------------------------------- against the reference
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == QUICK else pytest.mark.slow, id=name)
+        for name in NAMES
+    ],
+)
+def test_logits_loss_and_gradients_are_those_of_the_reference(name):
+    """Three texts packed into one row, which the reference computes apart."""
+    run = on_one_device(GOLDENS / name, GOLDENS / name / "inputs.npz")
+    assert len(run.step.rows["language"]) == 1, "all texts in one row"
+    check(run, GOLDENS / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}], ids=str
+)
+def test_the_mesh_changes_nothing(mesh):
+    folder = GOLDENS / "qwen2-windows"
+    check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+def test_the_reference_loads_what_is_written(tmp_path):
+    """Other sizes and another seed, drawn live; a strict load of a folder whose parameters have changed."""
+    from tests.families.make_goldens import main as make
+
+    make(tmp_path, ("qwen2",), seed=3, num_hidden_layers=3, hidden_size=32)
+    folder, inputs = tmp_path / "qwen2", tmp_path / "qwen2" / "inputs.npz"
+    run = on_one_device(folder, inputs)
+    check(run, folder)
+    with Checkpoints(tmp_path / "run" / "checkpoints", 1) as checkpoints:
+        checkpoints.save(1, {"params": jax.tree.map(lambda leaf: leaf * 1.01, run.params)})
+    out = tmp_path / "out"
+    assert main(["to-hf", str(tmp_path / "run"), str(out), "--source", str(folder)]) == 0
+    subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs)], check=True)
+    found = differences(on_one_device(out, inputs), out / "theirs.npz")
+    assert found["logits"] < 1e-4
+    assert differences(run, out / "theirs.npz")["logits"] > 1e-2, "the parameters have changed"
+
+
+STRICT = """
+import sys
+import numpy as np, torch
+from transformers import AutoModelForCausalLM
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(keys for name, keys in info.items() if name.endswith("keys")), info
+inputs = {name: torch.tensor(array) for name, array in np.load(sys.argv[2]).items()}
+with torch.no_grad():
+    logits = model(**inputs).logits.numpy()
+np.savez(sys.argv[1] + "/theirs.npz", logits=logits, valid=inputs["attention_mask"].numpy())
+"""
+
+
+def on_one_device(folder: Path, inputs: Path) -> PreparedRun:
+    return PreparedRun.of(
+        folder, inputs, jax.devices()[:1], mesh={"data": 1}, phases={"language": ROWS}
+    )

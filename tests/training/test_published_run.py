@@ -1,0 +1,82 @@
+"""A run from a published folder and back, in stages: what is not trained stays bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxmllm.config.strict_yaml import write_text
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.tools.convert import main as convert
+from jaxmllm.train import main as train
+
+GOLDEN = Path(__file__).parents[1] / "families" / "goldens" / "qwen2-windows"
+WORDS = ["what", "is", "a", "cat", "dog", "it", "red", "blue", "green", "one", "two", "three"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A published folder with a tokenizer of a few words."""
+    folder = Path(shutil.copytree(GOLDEN, tmp_path / "published"))
+    words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_config(tmp_path: Path, folder: Path, **sections) -> Path:
+    random = np.random.default_rng(0)
+    records = []
+    for _ in range(16):
+        question, answer = (" ".join(random.choice(WORDS, random.integers(2, 9))) for _ in range(2))
+        said = [("user", question), ("assistant", answer)]
+        turns = [{"role": role, "content": text} for role, text in said]
+        records.append(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "train.jsonl").write_text("".join(records))
+    tree = {
+        "run": {"directory": str(tmp_path / "run"), "steps": 1},
+        "model": {"from": str(folder)},
+        "components": {"language": {"train": ["layers.mlp.*"]}},
+        "data": {
+            "sources": [{"name": "a", "path": str(tmp_path / "train.jsonl")}],
+            "batch_size": 8,
+        },
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "phases": {"language": {"block": 32, "row_classes": 1, "spans": [1]}},
+        "mesh": {"data": 4},
+        "pipeline": {"stages": 2},
+        "logging": {"tensorboard": False},
+    }
+    (tmp_path / "config.yaml").write_text(write_text(tree | sections))
+    return tmp_path / "config.yaml"
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_and_back(folder, tmp_path, capsys):
+    config = write_config(tmp_path, folder)
+    assert train(["--config", str(config)]) == 0, capsys.readouterr().err
+    assert f"model.from: language from {folder}" in capsys.readouterr().out
+    assert "window: 5" in (tmp_path / "run" / "config.yaml").read_text()
+    assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = ModelFolder.open(folder), ModelFolder.open(tmp_path / "out")
+    for key, tensor in before.tensors.items():
+        changed = not np.array_equal(tensor.array(), after.tensors[key].array())
+        assert changed == (".mlp." in key), key
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_folder_that_cannot_be_is_told_in_a_line(folder, tmp_path, capsys):
+    """Before anything is indexed or built."""
+    config = write_config(tmp_path, folder)
+    path = next(iter(ModelFolder.open(folder).files)).path
+    path.write_bytes(path.read_bytes()[:-4])
+    assert train(["--config", str(config)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and f"{path} is truncated" in error
+    assert not (tmp_path / "run" / "config.yaml").exists()
