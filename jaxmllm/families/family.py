@@ -21,9 +21,8 @@ class Family:
     parameters: Mapping[str, str]  # line of each parameter of the decoder, by dotted path
     # Second tensors that some folders have of a parameter, read to compare and written back
     copies: Mapping[str, str]
-    carried: tuple[
-        str, ...
-    ] = ()  # patterns of keys that stand for nothing, and are written back as they are
+    # Patterns of keys that follow from config.json: not read, and written back as they are
+    carried: tuple[str, ...] = ()
 
     @cached_property
     def lines(self) -> dict[str, Line]:

@@ -61,4 +61,4 @@ class FolderConfig:
 
     def refuse(self, what: str, cure: str) -> NoReturn:
         """Raises `FolderError`, always."""
-        raise FolderError(f"model.from: {self.path} {what}; {cure}")
+        raise FolderError(f"{self.path} {what}; {cure}")

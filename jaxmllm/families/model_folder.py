@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class ModelFolder:
         config = FolderConfig.read(folder)
         return cls(folder, config, family_of(config), tuple(_weight_files(folder)))
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by key."""
         return {key: tensor for file in self.files for key, tensor in file.tensors.items()}
@@ -86,7 +87,7 @@ class ModelFolder:
             shown = "; ".join(sorted(problems)[:LISTED])
             more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
             raise FolderError(
-                f"model.from: the tensors of {self.path} are not those of its {CONFIG_JSON} "
+                f"the tensors of {self.path} are not those of its {CONFIG_JSON} "
                 f"({self.family.name}): {shown}{more}; copy the folder again, or correct {CONFIG_JSON}"
             )
         return fit
@@ -128,27 +129,19 @@ class Fit:
           values: a whole parameter, by path; asked for one after another.
           folder: where the files go; it is made.
         """
-        source = self.folder
         folder.mkdir(parents=True)
-        left_out = _copy_others(source, folder)
-        for file in source.files:
-            target = folder / file.path.name
-            target.write_bytes(file.head)
-            os.truncate(target, file.size)
-        tensors = {
-            key: replace(tensor, file=folder / tensor.file.name)
-            for key, tensor in source.tensors.items()
-        }
-        keys: set[str] = set()
+        left_out = _copy_others(self.folder, folder)
+        tensors = _empty_tensors(self.folder, folder)
+        carried = {*tensors}
         for path, shape in self.shapes.items():
             parameter = values(path)
             whole = tuple(slice(0, size) for size in shape)
             for line in self._lines_of(path):
                 for key, place, index in line.pieces(shape, whole):
                     line.view(tensors[key].array("r+"), shape, index)[...] = parameter[place]
-                    keys.add(key)
-        for key in tensors.keys() - keys:
-            tensors[key].copy_from(source.tensors[key])
+                    carried.discard(key)
+        for key in carried:
+            tensors[key].copy_from(self.folder.tensors[key])
         return left_out
 
     def _lines_of(self, path: str) -> list[Line]:
@@ -163,7 +156,7 @@ class Fit:
             part, self._read(copy, path, index, dtype), equal_nan=True
         ):
             raise FolderError(
-                f"model.from: {copy.key} of {self.folder.path} is not {self.folder.family.lines[path].key}, "
+                f"{copy.key} of {self.folder.path} is not {self.folder.family.lines[path].key}, "
                 f"though {CONFIG_JSON} ties them; set tie_word_embeddings: false there"
             )
         return part
@@ -188,13 +181,25 @@ def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
     return tuple(path.name for path in weights)
 
 
+def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]:
+    """Make files with the headers of a folder's; returns the tensors in them, which are to be written."""
+    for file in source.files:
+        target = folder / file.path.name
+        target.write_bytes(file.head)
+        os.truncate(target, file.size)
+    return {
+        key: replace(tensor, file=folder / tensor.file.name)
+        for key, tensor in source.tensors.items()
+    }
+
+
 def _weight_files(folder: Path) -> Iterator[WeightFile]:
     index = folder / INDEX
     if not index.is_file():
         single = folder / SINGLE
         if not single.is_file():
             raise FolderError(
-                f"model.from: {folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
+                f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
                 "the model as safetensors"
             )
         yield WeightFile.open(single)
@@ -203,19 +208,15 @@ def _weight_files(folder: Path) -> Iterator[WeightFile]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         named = {str(key): str(name) for key, name in weight_map.items()}
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise FolderError(
-            f"model.from: {index} has no weight_map ({error}); copy it again"
-        ) from error
+        raise FolderError(f"{index} has no weight_map ({error}); copy it again") from error
     for name in sorted({*named.values()}):
         path = folder / name
         if Path(name).name != name or not path.is_file():
-            raise FolderError(
-                f"model.from: {index} names {name}, which is not there; copy the folder again"
-            )
+            raise FolderError(f"{index} names {name}, which is not there; copy the folder again")
         file = WeightFile.open(path)
         keys = {key for key, place in named.items() if place == name}
         if unequal := sorted(keys ^ file.tensors.keys()):
             raise FolderError(
-                f"model.from: {index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"
+                f"{index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"
             )
         yield file

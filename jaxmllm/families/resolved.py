@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.read import load_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError, LanguageConfig
 from jaxmllm.families.by_type import family_of
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import is_model_folder
 
 TOKENIZER = "tokenizer.json"
+# Keys of model.language that are not the folder's: no text is computed otherwise
+OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -37,10 +39,12 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     own = model.get("language") or {}
     if not isinstance(own, dict):
         return tree
-    for key in shapes.keys() & own.keys():
-        if own[key] != shapes[key]:
+    usual = {name: field.default for name, field in LanguageConfig.model_fields.items()}
+    for key in own.keys() & usual.keys() - OPEN:
+        said = shapes.get(key, usual[key])
+        if own[key] != said:
             raise ConfigError(
-                f"model.language.{key} is {own[key]!r}, but {config.path} says {shapes[key]!r}; leave it out"
+                f"model.language.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
             )
     data = tree.get("data")
     if isinstance(data, dict) and data.get("tokenizer") is None:

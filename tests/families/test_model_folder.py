@@ -102,6 +102,22 @@ def test_a_folder_is_written_as_it_was(name, tmp_path):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_tensors_that_follow_from_the_config_are_carried_through(copy, tmp_path):
+    embedding = ModelFolder.open(copy).tensors["model.embed_tokens.weight"]
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    add_tensor(embedding.file, key, np.arange(2, dtype=np.float32))
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"][key] = embedding.file.name
+    (copy / INDEX).write_text(json.dumps(index))
+    folder = ModelFolder.open(copy)
+    fit = folder.check(shapes_of(folder))
+    zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
+    fit.write(zeros.__getitem__, tmp_path / "out")
+    written = ModelFolder.open(tmp_path / "out").tensors
+    np.testing.assert_array_equal(written[key].array(), [0, 1])
+    assert not written["model.embed_tokens.weight"].array().any()
+
+
 def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):
     (copy / "pytorch_model.bin").write_bytes(b"old")
     (copy / "tokenizer.json").write_text("{}")
@@ -264,6 +280,9 @@ def test_a_run_takes_shapes_and_tokenizer(copy, tmp_path):
     assert parse_config(resolved(tree)).model.language.loss_chunk == 64
     tree["model"]["language"] = {"width": 32}
     with pytest.raises(ConfigError, match=r"model\.language\.width is 32, but .* says 16; leave"):
+        resolved(tree)
+    tree["model"]["language"] = {"window": 8}  # of which the folder says nothing
+    with pytest.raises(ConfigError, match=r"model\.language\.window is 8, but .* says None; lea"):
         resolved(tree)
 
 
