@@ -1,9 +1,11 @@
 """Published folders in and out: bit for bit without training, and equal to the reference in what they compute."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +18,16 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, difference
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 QUICK = "qwen3"
+BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
 
 
 def check(run: PreparedRun, folder: Path) -> None:
     """The run's numbers are those of the reference."""
-    found = differences(run, folder / "reference.npz", folder / "gradients.npz")
+    check_numbers(differences(run, folder / "reference.npz", folder / "gradients.npz"), folder)
+
+
+def check_numbers(found: dict[str, Any], folder: Path) -> None:
     assert found["logits"] < 1e-4 and found["loss_difference"] < 1e-4
     with np.load(folder / "gradients.npz") as gradients:
         assert found["gradients"].keys() == {*gradients}
@@ -82,6 +88,7 @@ def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
     [
         pytest.param(name, marks=() if name == QUICK else pytest.mark.slow, id=name)
         for name in NAMES
+        if name != BY_COMMAND
     ],
 )
 def test_logits_loss_and_gradients_are_those_of_the_reference(name):
@@ -89,6 +96,18 @@ def test_logits_loss_and_gradients_are_those_of_the_reference(name):
     run = on_one_device(GOLDENS / name, GOLDENS / name / "inputs.npz")
     assert len(run.step.rows["language"]) == 1, "all texts in one row"
     check(run, GOLDENS / name)
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_object(capsys):
+    """On all devices, with the parameters split over them."""
+    folder = GOLDENS / BY_COMMAND
+    arguments = [folder, folder / "inputs.npz", "--reference", folder / "reference.npz"]
+    arguments += ["--gradients", folder / "gradients.npz"]
+    assert main(["verify", *map(str, arguments)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["family"] == "Llama" and found["seconds"] > 0 and found["loss"] > 1
+    check_numbers(found, folder)
 
 
 @pytest.mark.slow
