@@ -9,7 +9,7 @@ from typing import Any
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError, LanguageConfig
 from jaxmllm.families.by_type import family_of
-from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.model_folder import is_model_folder
 
 TOKENIZER = "tokenizer.json"
@@ -32,7 +32,14 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(model, dict):
         return tree  # which the schema refuses
     source = model.get("from")
-    if not isinstance(source, str) or not is_model_folder(source):
+    if not isinstance(source, str):
+        return tree
+    if not is_model_folder(source):
+        if model.get("language") is None:
+            raise ConfigError(
+                f"model.language is missing, and model.from: {source} has no {CONFIG_JSON} that would say it; "
+                "correct the path, or give the section (a run folder's config.yaml has it)"
+            )
         return tree
     config = FolderConfig.read(Path(source))
     shapes = family_of(config).language(config)

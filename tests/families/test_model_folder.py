@@ -291,3 +291,5 @@ def test_other_sources_are_left_alone(tmp_path):
     tree["model"]["from"] = str(tmp_path)
     assert resolved(tree) == tree
     assert resolved({"model": None}) == {"model": None}
+    with pytest.raises(ConfigError, match=r"language is missing, and model\.from: .*absent has no"):
+        resolved({"model": {"from": str(tmp_path / "absent")}})
