@@ -66,7 +66,8 @@ class Cluster(Section):
     in_node: Link
     between_nodes: Link
     efficiency: Efficiency
-    shared_cores: bool = False  # devices of one processor: their rates add up to that of one
+    # Devices are threads of one processor: peak, bandwidths and links are those of all together
+    shared_cores: bool = False
     source: str
 
     @property
@@ -216,16 +217,16 @@ CLUSTERS: Final = {
             efficiency=UNKNOWN,
             source="Cloud TPU v5p: 1,200 GB/s a chip both ways over three dimensions, 50 Gb/s a chip between pods",
         ),
-        # Rates of one forced device where eight share two cores of an AMD EPYC. Only a calibration says more.
+        # Forced devices of a host with two cores of an AMD EPYC. Only measured steps say more (fitting.py).
         Cluster(
             name="cpu",
-            peak_flops=25e9,
-            memory=8 * GB,
-            memory_bandwidth=5 * GB,
+            peak_flops=200e9,
+            memory=8 * GB,  # of a device
+            memory_bandwidth=40 * GB,
             node_devices=1 << 20,
-            in_node=Link(bytes_per_second=1 * GB, reduced_per_second=1 * GB, hop_seconds=50e-6),
+            in_node=Link(bytes_per_second=8 * GB, reduced_per_second=8 * GB, hop_seconds=500e-6),
             between_nodes=Link(
-                bytes_per_second=0.1 * GB, reduced_per_second=0.1 * GB, hop_seconds=100e-6
+                bytes_per_second=0.1 * GB, reduced_per_second=0.1 * GB, hop_seconds=500e-6
             ),
             efficiency=Efficiency(share=0.5, uncertainty=0.9),
             shared_cores=True,

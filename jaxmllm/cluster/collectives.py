@@ -3,7 +3,8 @@
 A ring runs through all devices of a group, those of a node one after another. Where the group has several devices in a
 node, as many rings run at once, each over the network adapter of another device; so what leaves a node is spread over
 these adapters, and the slower of the two links decides. An all-reduce of little takes a tree instead, whose hops grow
-with the logarithm of the devices.
+with the logarithm of the devices. Devices that share cores are threads: what all of them copy adds up, and they meet
+once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ class Group:
 
 
 def collective_seconds(
-    cluster: Cluster, operation: str, array_bytes: float, group: Group, network: float = 1.0
+    cluster: Cluster,
+    operation: str,
+    array_bytes: float,
+    group: Group,
+    network: float = 1.0,
+    sharing: int = 1,
 ) -> float:
     """Seconds of one collective.
 
@@ -40,6 +46,7 @@ def collective_seconds(
       array_bytes: of the array where it is whole: gathered, before it is reduced or scattered, or what one device
         sends in an exchange or to its neighbour.
       network: share of the network's line rate that is reached.
+      sharing: devices that share cores, in this group and others that send at the same time.
     """
     if group.devices == 1:
         return 0.0
@@ -48,6 +55,8 @@ def collective_seconds(
     near, far = cluster.in_node, cluster.between_nodes
     far_rate = far.rate(operation) * network
     sent = SENT[operation](group.devices) * array_bytes
+    if cluster.shared_cores:
+        return sent * sharing / near.rate(operation) + near.hop_seconds
     if operation in POINT_TO_POINT:
         # With neighbours in a node only every last one crosses, but all wait for it
         return (

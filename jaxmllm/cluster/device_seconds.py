@@ -11,7 +11,9 @@ priors that stand beside them there; none of them belongs to a model, system or 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -73,16 +75,26 @@ class Device:
     efficiency: float  # share of the peak of large products
     rates: Rates = RATES
     dtype: str = "bfloat16"
+    sharing: int = 1  # devices of one processor that have its rates together
+
+    def among(self, devices: int) -> Device:
+        """The same as one of so many. Where devices share cores, each has its share of their rates, and leaves it to
+        the others while it waits for them."""
+        return replace(self, sharing=devices) if self.cluster.shared_cores else self
 
     @cached_property
     def peak(self) -> float:
         """FLOP/s that its vendor names."""
-        return self.cluster.peak(self.dtype)
+        return self.cluster.peak(self.dtype) / self.sharing
+
+    def slowest(self, seconds: Iterable[float]) -> float:
+        """Until devices that wait for each other are done: the slowest, or the mean where they share cores."""
+        return (statistics.fmean if self.cluster.shared_cores else max)(seconds)
 
     def product_rate(self, tokens: float, width: float) -> float:
         """FLOP/s of products of [tokens, width] matrices."""
         side = 1 / (1 / tokens + 1 / width)
-        ridge = self.peak / self.cluster.memory_bandwidth
+        ridge = self.peak * self.sharing / self.cluster.memory_bandwidth
         half = self.rates.half_side * ridge / RIDGE
         return self.peak * self.efficiency * side / (side + half)
 
@@ -93,17 +105,21 @@ class Device:
 
     def memory_seconds(self, moved: float) -> float:
         """Seconds of reading and writing so many bytes."""
-        return moved / self.cluster.memory_bandwidth
+        return moved * self.sharing / self.cluster.memory_bandwidth
 
     def together(self, compute: float, sent: float) -> float:
         """Seconds of computing while something else is sent: between their sum and the larger of both.
 
-        `overlap` p makes it (compute^p + sent^p)^(1/p).
+        `overlap` p makes it (compute^p + sent^p)^(1/p). Shared cores do one after the other.
         """
-        if not sent:  # exactly
-            return compute
+        if not sent or self.cluster.shared_cores:  # exactly
+            return compute + sent
         p = self.rates.overlap
         return (compute**p + sent**p) ** (1 / p)
+
+    def least_together(self, compute: float, sent: float) -> float:
+        """The same where everything that can overlap does."""
+        return compute + sent if self.cluster.shared_cores else max(compute, sent)
 
     def straggled(self, seconds: float, devices: int) -> float:
         """A step of so many devices, of which the slowest decides."""

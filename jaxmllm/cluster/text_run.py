@@ -181,7 +181,11 @@ class _Layer:
 
 
 def text_step(run: TextRun, device: Device) -> TextStep:
-    """What a step of a run takes."""
+    """What a step of a run takes. Raises `TextRunError` where devices share cores, which this form does not tell."""
+    if device.cluster.shared_cores:
+        raise TextRunError(
+            f"devices of {device.cluster.name} share cores: simulate a planned batch"
+        )
     layer = _layer_seconds(run, device)
     together = device.together(layer.compute, layer.weights)
     head = _head_seconds(run, device)

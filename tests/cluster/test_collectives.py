@@ -60,3 +60,11 @@ def test_one_device_sends_nothing_and_more_bytes_take_longer(cluster, operation)
     for group in (Group(2), Group(8), Group(16), Group(2, 8), Group(512, 2)):
         times = [collective_seconds(cluster, operation, size, group) for size in (0, 1e6, 1e9)]
         assert times == sorted(times) and times[0] > 0 and times[1] < times[2]
+
+
+def test_devices_that_share_cores_copy_one_after_another_and_meet_once():
+    cpu = CLUSTERS["cpu"]
+    link = cpu.in_node
+    together = collective_seconds(cpu, "all-gather", BYTES, Group(4), sharing=8)
+    copied = 8 * 3 / 4 * BYTES / link.bytes_per_second
+    assert together == pytest.approx(copied + link.hop_seconds)

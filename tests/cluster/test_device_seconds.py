@@ -32,3 +32,15 @@ def test_what_overlaps_lies_between_both_ends():
 def test_a_node_does_not_wait_for_others():
     assert DEVICE.straggled(2.0, 8) == DEVICE.straggled(2.0, 1) == 2.0
     assert DEVICE.straggled(2.0, 32) == pytest.approx(2 * (1 + 2 * RATES.straggling))
+
+
+def test_devices_that_share_cores_add_up():
+    alone = Device(CLUSTERS["cpu"], 0.5, dtype="float32")
+    shared = alone.among(8)
+    assert DEVICE.among(8) == DEVICE
+    assert shared.peak == alone.peak / 8
+    assert shared.product_rate(64, 64) == pytest.approx(alone.product_rate(64, 64) / 8)
+    assert shared.memory_seconds(1e9) == pytest.approx(8 * alone.memory_seconds(1e9))
+    assert shared.slowest([1.0, 3.0]) == 2.0 and DEVICE.slowest([1.0, 3.0]) == 3.0
+    assert shared.together(1.0, 0.5) == shared.least_together(1.0, 0.5) == 1.5
+    assert DEVICE.least_together(1.0, 0.5) == 1.0

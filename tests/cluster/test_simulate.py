@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import head_flops
+from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.cluster.held import resident
 from jaxmllm.cluster.simulate import simulate
 from jaxmllm.setup.sizing import resolved_shapes
 from tests.cluster.programs import tiny_lengths
@@ -85,16 +90,41 @@ def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
     assert step.mfu == pytest.approx(flops / step.seconds / 989.5e12)
 
 
-def test_better_hardware_is_never_slower(sharded):
-    cluster = DEVICE.cluster
-    before = sharded.on(DEVICE).seconds
-    link = cluster.in_node.model_copy(
-        update={"bytes_per_second": 720e9, "reduced_per_second": 960e9}
-    )
-    for change in ({"memory_bandwidth": 8e12}, {"in_node": link}):
-        faster = Device(cluster.model_copy(update=change), 0.8)
-        assert sharded.on(faster).seconds < before
-    assert sharded.on(Device(cluster, 0.9)).seconds < before
+@given(
+    factors=st.fixed_dictionaries(
+        {key: st.floats(1, 8) for key in ("memory", "memory_bandwidth", "peak_flops", "links")}
+    ),
+    efficiency=st.floats(0.8, 1),
+)
+def test_better_hardware_is_never_slower(sharded, factors, efficiency):
+    cluster = DEVICE.cluster.model_copy(update={"device_kind": "", "peak_flops": DEVICE.peak})
+    before = sharded.on(Device(cluster, 0.8)).seconds
+    links = factors.pop("links")
+    better = {key: getattr(cluster, key) * factor for key, factor in factors.items()}
+    for name in ("in_node", "between_nodes"):
+        link = getattr(cluster, name)
+        rates = {
+            "bytes_per_second": link.bytes_per_second * links,
+            "reduced_per_second": link.reduced_per_second * links,
+        }
+        better[name] = link.model_copy(update=rates)
+    faster = Device(cluster.model_copy(update=better), efficiency)
+    assert sharded.on(faster).seconds <= before * (1 + 1e-9)
+
+
+def test_batches_of_equal_examples_make_all_balance_modes_equal(sharded):
+    examples = np.arange(16)
+    phases = {}
+    for name, items in sharded.lengths.items.phases.items():
+        # One item of each, as long as the first that there is
+        one = items.at(np.zeros(16, np.int64))
+        phases[name] = replace(one, example=examples.astype(np.int32))
+    items = BatchItems(examples, int(phases["language"].length.sum()), phases)
+    seconds = []
+    for mode in ("none", "tokens", "language", "phases"):
+        plan = plan_step(items, replace(sharded.programs.spec, mode=mode))
+        seconds.append(simulate(sharded.programs, plan, items, DEVICE).seconds)
+    assert seconds == pytest.approx([seconds[0]] * 4)
 
 
 def test_a_step_without_balancing_takes_longer(sharded):
@@ -118,11 +148,10 @@ def test_an_exchange_takes_what_its_hops_send(sharded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [("vision",), ("language",), ("vision", "language")])
-def test_freezing_never_costs_time(sharded, frozen):
-    assert (
-        Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen).on(DEVICE).seconds
-        <= sharded.on(DEVICE).seconds
-    )
+def test_freezing_never_costs_time_or_bytes(sharded, frozen):
+    less = Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen)
+    assert less.on(DEVICE).seconds <= sharded.on(DEVICE).seconds
+    assert resident(less.programs).total <= resident(sharded.programs).total
 
 
 @pytest.mark.slow

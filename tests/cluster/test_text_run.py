@@ -134,3 +134,8 @@ def test_runs_that_contradict_themselves(change, message):
 def test_a_record_lacks_a_key():
     with pytest.raises(TextRunError, match=r"missing.*'layers'"):
         TextRun.of({key: value for key, value in vars(RUN).items() if key != "layers"})
+
+
+def test_devices_that_share_cores_are_refused():
+    with pytest.raises(TextRunError, match="devices of cpu share cores"):
+        text_step(RUN, Device(CLUSTERS["cpu"], 0.5))

@@ -125,6 +125,56 @@ def test_cuts_are_the_best_of_all(costs, data):
     assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
 
 
+@st.composite
+def partly_frozen(draw):
+    """Two chains of layers, of each a stem, blocks and what comes after, any of them frozen."""
+    chains = {}
+    for name in ("vision", "language"):
+        layers = draw(
+            st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=3, max_size=6)
+        )
+        chains[name] = [Layer(name, cost, trainable=trained) for cost, trained in layers]
+    return chains
+
+
+@settings(max_examples=300, deadline=None)
+@given(partly_frozen(), st.sampled_from(["chain", "parallel"]), st.integers(2, 4))
+def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
+    """Against every way to cut the blocks: a stem goes with the first one, a projector with the last, and the head is
+    a unit of its own."""
+    costs = layer_costs(layers)
+    units = {}
+    for name, chain in costs.items():
+        stem, *blocks, last = [cost.total for cost in chain]
+        blocks[0] += stem
+        units[name] = [*blocks, last] if name == "language" else blocks
+        units[name][-1] += 0 if name == "language" else last
+    if stages > min(len(layers[name]) - 2 for name in layers):
+        return
+    found = partition(layers, stages, layout)
+    ranks = [0] * stages
+    for chain in found.chains:
+        for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
+            ranks[rank] += cost.total
+
+    def slowest(loads, count):
+        inner = combinations(range(1, len(loads)), count - 1)
+        every = ((0, *between, len(loads)) for between in inner)
+        return min(max(sum(loads[a:b]) for a, b in pairwise(bounds)) for bounds in every)
+
+    if layout == "chain":
+        best = slowest(units["vision"] + units["language"], stages)
+    else:
+        splits = ((count, stages - count) for count in range(1, stages))
+        best = min(
+            max(slowest(units[name], count) for name, count in zip(units, split, strict=True))
+            for split in splits
+            if all(count <= len(layers[name]) - 2 for name, count in zip(units, split, strict=True))
+        )
+    # What is kept between passes spares a chunk its last layer again; nothing is kept here
+    assert max(ranks) == best
+
+
 def test_cuts_of_costs_whose_squares_no_word_holds():
     assert cut([10**15, 10**15, 3 * 10**15, 10**15], 3) == (0, 2, 3, 4)
 

@@ -1,0 +1,45 @@
+"""Seconds of what the programs of a run send, on its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmllm.cluster.collectives import Group, collective_seconds
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.sends import Send
+
+
+class Network:
+    """The links of a mesh of devices of a cluster."""
+
+    def __init__(self, mesh: Any, device: Device):
+        from jaxmllm.setup.ahead import whole_axes
+
+        self._device = device
+        strides: dict[str, int] = {}
+        inner = 1
+        for axis, size in reversed(mesh.shape.items()):
+            strides[axis] = inner
+            inner *= size
+        # Of an axis that spans have cut, its innermost part
+        for axis in mesh.shape:
+            (whole,) = whole_axes((axis,), mesh)
+            strides[whole] = min(strides.get(whole, inner), strides[axis])
+        self._strides = strides
+
+    def seconds(self, sends: Iterable[Send]) -> float:
+        """Of all, one after another."""
+        return sum(
+            send.times
+            * collective_seconds(
+                self._device.cluster,
+                send.operation,
+                send.array_bytes,
+                Group(send.devices, min(self._strides[axis] for axis in send.axes)),
+                self._device.rates.network,
+                self._device.sharing,
+            )
+            for send in sends
+            if send.devices > 1
+        )

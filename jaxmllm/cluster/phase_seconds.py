@@ -1,0 +1,227 @@
+"""Seconds of the programs of a phase, from its planned rows.
+
+Ranks meet at every microbatch, so a microbatch takes what its slowest rank does: rows by their capacity, whatever is in
+them, and attention by the items of the costliest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from jaxmllm.arrays import Floats
+from jaxmllm.balance.costs.flops import phase_layers
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.stages.chain_costs import computed_again
+from jaxmllm.cluster.device_seconds import (
+    ACCUMULATED_BYTES,
+    BACKWARD,
+    FLASH_BACKWARD,
+    Device,
+    stored_bytes,
+)
+from jaxmllm.cluster.held import device_bytes
+from jaxmllm.cluster.sends import GATHER, SCATTER, Send, devices_along, program_sends
+from jaxmllm.phases import LANGUAGE
+
+if TYPE_CHECKING:
+    from jaxmllm.training.programs.base import ProgramName, Programs
+    from jaxmllm.training.programs.phased import PhasedPrograms
+
+OWN_BYTES: Final = 4  # of a number of an accumulator
+
+
+class Passes(NamedTuple):
+    """How often a program goes through the layers, and what of them its backward pass makes again."""
+
+    forward: int
+    backward: int
+    linear_again: float = 0.0
+    attention_again: float = 0.0
+
+
+@dataclass(frozen=True)
+class Worked:
+    """What devices do before the update: seconds by part, those of both ends (see `StepTime`), FLOPs of a device."""
+
+    parts: Mapping[str, float]
+    low: float = 0.0
+    high: float = 0.0
+    flops: float = 0.0
+
+    def plus(self, other: Worked) -> Worked:
+        """One after the other."""
+        names = dict.fromkeys([*self.parts, *other.parts])
+        return Worked(
+            {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names},
+            self.low + other.low,
+            self.high + other.high,
+            self.flops + other.flops,
+        )
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One program call of the slowest device: seconds and FLOPs of its own, and what it sends."""
+
+    seconds: float
+    flops: float
+    inside: tuple[Send, ...]
+    weights: tuple[Send, ...]
+
+
+class PhaseSeconds:
+    """Microbatches of a phase."""
+
+    def __init__(self, programs: PhasedPrograms, phase: str, device: Device):
+        model = programs.functions.model
+        self.programs = programs
+        self.phase = phase
+        self.device = device
+        self.component = model.components[phase]
+        self.shapes = getattr(model.config, phase)
+        self.spec = programs.spec.phases[phase]
+        self.trained = bool(programs.functions.trainable_of(phase))
+        layers = phase_layers(resolved_model(programs), phase)
+        stack = [layer for layer in layers if any(layer.attention_squares)]
+        self.forward = _forward_flops(layers)
+        self.again = sum(layer.linear(1) for layer in stack)
+        self.whole = self.spec.flops
+        self._known_sends: dict[ProgramName, tuple[tuple[Send, ...], tuple[Send, ...]]] = {}
+
+    def microbatches(self, plan: PhasePlan, items: PhaseItems) -> Iterator[Microbatch]:
+        """All calls of all programs of the phase in a step."""
+        squares = row_squares(plan, self.spec, items, self.device)
+        for number, (capacity, span) in enumerate(zip(plan.capacity, plan.span, strict=True)):
+            own = tuple(float(of_kind[number]) / int(span) for of_kind in squares)
+            for function, passes in self._calls(number):
+                yield self._call(function, passes, int(capacity), int(span), own)
+
+    def _calls(self, number: int) -> list[tuple[str, Passes]]:
+        """Programs that a microbatch runs."""
+        again = {
+            name: float(share)
+            for name, share in computed_again(self.component.settings.remat).items()
+        }
+        if self.phase == LANGUAGE:
+            returns = self.whole.linear > self.forward[0]
+            passes = Passes(1, 1, **again) if returns else Passes(1, 0)
+            return [("language_loss_and_grad", passes)]
+        if not self.trained:
+            return [("encode", Passes(1, 0))]
+        features = self.programs.functions.keeps_features(self.phase)
+        kept = features or number < self.programs.kept_residuals.get(self.phase, 0)
+        backward = "encode_grad_kept" if kept and not features else "encode_grad"
+        # A tower that is frozen below a projector is not run again
+        once_more = 0 if kept else 1
+        return [
+            ("encode", Passes(1, 0)),
+            (backward, Passes(once_more, 1, **({} if features else again))),
+        ]
+
+    def _call(
+        self,
+        function: str,
+        passes: Passes,
+        capacity: int,
+        span: int,
+        squares: tuple[float, ...],
+    ) -> Microbatch:
+        device, layout = self.device, self.component.layout
+        inner = devices_along(layout, layout.mesh_axes("mlp"))
+        parts = devices_along(layout, layout.part_axes)
+        slots = capacity / parts
+        linear, *per_square = self.forward
+        of_backward = self.whole.linear - linear
+        products = passes.forward * linear + passes.backward * of_backward
+        products = (products + passes.linear_again * self.again) * slots / inner
+        pairs = self._pairs(per_square, squares, passes) / parts / inner
+        rate = device.product_rate(slots, self.shapes.width / inner)
+        seconds = products / rate + pairs / device.attention_rate
+        seconds += device.memory_seconds(self._traffic(slots, inner, passes))
+        inside, weights = self._sends(function, capacity, span)
+        return Microbatch(seconds, products + pairs, inside, weights)
+
+    def _sends(
+        self, function: str, capacity: int, span: int
+    ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
+        """Of a program: what layers wait for, and weights and their gradients."""
+        from jaxmllm.training.programs.base import ProgramName
+
+        name = ProgramName(function, self.phase, capacity, span)
+        if name not in self._known_sends:
+            sends = program_sends(self.programs, name) or []
+            batch = set(self.component.layout.mesh_axes("embed"))
+            weights = tuple(
+                send
+                for send in sends
+                if send.operation in (GATHER, SCATTER) and set(send.axes) <= batch
+            )
+            inside = tuple(send for send in sends if send not in weights)
+            self._known_sends[name] = inside, weights
+        return self._known_sends[name]
+
+    def _pairs(
+        self,
+        per_square: list[float],
+        squares: tuple[float, ...],
+        passes: Passes,
+    ) -> float:
+        """FLOPs of attention, which makes its scores again in the backward pass."""
+        once = sum(per * square for per, square in zip(per_square, squares, strict=True))
+        whole = sum(
+            per * square for per, square in zip(self.whole.per_square, squares, strict=True)
+        )
+        returned = (whole - once) * FLASH_BACKWARD / BACKWARD
+        return (passes.forward + passes.attention_again) * once + passes.backward * returned
+
+    def _traffic(self, slots: float, inner: int, passes: Passes) -> float:
+        """Bytes that go through memory."""
+        matrices = 3 if self.phase == LANGUAGE else 2
+        stride = getattr(self.shapes, "stem_stride", 1)
+        stored = stored_bytes(self.shapes.width, matrices * self.shapes.mlp_width, inner)
+        often = passes.forward + BACKWARD * passes.backward + passes.linear_again
+        activations = (
+            slots / stride * stored * often * self.shapes.layers * self.device.rates.traffic
+        )
+        summed = 0.0
+        if passes.backward:
+            names = self.programs.functions.trainable_of(self.phase)
+            shards = device_bytes([self.programs.trained[name] for name in names]) / OWN_BYTES
+            summed = shards * ACCUMULATED_BYTES
+        return activations + summed
+
+
+def _forward_flops(layers: Iterable[Any]) -> list[float]:
+    """Forward FLOPs of a phase: per slot, and for each of `ItemCost.squares`."""
+    layers = list(layers)
+    linear = float(sum(sum(layer.products) for layer in layers))
+    kinds = zip(*(layer.attention_squares for layer in layers), strict=True)
+    return [linear, *(float(sum(kind)) for kind in kinds)]
+
+
+def row_squares(
+    plan: PhasePlan, spec: PhaseSpec, items: PhaseItems, device: Device
+) -> list[Floats]:
+    """What attention costs in proportion to in the costliest row of each microbatch, or in the average one where ranks
+    share cores, by kind: [M] each."""
+    by_row = []
+    for squares in spec.flops.squares(items.length.astype(float), items.extra):
+        rows = np.zeros((plan.microbatches, spec.ranks))
+        np.add.at(rows, (plan.microbatch, plan.rank), squares)
+        by_row.append(rows)
+    if device.cluster.shared_cores:
+        return [rows.mean(axis=1) for rows in by_row]
+    costs = sum(per * rows for per, rows in zip(spec.flops.per_square, by_row, strict=True))
+    costliest = np.argmax(costs, axis=1)[:, None]
+    return [np.take_along_axis(rows, costliest, 1)[:, 0] for rows in by_row]
+
+
+def resolved_model(programs: Programs) -> Any:
+    """The model's shapes with the size of its vocabulary."""
+    model = programs.functions.model
+    language = model.config.language.model_copy(update={"vocab_size": model.vocab_size})
+    return model.config.model_copy(update={"language": language})

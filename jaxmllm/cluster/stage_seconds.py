@@ -1,0 +1,273 @@
+"""Seconds of the runs of a pipeline, tick by tick.
+
+    table, rows --_Operations--> seconds of every stage in every tick --slowest--> ticks, and what travels after each
+
+In a tick every stage does one operation and waits for the slowest; then edges move one place along the ring
+(sharding/pipeline/table.py). What operations compute is what the planner's chain costs say. XLA puts gathers of sharded
+weights, and sums over devices that split layers, into the operations: once for each layer and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from jaxmllm.arrays import Floats, Ints
+from jaxmllm.balance.records import BatchItems, PipelineRun, StepPlan
+from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
+from jaxmllm.cluster.network import Network
+from jaxmllm.cluster.phase_seconds import Worked, row_squares
+from jaxmllm.cluster.sends import GATHER, SCATTER, SUM_BYTES, Leaf, Send, devices_along, leaves
+from jaxmllm.phases import LANGUAGE
+from sharding.pipeline.graph import Kind, Pool
+from sharding.pipeline.ring import Chain
+from sharding.pipeline.table_spec import action_of
+
+if TYPE_CHECKING:
+    from jaxmllm.training.programs.staged import StagedPrograms
+
+STAGE: Final = "stage"
+PERMUTE: Final = "collective-permute"
+# What operations consist of, in the order of `ChainCosts`
+FORWARD, INPUT, WEIGHT, AGAIN = range(4)
+GRADIENTS: Final = {
+    Kind.FORWARD: (),
+    Kind.BACKWARD: (INPUT, WEIGHT),
+    Kind.INPUT_GRADIENT: (INPUT,),
+    Kind.WEIGHT_GRADIENT: (WEIGHT,),
+}
+
+
+def staged_work(
+    programs: StagedPrograms, plan: StepPlan, items: BatchItems, device: Device, network: Network
+) -> Worked:
+    """What all runs of a step take, but for the update."""
+    operations = [
+        _Operations(programs, number, device, network)
+        for number in range(len(programs.sizes.training.tables.ring.chains))
+    ]
+    squares = {
+        phase: np.array(row_squares(plan.phases[phase], spec, items.phases[phase], device))
+        for phase, spec in programs.spec.phases.items()
+    }
+    once = _once(programs, network)
+    total = Worked({})
+    for run in plan.runs:
+        total = total.plus(_run(programs, run, operations, squares, device, network)).plus(once)
+    return total
+
+
+def _run(
+    programs: StagedPrograms,
+    run: PipelineRun,
+    operations: list[_Operations],
+    squares: dict[str, Floats],
+    device: Device,
+    network: Network,
+) -> Worked:
+    """What the ticks of a run take."""
+    tables = programs.sizes.training.tables
+    columns = {name: run.table[:, :, number] for name, number in tables.columns.items()}
+    # Of every stage in every tick: seconds of computing, inside of layers, of weights; FLOPs
+    totals = np.zeros((4, *run.table.shape[:2]))
+    parts: dict[str, float] = {}
+    for of_chain in operations:
+        first, count = run.microbatches[of_chain.phase]
+        done = of_chain.ticks(columns, squares[of_chain.phase][:, first : first + count])
+        totals += done
+        exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
+        for name, seconds in zip(
+            ("compute", "inside", "weights"), (*done[:2], exposed), strict=True
+        ):
+            parts[f"{of_chain.phase}/{name}"] = float(seconds.mean(axis=1).sum())
+    compute, inside, weights, flops = totals
+    layers = compute + inside
+    busy = _together(device, layers, weights)
+    ticks = _slowest(device, busy)
+    edges = np.array([network.seconds([send]) for send in _edges(programs)])
+    sent = (run.wire_active * edges).sum(axis=1)
+    parts |= {"bubble": float((ticks - busy.mean(axis=1)).sum()), "sends": float(sent.sum())}
+    least = np.vectorize(device.least_together, otypes=[float])
+    return Worked(
+        parts,
+        low=float(least(_slowest(device, least(layers, weights)), sent).sum()),
+        high=float((_slowest(device, layers + weights) + sent).sum()),
+        flops=float(flops.mean(axis=1).sum()),
+    )
+
+
+def _together(device: Device, compute: Floats, sent: Floats) -> Floats:
+    return np.vectorize(device.together, otypes=[float])(compute, sent)
+
+
+def _slowest(device: Device, seconds: Floats) -> Floats:
+    """Of the stages, in every tick."""
+    return np.array([device.slowest(tick.tolist()) for tick in seconds])
+
+
+class _Operations:
+    """Those of one chain."""
+
+    def __init__(self, programs: StagedPrograms, number: int, device: Device, network: Network):
+        pipeline = programs.sizes.training
+        model = programs.functions.model
+        self.number = number
+        self.chain: Chain = pipeline.tables.ring.chains[number]
+        self.phase = self.chain.name
+        self.costs = pipeline.costs[self.phase]
+        self.shapes = getattr(model.config, self.phase)
+        self.device = device
+        self.network = network
+        self.layout = model.layout(self.phase)
+        self.itemsize = model.components[self.phase].dtype.itemsize
+        self.inner = devices_along(self.layout, self.layout.mesh_axes("mlp"))
+        self.parts = devices_along(self.layout, self.layout.part_axes)
+        self.slots = programs.spec.phases[self.phase].capacities[0] / self.parts
+        self.tokens = self.slots / getattr(self.shapes, "stem_stride", 1)
+        self.key_values = model.key_value_bytes(self.phase) / self.shapes.layers
+        parameters = model.abstract(programs.param_dtype)
+        self.leaves = {
+            component: list(leaves(parameters[component], model.layout(component)))
+            for component in model.phases[self.phase].components
+        }
+
+    def ticks(self, columns: Mapping[str, Ints], squares: Floats) -> Floats:
+        """Seconds of computing, inside of layers and of weights, and FLOPs, of every stage in every tick: [4, T, S].
+
+        Args:
+          squares: of the rows of the run, [kinds, M].
+        """
+        of_parts = np.stack(self._parts(squares))  # [4, part, D, M]
+        done = np.zeros((4, *columns["action"].shape))
+        for kind, gradients in GRADIENTS.items():
+            tick, stage = np.nonzero(columns["action"] == action_of(self.number, kind))
+            chunk, row, kept, loss = (
+                columns[name][tick, stage]
+                for name in ("chunk", "microbatch", "read_residual", "count_loss")
+            )
+            depth = self._depths[stage, chunk]
+            for part in gradients:
+                done[:, tick, stage] += of_parts[:, part, depth, row]
+            # A backward operation that counts the loss stands for its forward one
+            forward = (loss > 0) | (kind == Kind.FORWARD)
+            again = (kept < 0) & ~forward & (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT))
+            done[:, tick, stage] += of_parts[:, FORWARD, depth, row] * forward
+            done[:, tick, stage] += of_parts[:, AGAIN, depth, row] * again
+        return done
+
+    @cached_property
+    def _depths(self) -> Ints:
+        """Of chunks by stage and number there."""
+        depths = np.zeros((max(self.chain.stages) + 1, self.chain.chunks_per_rank), np.int32)
+        for depth, stage in enumerate(self.chain.stages):
+            depths[stage, self.chain.local(depth)] = depth
+        return depths
+
+    def _parts(self, squares: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """Of the parts of operations, by chunk and row: what `ticks` adds up."""
+        shares = self.parts * self.inner
+        products = self.costs.linear[:, :, None] / shares
+        filled = squares / self.costs.capacity**2
+        pairs = np.tensordot(self.costs.attention, filled, (0, 0)) / shares
+        happens = (products + pairs) > 0  # not all of what is frozen
+        layers = np.array(self.chain.layers)[None, :, None]
+        rate = self.device.product_rate(self.slots, self.shapes.width / self.inner)
+        moved = self.device.memory_seconds(1.0) * self._traffic()[:, None, None] * layers
+        compute = products / rate + pairs / self.device.attention_rate + moved
+        inside = np.array([self.network.seconds(self._inside(part)) for part in range(4)])
+        return (
+            compute * happens,
+            inside[:, None, None] * layers * happens,
+            self._weights(layers) * happens,
+            products + pairs,
+        )
+
+    def _traffic(self) -> Floats:
+        """Bytes that go through memory in a layer, by part."""
+        matrices = 3 if self.phase == LANGUAGE else 2
+        stored = stored_bytes(self.shapes.width, matrices * self.shapes.mlp_width, self.inner)
+        once = self.tokens * stored * self.device.rates.traffic
+        held = sum(
+            leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
+            for leaf in self.leaves[self.phase]
+            if leaf.layer
+        )
+        return np.array([once, once, once + ACCUMULATED_BYTES * held, once])
+
+    def _weights(self, layers: Ints) -> Floats:
+        """Seconds of gathering weights and scattering their gradients: of layers, and of what precedes and follows
+        them in the first and the last chunk. Tables that are looked up stay where they are."""
+        seconds = np.zeros((4, layers.shape[1], 1))
+        for component, held in self.leaves.items():
+            for leaf in held:
+                of_leaf = np.array(
+                    [self.network.seconds([self._send(leaf, part)]) for part in range(4)]
+                )
+                if leaf.layer:
+                    seconds += of_leaf[:, None, None] * layers
+                elif "embedding" not in leaf.path:
+                    follows = component != self.phase or "head" in leaf.path
+                    seconds[:, -1 if follows else 0, 0] += of_leaf
+        return seconds
+
+    def _send(self, leaf: Leaf, part: int) -> Send:
+        whole = self.itemsize * leaf.size / leaf.split / leaf.stacked
+        operation = SCATTER if part == WEIGHT else GATHER
+        return Send(operation, leaf.gathered, devices_along(self.layout, leaf.gathered), whole, 1)
+
+    def _inside(self, part: int) -> list[Send]:
+        """What a layer waits for: keys and values of the other parts of a row, and sums over devices that split it."""
+        axes = self.layout.mesh_axes("sequence")
+        keys = self.tokens * self.parts * self.key_values / self.layout.size("kv_heads")
+        split = self.layout.mesh_axes("mlp")
+        sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
+        activations = self.tokens * self.shapes.width * self.itemsize
+        sends = [Send(ALL_REDUCE, split, self.inner, activations, sums)]
+        if part != WEIGHT:
+            operation = SCATTER if part == INPUT else GATHER
+            sends.append(Send(operation, axes, devices_along(self.layout, axes), keys, 1))
+        return sends
+
+
+def _edges(programs: StagedPrograms) -> Iterator[Send]:
+    """What moves one place along the ring, by wire."""
+    tables = programs.sizes.training.tables
+    model = programs.functions.model
+    for wire in tables.wires:
+        phase = tables.ring.chains[wire.chain].name
+        spec, layout = programs.spec.phases[phase], model.layout(phase)
+        shapes = getattr(model.config, phase)
+        if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
+            tokens, width = spec.capacities[0] / spec.slots_per_token, model.config.language.width
+        else:
+            tokens, width = spec.capacities[0] / getattr(shapes, "stem_stride", 1), shapes.width
+        moved = tokens / layout.parts * width * model.components[phase].dtype.itemsize
+        yield Send(PERMUTE, (STAGE,), tables.ring.stages, moved, 1)
+
+
+def _once(programs: StagedPrograms, network: Network) -> Worked:
+    """What a run sends once: parameters outside of the layers to all stages, and sums of gradients over stages and
+    replicas."""
+    model = programs.functions.model
+    stages = programs.sizes.training.tables.ring.stages
+    replicas = programs.replicas
+    number = np.dtype(programs.param_dtype).itemsize
+    gathers, sums = [], []
+    for component, tree in model.abstract(programs.param_dtype).items():
+        layout = model.layout(component)
+        others = devices_along(layout, replicas)
+        trained = component in programs.trained
+        for leaf in leaves(tree, layout):
+            held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
+            if leaf.layer:
+                sums.append(Send(ALL_REDUCE, replicas, others, SUM_BYTES * held / stages, trained))
+            else:
+                axes = (STAGE, *replicas)
+                gathers.append(Send(GATHER, (STAGE,), stages, number * held, 1))
+                sums.append(Send(ALL_REDUCE, axes, stages * others, SUM_BYTES * held, trained))
+    seconds = network.seconds(gathers) + network.seconds(sums)
+    return Worked({"replicas": seconds}, low=seconds, high=seconds)

@@ -1,0 +1,73 @@
+"""Steps in pipeline stages: against the cost of their schedule, and what must hold of their parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxmllm.balance.stages.plan import plan_pipeline
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.cluster.simulate import simulate
+from tests.cluster.programs import tiny_lengths
+
+DEVICE = Device(CLUSTERS["h100"], 0.8)
+
+
+class Staged:
+    """A planned batch on two stages, simulated on any device."""
+
+    def __init__(self, **sections):
+        self.lengths = tiny_lengths(pipeline={"stages": 2}, **sections)
+        self.programs = self.lengths.programs()
+        sizes = self.programs.sizes
+        self.plan = plan_pipeline(self.lengths.items, sizes.spec, sizes.training)
+
+    def on(self, device):
+        return simulate(self.programs, self.plan, self.lengths.items, device)
+
+
+@pytest.fixture(scope="module")
+def staged():
+    return Staged(mesh={"data": 4})
+
+
+def test_parts_lie_between_both_ends(staged):
+    step = staged.on(DEVICE)
+    assert all(part >= 0 for part in step.parts.values())
+    assert step.low <= step.seconds <= step.high * (1 + 1e-9)
+    assert 0 < step.mfu < step.hfu < 1
+    assert step.parts["bubble"] > 0 and step.parts["sends"] > 0 and step.parts["replicas"] > 0
+
+
+def test_ticks_take_what_the_schedule_costs(staged):
+    """At rates without loss and links that take no time, ticks are the schedule's FLOPs over the peak."""
+    cluster = DEVICE.cluster
+    link = cluster.in_node.model_copy(
+        update={"bytes_per_second": 1e30, "reduced_per_second": 1e30, "hop_seconds": 0}
+    )
+    fast = cluster.model_copy(
+        update={"in_node": link, "between_nodes": link, "memory_bandwidth": 1e30}
+    )
+    ideal = Device(fast, 1.0, replace(RATES, half_side=1e-9, attention=1.0, straggling=0.0))
+    step = staged.on(ideal)
+    cost = staged.plan.statistics["pipeline/cost"]
+    assert step.seconds == pytest.approx(cost / ideal.peak, rel=2e-3)
+    idle = staged.plan.statistics["pipeline/idle_share"]
+    assert step.parts["bubble"] / step.seconds == pytest.approx(idle, rel=2e-2)
+
+
+def test_stages_that_share_cores_leave_them_to_each_other(staged):
+    step = staged.on(Device(CLUSTERS["cpu"], 0.5, dtype="float32"))
+    assert step.parts["bubble"] == 0
+    assert [step.low, step.high] == pytest.approx([step.seconds] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_layers_that_are_split_are_gathered_or_waited_for(mesh, staged):
+    parts = Staged(mesh=mesh).on(DEVICE).parts
+    assert parts["language/weights"] > 0 if "fsdp" in mesh else parts["language/inside"] > 0
+    before = staged.on(DEVICE).parts
+    assert before["language/inside"] == before["language/weights"] == 0
