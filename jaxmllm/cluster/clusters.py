@@ -222,15 +222,15 @@ CLUSTERS: Final = {
             name="cpu",
             peak_flops=200e9,
             memory=8 * GB,  # of a device
-            memory_bandwidth=40 * GB,
+            memory_bandwidth=10 * GB,
             node_devices=1 << 20,
-            in_node=Link(bytes_per_second=8 * GB, reduced_per_second=8 * GB, hop_seconds=500e-6),
+            in_node=Link(bytes_per_second=5 * GB, reduced_per_second=5 * GB, hop_seconds=500e-6),
             between_nodes=Link(
                 bytes_per_second=0.1 * GB, reduced_per_second=0.1 * GB, hop_seconds=500e-6
             ),
             efficiency=Efficiency(share=0.5, uncertainty=0.9),
             shared_cores=True,
-            source="orders of magnitude, for tests of the planner: measure with jaxmllm calibrate",
+            source="orders of magnitude, for tests of the planner: fit them to measured steps (fitting.py)",
         ),
     )
 }
