@@ -1,8 +1,8 @@
 """Omni models that the benchmarks compile and run, and whole configs around them.
 
 Each has a vision tower, an audio tower and a decoder. `2B` fits one device of 80 GB with its AdamW state,
-`7B` is of the size of Qwen2.5-Omni, `84B` has a decoder of the size of Qwen2.5-72B. `tiny` is for trying
-out the code itself.
+`7B` is of the size of Qwen2.5-Omni, `84B` has a decoder of the size of Qwen2.5-72B, and so has
+`OrchMLLM-84B`, with towers of other widths (arXiv 2503.23830). `tiny` is for trying out the code itself.
 """
 
 from __future__ import annotations
@@ -84,6 +84,26 @@ MODELS: Final[Mapping[str, Tree]] = {
             "layers": 32,
             "heads": 16,
             "mlp_width": 8192,
+            "mel_bins": 128,
+            "chunk_frames": 32,
+        },
+        "language": {
+            "width": 8192,
+            "layers": 80,
+            "heads": 64,
+            "kv_heads": 8,
+            "head_size": 128,
+            "mlp_width": 29_568,
+            "vocab_size": 152_064,
+        },
+    },
+    "OrchMLLM-84B": {
+        "vision": {"width": 4096, "layers": 51, "heads": 32, "mlp_width": 16_384},
+        "audio": {
+            "width": 1280,
+            "layers": 32,
+            "heads": 20,
+            "mlp_width": 5120,
             "mel_bins": 128,
             "chunk_frames": 32,
         },

@@ -1,6 +1,8 @@
 """What the planner predicts, beside what was measured.
 
-    python -m benchmarks.planner --json planner.json               published runs, 20 seconds
+    python -m benchmarks.planner --json planner.json               published runs and batches, a minute
+    python -m benchmarks.planner --kinds measured                  eight CPU devices of this machine, ten minutes
+    python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
     python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
 
 The runs are those of benchmarks/published_runs.jsonl, one JSON object a line with its source. `--rows` takes more of
@@ -15,36 +17,41 @@ less 1), `overlapped_s` and `serial_s` (everything overlaps, nothing does), `eff
 go to), `trend` (ZeRO-3 of 2021, which no constant is fitted to and no bar counts: only that more devices take more
 device-seconds).
 
-    kind bmin              batches of log-normal loads of two phases on 16 devices: `ratio` of the means, `samples`,
-                           `splits` that 59 batches ask for, `settled`, `worst_regret`
+Other kinds stand in files of their own, which say how they are made:
+
+    kind bmin              how large batches must be (planner_batches.py): `loads`, `samples`, `splits` that 59 batches
+                           ask for, `settled`, `worst_regret`, `enough` (the first from which on regret stays small),
+                           `bad_splits` (time of splits of 8 devices over the best one's)
+    kind measured          a step of `setting` here (planner_measured.py): `predicted_s`, `measured_s` (seconds of all
+                           cores), `spread` (between quartiles, as a share), `wall_s`, `calibrates`
+    kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`, `low_s` and `high_s`
+                           (the interval that is printed), `mfu`, `parts`, `resident_bytes`
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from benchmarks import planner_batches, planner_measured, planner_simulated
 from benchmarks.published_fit import Fit, Published, difference, fit
-from jaxmllm.arrays import Floats
 from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
-from jaxmllm.cluster.profile import smallest_batch
 from jaxmllm.cluster.text_run import TextRunError
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
 RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
 # Its steps took up to three times what its links explain, and the more devices the more
 TREND: Final = ("zero3",)
-RATIOS: Final = (1.29, 1.135)  # the second one is next to a tie of 8 : 8 and 9 : 7
-SIGMAS: Final = (1.0, 0.7)
-SHARED_DEVICES: Final = 16
-PUBLISHED, UNKNOWN_SYSTEM, BMIN = "published", "unknown_system", "bmin"
+PUBLISHED, UNKNOWN_SYSTEM = "published", "unknown_system"
 AXES: Final = ("data", "fsdp", "context", "tensor", "stages", "interleave")
 COLUMNS: Final = [
     "system",
@@ -56,6 +63,11 @@ COLUMNS: Final = [
     "predicted s",
     "error",
 ]
+OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]] = {
+    planner_batches.BMIN: lambda options: planner_batches.batch_rows(options.seed, options.data),
+    planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
+    planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),
+}
 SAME: Final = 0.02  # stored constants are those of the fit within this share
 
 
@@ -126,24 +138,6 @@ def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, 
     }
 
 
-def batch_rows(seed: int) -> list[dict[str, Any]]:
-    """How large batches must be for two phases to share devices alike."""
-    rows = []
-    for ratio in RATIOS:
-        random = np.random.default_rng(seed)
-
-        def draw(
-            samples: int, random: np.random.Generator = random, ratio: float = ratio
-        ) -> Floats:
-            first, second = (random.lognormal(-(sigma**2) / 2, sigma, samples) for sigma in SIGMAS)
-            return np.array([ratio * first.sum(), second.sum()])
-
-        for one in smallest_batch(draw, SHARED_DEVICES):
-            print(f"loads {ratio} : 1: {one.line}")
-            rows.append({"kind": BMIN, "ratio": ratio, "settled": one.settled, **vars(one)})
-    return rows
-
-
 # ---------------------------------------------------------------------------- output
 
 
@@ -196,16 +190,50 @@ def show(rows: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, fl
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="predict these runs instead")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=[PUBLISHED, *OTHERS],
+        default=[PUBLISHED, planner_batches.BMIN],
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="bmin: of these files, too")
+    parser.add_argument("--turns", type=int, default=5, help="measured: of each setting")
     options = parser.parse_args(command)
+    if options.turns < 2:
+        parser.error("--turns must be at least 2: spreads are taken from them")
+    if options.rows is not None:
+        options.kinds = [PUBLISHED]
+    if planner_measured.MEASURED in options.kinds:
+        planner_measured.force_devices()
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
     try:
-        published = read_runs(RUNS)
-        runs = published if options.rows is None else read_runs(options.rows)
-        fitted = [run for run in published if run.system not in TREND]
-        known = fit(fitted)
-        rows = [*published_rows(runs, known), *unknown_rows(runs, fitted)]
-    except (TextRunError, ClusterError, OSError) as error:
+        if PUBLISHED in options.kinds:
+            rows, found = _published(options.rows)
+        for kind in options.kinds:
+            if kind != PUBLISHED:
+                rows += OTHERS[kind](options)
+    except (TextRunError, ClusterError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    write_json(
+        options.json,
+        "planner",
+        options.seed,
+        "published runs; log-normal loads of sigma 1.0 and 0.7; jaxmllm.tools.workload; sample-data",
+        rows=rows,
+        **found,
+    )
+    return 0
+
+
+def _published(file: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of published runs, or of those of a file, and what was fitted and found on the way."""
+    published = read_runs(RUNS)
+    runs = published if file is None else read_runs(file)
+    fitted = [run for run in published if run.system not in TREND]
+    known = fit(fitted)
+    rows = [*published_rows(runs, known), *unknown_rows(runs, fitted)]
     errors = summary(rows)
     show(rows, errors)
     print(f"fitted: {known.rates}")
@@ -216,18 +244,7 @@ def main(command: Sequence[str] | None = None) -> int:
     stale = difference(known.rates, RATES)
     if stale > SAME:
         print(f"the stored constants differ from these by {100 * stale:.1f} %: store them anew")
-    if options.rows is None:
-        rows += batch_rows(options.seed)
-    write_json(
-        options.json,
-        "planner",
-        options.seed,
-        "published runs; log-normal loads of sigma 1.0 and 0.7",
-        rows=rows,
-        errors=errors,
-        rates=vars(known.rates),
-    )
-    return 0
+    return rows, {"errors": errors, "rates": vars(known.rates)}
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from dataclasses import replace
 
 import pytest
 
-from benchmarks import planner
+from benchmarks import planner, planner_batches, planner_measured, planner_simulated
 from benchmarks.published_fit import difference, fit
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.cluster.clusters import cluster_of
-from jaxmllm.cluster.device_seconds import RATES
+from jaxmllm.cluster.device_seconds import RATES, Device
+from tests.cluster.programs import tiny_lengths
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +44,123 @@ def test_sharding_over_more_devices_takes_more_device_seconds(published):
 
 
 def test_batches_settle_where_loads_are_no_tie():
-    rows = planner.batch_rows(0)
-    far, near = ([row for row in rows if row["ratio"] == ratio] for ratio in planner.RATIOS)
+    rows = planner_batches.batch_rows(0)
+    far, near = (
+        [row for row in rows if row.get("ratio") == ratio] for ratio in planner_batches.RATIOS
+    )
     assert far[-1]["settled"] and 512 <= far[-1]["samples"] <= 4096
     assert near[-1]["samples"] == 65_536 and not any(row["settled"] for row in near)
     assert all(row["worst_regret"] <= 0.05 for row in near if row["samples"] >= 1024)
+
+
+def test_other_loads_are_asked_alike(monkeypatch):
+    monkeypatch.setattr(planner_batches, "RATIOS", ())
+    monkeypatch.setattr(planner_batches, "PRICED_ON", 2048)
+    rows = planner_batches.batch_rows(0)
+    assert {row["mix"] for row in rows} == {"all", "images", "speech"}
+    last = {row["mix"]: row for row in rows}
+    assert all(row["settled"] or row["samples"] == 65_536 for row in last.values())
+    # Speech asks for little of its tower, pictures for more than one device of eight
+    assert last["speech"]["bad_splits"]["1 : 7"] == 1 < last["images"]["bad_splits"]["1 : 7"]
+    assert all(price >= 1 for row in rows for price in row["bad_splits"].values())
+
+
+def measured(seconds, predicted, spread=0.0, calibrates=False):
+    return {
+        "kind": "measured",
+        "measured_s": seconds,
+        "predicted_s": predicted,
+        "error": predicted / seconds - 1,
+        "spread": spread,
+        "calibrates": calibrates,
+    }
+
+
+def test_agreement_of_predictions():
+    rows = [
+        measured(9.0, 1.0, calibrates=True),  # does not count
+        measured(1.0, 1.1),
+        measured(2.0, 1.0, spread=0.1),
+        measured(2.1, 3.0, spread=0.1),  # too close to the last one to say which is first
+        measured(4.0, 4.0),
+    ]
+    found = planner_measured.agreement(rows)
+    assert found["pairs"] == 5 and found["tau"] == pytest.approx((4 - 1) / 5)
+    assert found["first"] == 1.0 and found["range"] == 4.0
+    assert found["median"] == pytest.approx((0.1 + 3 / 2.1 - 1) / 2)
+
+
+def test_measured_steps_are_predicted_by_three_of_them():
+    """Settings whose steps take what a known cluster says are predicted as that one says."""
+
+    class Known:
+        def __init__(self, name, flops, moved, hops):
+            self.name, self.work = name, (flops, moved, hops)
+
+        def predicted(self, cluster):
+            link = cluster.in_node
+            rates = (
+                1 / (cluster.peak() * cluster.efficiency.share),
+                1 / link.bytes_per_second,
+                link.hop_seconds,
+            )
+            return sum(amount * rate for amount, rate in zip(self.work, rates, strict=True))
+
+    cpu = cluster_of("cpu")
+    true = cpu.model_copy(update={"efficiency": cpu.efficiency.model_copy(update={"share": 0.2})})
+    works = [(2e11, 0, 0), (2e11, 4e9, 10), (2e11, 1e8, 4000), (4e11, 1e9, 500)]
+    names = [*planner_measured.CALIBRATING, "data 4, fsdp 2"]
+    settings = [Known(name, *work) for name, work in zip(names, works, strict=True)]
+    cores = len(os.sched_getaffinity(0))
+    times = {
+        one.name: [(1.0, cores * one.predicted(true) * noise) for noise in (0.99, 1.0, 1.01)]
+        for one in settings
+    }
+    rows = planner_measured.rows_of(settings, times)
+    assert [row["calibrates"] for row in rows] == [True, True, True, False]
+    assert all(abs(row["error"]) < 0.03 for row in rows)
+    assert rows[-1]["measured_s"] == pytest.approx(settings[-1].predicted(true))
+    assert rows[-1]["spread"] == pytest.approx(0.02)
+
+
+def test_settings_are_configs(tmp_path):
+    """At least 16 of them, with every axis, and none that a config refuses."""
+    configs = {
+        name: planner_measured._config(str(tmp_path), name) for name in planner_measured.SETTINGS
+    }
+    assert len(configs) >= 16 and set(planner_measured.CALIBRATING) <= configs.keys()
+    for config in configs.values():
+        sizes = config.mesh_sizes
+        assert math.prod(sizes.values()) == planner_measured.DEVICES
+    axes = {
+        axis for config in configs.values() for axis, size in config.mesh_sizes.items() if size > 1
+    }
+    assert axes == {"data", "fsdp", "context", "tensor", "stage"}
+
+
+def test_a_chain_of_stages_computes_all_of_a_batch(monkeypatch):
+    """Against the FLOPs of its layers, at rates without loss and links that take no time."""
+    lengths = tiny_lengths(mesh={"data": 8})
+    monkeypatch.setattr(planner_simulated, "STAGES", 2)
+    monkeypatch.setattr(planner_simulated, "TENSOR", 2)
+    link = cluster_of("h100").in_node.model_copy(
+        update={"bytes_per_second": 1e30, "reduced_per_second": 1e30, "hop_seconds": 0}
+    )
+    cluster = cluster_of("h100").model_copy(
+        update={"in_node": link, "peak_flops": 1e9, "device_kind": ""}
+    )
+    device = Device(cluster, 1.0, replace(RATES, half_side=1e-9, attention=1.0))
+    chain = planner_simulated._Chain(lengths, device)
+    assert sum(sum(of.layers) for of in chain.ring.chains) == 6
+    makespan, mean = chain.seconds(0, 1)
+    flops = 0.0
+    for phase, items in lengths.items.phases.items():
+        for layer in phase_layers(lengths.config.model, phase):
+            # Forward twice, for it is made again, and backward; attention goes back two and a half times
+            flops += 4 * layer.linear(int(items.length.sum()))
+            flops += 4.5 * layer.attention((int((items.length**2).sum()), 0))
+    assert mean * 2 * 2 * 1e9 == pytest.approx(flops, rel=0.1)
+    assert makespan >= mean
 
 
 @pytest.mark.slow

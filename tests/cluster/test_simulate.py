@@ -47,7 +47,7 @@ def alone():
 def test_parts_lie_between_both_ends(sharded):
     step = sharded.on(DEVICE)
     assert all(part >= 0 for part in step.parts.values())
-    assert step.low <= step.seconds <= step.high
+    assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)
     assert 0 < step.mfu < step.hfu < 1
     low, high = step.interval(DEVICE)
     assert high / step.seconds == pytest.approx(1.25) and low / step.seconds == pytest.approx(0.75)
@@ -160,4 +160,5 @@ def test_freezing_never_costs_time_or_bytes(sharded, frozen):
 )
 def test_layers_that_are_split_inside_wait_there(mesh):
     step = Simulated(mesh=mesh).on(DEVICE)
-    assert step.parts["language/inside"] > 0 and step.low <= step.seconds <= step.high
+    assert step.parts["language/inside"] > 0
+    assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)

@@ -1,0 +1,115 @@
+"""How large batches must be for phases to share devices alike, on loads of several kinds.
+
+    rows bmin    of log-normal loads, of the generator's three mixes, and of the files of a folder
+
+Loads are FLOPs of an example in each phase, forward and backward: of the generator's model (8B and two towers of 0.6B,
+jaxmllm/tools/workload.py) where lengths are real or generated. Every batch is drawn anew, of files with repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.pipeline_real import MIXES
+from jaxmllm.arrays import Floats
+from jaxmllm.balance.costs.flops import ItemCost, phase_flops
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.cluster.profile import best_split, enough, smallest_batch, split_time
+from jaxmllm.config.read import load_config
+from jaxmllm.phases import LANGUAGE, component_names
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.workload import MODEL, PHASES, generate
+from sharding.mesh import abstract_mesh
+
+BMIN: Final = "bmin"
+RATIOS: Final = (1.29, 1.135)  # the second one is next to a tie of 8 : 8 and 9 : 7
+SIGMAS: Final = (1.0, 0.7)
+DEVICES: Final = 16
+# As in Entrain's examples (arXiv 2605.27918): one device of 8 for what comes first, or all but one
+PRICED: Final = ((1, 7), (4, 4), (7, 1))
+PRICED_ON: Final = 65_536  # examples
+CONFIG: Final = Path(__file__).parents[1] / "configs" / "real-small.yaml"
+
+Draw = Callable[[int], Floats]
+
+
+def batch_rows(seed: int, data: Path | None = None) -> list[dict[str, Any]]:
+    """Of every kind of loads, what growing batches say.
+
+    Args:
+      data: a folder of such files as configs/real-small.yaml reads, if any.
+    """
+    rows: list[dict[str, Any]] = []
+    for ratio in RATIOS:
+        rows += _rows(f"log-normal, {ratio} : 1", _lognormal(ratio, seed), {"ratio": ratio})
+    for name, mix in MIXES.items():
+        rows += _rows(f"generated, {name}", _generated(mix, seed), {"mix": name})
+    if data is not None:
+        rows += _rows("files", _files(data, seed), {"mix": "files"})
+    return rows
+
+
+def _rows(loads: str, draw: Draw, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    profiles = smallest_batch(draw, DEVICES)
+    prices = bad_splits(draw(PRICED_ON))
+    chosen = enough(profiles)
+    for one in profiles:
+        print(f"{loads}: {one.line}")
+        yield {"kind": BMIN, "loads": loads, **told, "settled": one.settled, **vars(one)} | {
+            "enough": one is chosen,
+            "bad_splits": prices,
+        }
+    told_prices = ", ".join(f"{split} takes {price:.2f}x" for split, price in prices.items())
+    print(f"{loads}: of 8 devices, first phases against the last: {told_prices}")
+
+
+def bad_splits(loads: Floats) -> dict[str, float]:
+    """Time of splits of 8 devices between all phases but the last one and that, over the best one's."""
+    two = [float(loads[:-1].sum()), float(loads[-1])]
+    best = split_time(two, best_split(two, sum(PRICED[0])))
+    return {" : ".join(map(str, split)): split_time(two, split) / best for split in PRICED}
+
+
+def _lognormal(ratio: float, seed: int) -> Draw:
+    random = np.random.default_rng(seed)
+
+    def draw(samples: int) -> Floats:
+        first, second = (random.lognormal(-(sigma**2) / 2, sigma, samples) for sigma in SIGMAS)
+        return np.array([ratio * first.sum(), second.sum()])
+
+    return draw
+
+
+def _generated(mix: Mapping[str, float], seed: int) -> Draw:
+    numbers = iter(range(1 << 30))
+
+    def draw(samples: int) -> Floats:
+        loads = example_loads(generate([seed, next(numbers)], samples, mix)).sum(axis=0)
+        return loads[loads > 0]
+
+    return draw
+
+
+def _files(folder: Path, seed: int) -> Draw:
+    config = load_config(CONFIG, [f"data.root={folder}"])
+    sizes = config.mesh.model_dump()
+    corpus = prepare(config, abstract_mesh(sizes, int(np.prod([*sizes.values()])))).corpus
+    loads = example_loads(corpus.gather(np.arange(len(corpus))))
+    random = np.random.default_rng(seed)
+    return lambda samples: loads[random.integers(0, len(loads), samples)].sum(axis=0)
+
+
+def example_loads(items: BatchItems) -> Floats:
+    """FLOPs of every example in each phase, the language model last: [B, phases]."""
+    trained = dict.fromkeys(component_names(PHASES), 1)
+    phases = [*(name for name in PHASES if name != LANGUAGE), LANGUAGE]
+    loads = np.zeros((len(items.examples), len(phases)))
+    for number, name in enumerate(phases):
+        of_phase = items.phases[name]
+        cost: ItemCost = phase_flops(MODEL, name, trained)
+        np.add.at(loads[:, number], of_phase.example, cost.of(of_phase.length.astype(float)))
+    return loads

@@ -1,0 +1,274 @@
+"""Simulated steps beside measured ones: settings of a small model on eight CPU devices that share this machine's cores.
+
+    rows measured    16 settings and more; `fitted` learns the cluster from three of them
+
+The model and the data are those of configs/quickstart.yaml, the data made anew; widths and batch are larger, so that
+computing outweighs dispatch. All settings train on the same batch and take turns step by step; a step's seconds are the
+median over turns of what the process takes of all cores, divided by these: other work on the machine then counts
+little. Three settings calibrate, one for each kind of traffic (none, gathered weights, split layers); they were chosen
+before anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from jaxmllm.balance.records import BatchItems, StepPlan
+from jaxmllm.balance.stages.plan import plan_pipeline
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.cluster.clusters import CLUSTERS, Cluster
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.fitting import MeasuredStep, fitted
+from jaxmllm.cluster.simulate import simulate
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.runtime.distributed import reserve_cpu_threads
+from jaxmllm.setup.build import plan_programs
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools.output import print_table
+from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.training.programs.base import Programs, compile_jobs
+from sharding.mesh import make_mesh
+
+MEASURED: Final = "measured"
+DEVICES: Final = 8
+CONFIG: Final = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+EXAMPLES: Final = 1024  # of the sample data
+SOURCES: Final = (
+    "picture",
+    "text",
+)  # of the sample data: two phases compile in half the time of three
+BASE: Final = (
+    "model.audio=null",
+    "model.vision.width=192",
+    "model.vision.mlp_width=768",
+    "model.language.width=256",
+    "model.language.layers=4",
+    "model.language.head_size=64",
+    "model.language.mlp_width=1024",
+    "model.language.rope_sections=[8,12,12]",
+    "phases.vision.kept_residuals=0",
+    "data.batch_size=32",
+)
+PHASES: Final = ("vision", "language")
+ROWS: Final = (512, 384)  # slots
+
+
+def mesh(**axes: int) -> tuple[str, ...]:
+    """Overrides: other axes of the mesh than one device each."""
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | axes
+    return tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
+
+
+def stages(count: int, **axes: int) -> tuple[str, ...]:
+    return (*mesh(**axes), f"pipeline.stages={count}")
+
+
+def remat(kind: str) -> tuple[str, ...]:
+    return tuple(f"components.{phase}.remat={kind}" for phase in PHASES)
+
+
+def rows(*slots: int) -> tuple[str, ...]:
+    """Overrides: slots of the rows of each phase."""
+    return tuple(
+        f"phases.{phase}.capacities=[{capacity}]"
+        for phase, capacity in zip(PHASES, slots, strict=True)
+    )
+
+
+SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "data 8": mesh(data=8),
+    "fsdp 8": mesh(fsdp=8),
+    "data 4, tensor 2": mesh(data=4, tensor=2),
+    "data 4, fsdp 2": mesh(data=4, fsdp=2),
+    "fsdp 4, tensor 2": mesh(fsdp=4, tensor=2),
+    "data 4, context 2": mesh(data=4, context=2),
+    "fsdp 2, context 4": mesh(fsdp=2, context=4),
+    "2 stages, data 4": stages(2, data=4),
+    "2 stages, fsdp 4": stages(2, fsdp=4),
+    "4 stages, data 2": stages(4, data=2),
+    "data 8, remat none": (*mesh(data=8), *remat("none")),
+    "fsdp 8, remat none": (*mesh(fsdp=8), *remat("none")),
+    "fsdp 8, remat dots": (*mesh(fsdp=8), *remat("dots")),
+    "data 8, short rows": (*mesh(data=8), *rows(256, 192)),
+    "fsdp 8, short rows": (*mesh(fsdp=8), *rows(256, 192)),
+    "data 8, long rows": (*mesh(data=8), *rows(1024, 1024)),
+    "data 8, mode none": (*mesh(data=8), "balance.mode=none"),
+    "fsdp 8, mode language": (*mesh(fsdp=8), "balance.mode=language"),
+}
+CALIBRATING: Final = ("data 8", "fsdp 8", "data 4, tensor 2")
+
+
+@dataclass
+class Setting:
+    """One of them, ready to run and to be simulated."""
+
+    name: str
+    programs: Programs
+    plan: StepPlan
+    items: BatchItems
+    batch: Any  # on the devices
+    state: Any
+
+    @classmethod
+    def of(cls, name: str, config: Config) -> Setting:
+        """Compile its programs, and plan and transfer the first batch after those that sizes were chosen from."""
+        inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+        programs, sizes = plan_programs(config, inputs)
+        trained = (name for name in programs.jobs if name.function != "evaluate")
+        programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained})
+        jax.clear_caches()  # of what was traced: gigabytes over all settings
+        pipeline = sizes.training if sizes else None
+        examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
+        items = inputs.corpus.gather(examples)
+        spec = programs.spec
+        plan = plan_pipeline(items, spec, pipeline) if pipeline else plan_step(items, spec)
+        fill = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention, pipeline)
+        batch = programs.put(fill(0, examples))
+        return cls(name, programs, plan, items, batch, programs.init(config.run.seed))
+
+    def step(self) -> tuple[float, float]:
+        """Train on the batch: seconds of the clock, and of all cores of this process."""
+        jax.block_until_ready(self.state)
+        began, worked = time.perf_counter(), time.process_time()
+        self.state, metrics = self.programs.train(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        return time.perf_counter() - began, time.process_time() - worked
+
+    def predicted(self, cluster: Cluster) -> float:
+        device = Device(cluster, cluster.efficiency.share, dtype="float32")
+        return simulate(self.programs, self.plan, self.items, device).seconds
+
+
+def force_devices() -> None:
+    """Make JAX see eight CPU devices. Call it before anything asks for devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    reserve_cpu_threads()
+
+
+def measured_rows(turns: int, names: Sequence[str] = tuple(SETTINGS)) -> list[dict[str, Any]]:
+    """Every setting, predicted and measured, after `force_devices`."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(Path(folder))
+        settings = [Setting.of(name, _config(folder, name)) for name in names]
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for turn in range(turns + 1):
+            for setting in settings if turn % 2 else settings[::-1]:
+                times[setting.name].append(setting.step())
+    rows = rows_of(settings, {name: taken[1:] for name, taken in times.items()})
+    show(rows)
+    return rows
+
+
+def rows_of(
+    settings: Sequence[Setting], times: Mapping[str, Sequence[tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """Predictions of a cluster that is fitted to three of the settings."""
+    cores = len(os.sched_getaffinity(0))
+    by_name = {name: [worked / cores for _, worked in taken] for name, taken in times.items()}
+    medians = {name: statistics.median(taken) for name, taken in by_name.items()}
+    cluster = fitted(
+        CLUSTERS["cpu"],
+        [
+            MeasuredStep(medians[setting.name], setting.predicted)
+            for setting in settings
+            if setting.name in CALIBRATING
+        ],
+    )
+    print(f"fitted: {cluster.efficiency}, {cluster.in_node}")
+    rows = []
+    for setting in settings:
+        taken = by_name[setting.name]
+        low, _, high = statistics.quantiles(taken, n=4)
+        measured, predicted = medians[setting.name], setting.predicted(cluster)
+        rows.append(
+            {
+                "kind": MEASURED,
+                "setting": setting.name,
+                "predicted_s": predicted,
+                "measured_s": measured,
+                "error": predicted / measured - 1,
+                "spread": (high - low) / measured,
+                "wall_s": statistics.median(wall for wall, _ in times[setting.name]),
+                "calibrates": setting.name in CALIBRATING,
+            }
+        )
+    return rows
+
+
+def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How well predictions order and tell the settings that calibrate nothing.
+
+    Returns:
+      `tau`: Kendall's, over pairs that differ by more than their spreads. `first`: measured seconds of the setting that
+      is predicted to be fastest, over those of the fastest, less 1. `median`: of the errors' sizes. `range`: slowest
+      over fastest.
+    """
+    others = [row for row in rows if not row["calibrates"]]
+    signs = []
+    for one, other in combinations(others, 2):
+        apart = one["measured_s"] - other["measured_s"]
+        spread = max(row["spread"] * row["measured_s"] for row in (one, other))
+        if abs(apart) > spread:
+            signs.append(1 if apart * (one["predicted_s"] - other["predicted_s"]) > 0 else -1)
+    measured = [row["measured_s"] for row in others]
+    first = min(others, key=lambda row: row["predicted_s"])
+    return {
+        "pairs": len(signs),
+        "tau": statistics.fmean(signs),
+        "first": first["measured_s"] / min(measured) - 1,
+        "median": statistics.median(abs(row["error"]) for row in others),
+        "range": max(measured) / min(measured),
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table, and what it comes to."""
+    lines = [
+        [
+            row["setting"] + (" (calibrates)" if row["calibrates"] else ""),
+            row["measured_s"],
+            row["predicted_s"],
+            f"{100 * row['error']:+.1f} %",
+            row["spread"],
+            row["wall_s"],
+        ]
+        for row in rows
+    ]
+    columns = ["setting", "measured s", "predicted s", "error", "spread", "wall s"]
+    print_table("measured", columns, lines, left_aligned=1)
+    print(", ".join(f"{name} {value:.3g}" for name, value in agreement(rows).items()))
+
+
+def make_data(folder: Path) -> None:
+    """The examples of the sample data that have no sound."""
+    make_sample(folder, 0, EXAMPLES, 4)
+    file = folder / "train.jsonl"
+    records = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = (record for record in records if json.loads(record)["source"] in SOURCES)
+    file.write_text("".join(kept), encoding="utf-8")
+
+
+def _config(folder: str, name: str) -> Config:
+    data = (
+        f"data.root={folder}",
+        "data.sources=[{name: sample, path: train.jsonl}]",
+        "data.evaluation=[]",
+    )
+    return load_config(CONFIG, [*BASE, *rows(*ROWS), *data, *SETTINGS[name]])
