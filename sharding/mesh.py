@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 CUT = "."  # between the name of an axis and the number of a sub-axis
 
@@ -50,11 +50,23 @@ def make_mesh(
 
 
 def abstract_mesh(
-    sizes: Mapping[str, int], devices: int, spans: Sequence[int] = ()
+    sizes: Mapping[str, int],
+    devices: int,
+    spans: Sequence[int] = (),
+    device: AbstractDevice | None = None,
 ) -> AbstractMesh:
-    """A mesh as `make_mesh` makes it, over devices that need not exist: for shapes and plans."""
+    """A mesh as `make_mesh` makes it, over devices that need not exist: for shapes and plans.
+
+    Args:
+      device: what they are; none: as if the run began on this machine.
+    """
     axes = _cut_axes(dict(zip(sizes, mesh_shape(sizes, devices), strict=True)), spans)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        abstract_device=device,
+    )
 
 
 def whole_axis(axis: str) -> str:
@@ -71,8 +83,11 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """JAX platform of a mesh's devices; of an abstract one, as if the run began on this machine."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    """JAX platform of a mesh's devices; of an abstract one that does not say, that of this machine."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    device = mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ dict {component name: pytree}; modules exist only while a function is traced.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -313,23 +314,63 @@ def build_model(
             lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
         )
     makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
-    components: dict[str, Component] = {}
-    for name, (setting, make) in makers.items():
-        overrides = dict(setting.layout)
-        if name.startswith("projector."):  # a projector runs on the ranks of its tower
-            tower = components[name.removeprefix("projector.")].layout
-            for axes in ("batch", "sequence"):
-                overrides.setdefault(axes, list(tower.whole_axes(axes)))
-        layout = replace(
-            make_layout(mesh, overrides, f"components.{name}.layout"),
-            narrow_gradients=setting.reduce_dtype == "compute",
-        )
-        components[name] = _component(name, make, layout, setting)
+    layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
+    components = {
+        name: _component(name, make, layouts[name], setting)
+        for name, (setting, make) in makers.items()
+    }
     shapes = {name: component.shapes for name, component in components.items()}
     patterns = {
         name: part.settings.train for name, part in components.items() if not part.settings.freeze
     }
     return MLLM(config, vocab_size, components, Trainable.of(shapes, patterns))
+
+
+def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
+    """The same model on another mesh or in other layouts, without making its shapes anew.
+
+    Args:
+      settings: freeze and train as the model was built with.
+
+    Raises:
+      MeshError: a layout that cannot be.
+    """
+    chosen = {name: attrgetter(name)(settings) for name in model.components}
+    layouts = _layouts(chosen, mesh)
+    components = {
+        name: replace(part, layout=layouts[name], settings=chosen[name])
+        for name, part in model.components.items()
+    }
+    for component in components.values():
+        _check_shapes(component)
+    return replace(model, components=components)
+
+
+def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
+    """The same model in the same layouts, whose components have other settings of remat or types."""
+    components = {
+        name: replace(part, settings=attrgetter(name)(settings))
+        for name, part in model.components.items()
+    }
+    return replace(model, components=components)
+
+
+def _layouts(
+    settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
+) -> dict[str, Layout]:
+    """Layouts of components, each tower before its projector."""
+    layouts: dict[str, Layout] = {}
+    for name, setting in settings.items():
+        overrides = dict(setting.layout)
+        if name.startswith("projector."):  # a projector runs on the ranks of its tower
+            tower = layouts[name.removeprefix("projector.")]
+            for axes in ("batch", "sequence"):
+                overrides.setdefault(axes, list(tower.whole_axes(axes)))
+        layouts[name] = replace(
+            make_layout(mesh, overrides, f"components.{name}.layout"),
+            narrow_gradients=setting.reduce_dtype == "compute",
+        )
+    return layouts
 
 
 def shardings(component: Component) -> Any:
@@ -368,11 +409,17 @@ def _component(
     axes = nnx.to_pure_dict(
         jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     )
-    for (path, leaf), names in zip(
-        jax.tree.leaves_with_path(shapes), jax.tree.leaves(axes), strict=True
-    ):
-        layout.check(f"{name}{jax.tree_util.keystr(path)}", leaf.shape, names.names)
-    return Component(name, make, graph, axes, shapes, layout, settings)
+    component = Component(name, make, graph, axes, shapes, layout, settings)
+    _check_shapes(component)
+    return component
+
+
+def _check_shapes(component: Component) -> None:
+    """Raise `MeshError` where a parameter cannot be split as its layout says."""
+    leaves = jax.tree.leaves_with_path(component.shapes)
+    for (path, leaf), names in zip(leaves, jax.tree.leaves(component.axes), strict=True):
+        where = f"{component.name}{jax.tree_util.keystr(path)}"
+        component.layout.check(where, leaf.shape, names.names)
 
 
 def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:

@@ -75,10 +75,17 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
-    batches = min(max(SAMPLED_EXAMPLES // config.data.batch_size, FEWEST_BATCHES), MOST_BATCHES)
-    samples = sample_batches(order, corpus, config.data.batch_size, batches)
+    samples = sizing_samples(order, corpus, config.data.batch_size)
     of_sources = source_batches(corpus.members, corpus, config.data.batch_size)
     return RunInputs(model, corpus, held_out, order, samples, spans, of_sources)
+
+
+def sizing_samples(
+    order: grain.MapDataset[int], corpus: Corpus, batch_size: int
+) -> list[BatchItems]:
+    """The batches that sizes are chosen from."""
+    batches = min(max(SAMPLED_EXAMPLES // batch_size, FEWEST_BATCHES), MOST_BATCHES)
+    return sample_batches(order, corpus, batch_size, batches)
 
 
 def run_modalities(config: Config, model: MLLM, spans: Spans) -> dict[str, Modality]:

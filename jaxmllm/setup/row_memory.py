@@ -37,7 +37,7 @@ RUNNING_WIDTHS = (16, 6)
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
     """Slots of a phase's row that a rank can hold: a power of two."""
-    slots = _left(config, model) * USED_SHARE / _slot_bytes(config, phase)
+    slots = _left(config, model) * USED_SHARE / slot_bytes(config, phase)
     parts = model.layout(phase).parts
     return 1 << int(math.log2(max(slots * parts, 1)))
 
@@ -54,7 +54,7 @@ def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> in
         return settings.kept_residuals
     memory = _left(config, model) * KEPT_SHARE / len(config.model.encoders)
     slots = capacity / model.layout(phase).parts
-    fitting = memory / (slots * _kept_bytes(config, phase) + _kept_weights(config, model, phase))
+    fitting = memory / (slots * kept_bytes(config, phase) + kept_weights(config, model, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
 
@@ -78,7 +78,7 @@ def kept_forwards(config: Config, model: MLLM, phase: str, capacity: int, layers
 def _left(config: Config, model: MLLM) -> float:
     """Bytes of a device that the state leaves."""
     memory = _memory(model)
-    return max(memory - _state_bytes(config, model), memory * LEAST_SHARE)
+    return max(memory - state_bytes(config, model), memory * LEAST_SHARE)
 
 
 def _memory(model: MLLM) -> int:
@@ -90,7 +90,7 @@ def _memory(model: MLLM) -> int:
     return device_memory(own[0] if own else mesh.devices.flat[0]) or PLANNED_MEMORY
 
 
-def _state_bytes(config: Config, model: MLLM) -> int:
+def state_bytes(config: Config, model: MLLM) -> int:
     """Parameters, gradients and moments of the largest share that a device holds."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
@@ -130,7 +130,7 @@ def _device_bytes(config: Config, tree: object, least: int = 0) -> int:
     return total
 
 
-def _slot_bytes(config: Config, phase: str) -> float:
+def slot_bytes(config: Config, phase: str) -> float:
     """Bytes that a slot of a row takes on the devices of its rank."""
     shapes = getattr(config.model, phase)
     running, running_mlp = RUNNING_WIDTHS
@@ -140,10 +140,10 @@ def _slot_bytes(config: Config, phase: str) -> float:
         if in_flight == "auto":
             in_flight = CHOICE.per_stage * config.pipeline.stages
         values += 2 * in_flight * shapes.width  # inputs of chunks and gradients of their outputs
-    return _kept_bytes(config, phase) + float(values * _itemsize(config, phase))
+    return kept_bytes(config, phase) + float(values * _itemsize(config, phase))
 
 
-def _kept_bytes(config: Config, phase: str) -> float:
+def kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
     kept = config.pipeline.kept_residuals
@@ -177,7 +177,7 @@ def _kept_values(shapes: TowerConfig | LanguageConfig, remat: Remat) -> int:
     return widths * shapes.width + sum(of_name[name] for name in remat)
 
 
-def _kept_weights(config: Config, model: MLLM, phase: str) -> int:
+def kept_weights(config: Config, model: MLLM, phase: str) -> int:
     """Bytes of gathered weights that are kept with the slots of a microbatch."""
     if getattr(config.components, phase).remat != "none":
         return 0

@@ -82,7 +82,7 @@ def test_gradients_that_stay_whole_are_counted(tmp_path):
         model = build_model(
             config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8)
         )
-        return row_memory._state_bytes(config, model), model
+        return row_memory.state_bytes(config, model), model
 
     step = {"components__language__reduce": "step"}
     bfloat16 = {"components__language__compute_dtype": "bfloat16"}

@@ -15,10 +15,11 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxmllm.arrays import Longs
@@ -168,7 +169,7 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     """
     linear = Fraction(0)
     squares = NO_SQUARES
-    for layer in _trained_layers(model, phase, trained):
+    for layer in _trained_layers(model, phase, frozenset(trained.items())):
         linear += layer.linear
         squares = tuple(total + flops for total, flops in zip(squares, layer.squares, strict=True))
     quadratic, windowed = squares
@@ -185,7 +186,7 @@ def head_flops(model: ModelConfig, trained: Mapping[str, Fraction | int]) -> int
 
     Args and errors are those of `phase_flops`.
     """
-    *_, head = _trained_layers(model, LANGUAGE, trained)
+    *_, head = _trained_layers(model, LANGUAGE, frozenset(trained.items()))
     return round(head.linear)
 
 
@@ -196,11 +197,13 @@ class _LayerTotal(NamedTuple):
     squares: tuple[Fraction, ...]
 
 
+@lru_cache(maxsize=64)
 def _trained_layers(
-    model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]
-) -> Iterator[_LayerTotal]:
-    """What each layer of a phase takes, in the order of computation."""
+    model: ModelConfig, phase: str, shares: frozenset[tuple[str, Fraction | int]]
+) -> tuple[_LayerTotal, ...]:
+    """What each layer of a phase takes, in the order of computation; `shares` are items of what is trained."""
     phases = make_phases(model)
+    trained = dict(shares)
     components = frozenset(component_names(phases))
     if unknown := trained.keys() - components:
         raise ValueError(
@@ -210,6 +213,7 @@ def _trained_layers(
     upstream = any(
         name in trained for read in phases[phase].reads for name in phases[read].components
     )
+    totals = []
     for layer in layers:
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
         attention_passes = 3 if upstream else 1
@@ -218,9 +222,12 @@ def _trained_layers(
             # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
-        yield _LayerTotal(
-            linear, tuple(attention_passes * flops for flops in layer.attention_squares)
+        totals.append(
+            _LayerTotal(
+                linear, tuple(attention_passes * flops for flops in layer.attention_squares)
+            )
         )
+    return tuple(totals)
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:

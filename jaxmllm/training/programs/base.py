@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -98,7 +99,7 @@ class Programs(abc.ABC):
     """The programs of a run: `compile` them, then `put` a batch on the devices, `train` on it or
     `evaluate` it.
 
-    `jobs` is there from the start: what is compiled, by name. What `put` returns is each kind's own.
+    `jobs` is there before anything is compiled: what is, by name. What `put` returns is each kind's own.
     """
 
     def __init__(
@@ -136,12 +137,22 @@ class Programs(abc.ABC):
             if functions.trainable_of(phase) and not functions.keeps_features(phase)
         }
         self.param_dtype = param_dtype
+        self.formats = formats
         self.params = self._abstract_params()
         # Shapes of what is trained, and of its gradients when they are complete
         self.trained, _ = functions.model.trainable.split(self.params)
-        self.state = self._abstract_state(self.params)
-        self.jobs = self._jobs(formats)
+        self._set_shapes()
         self.compiled: dict[ProgramName, Compiled] = {}
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Shapes, types and shardings of the state. Like the jobs, made when asked for, since it is traced."""
+        return self._abstract_state(self.params)
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        """All programs of the run."""
+        return self._jobs(self.formats)
 
     @property
     def local_share(self) -> LocalRanks:
@@ -264,6 +275,10 @@ class Programs(abc.ABC):
         }
 
     # ------------------------------------------------------------------ shapes
+
+    @abc.abstractmethod
+    def _set_shapes(self) -> None:
+        """Make the shapes that jobs are described by, besides those of the state."""
 
     def _abstract_params(self) -> Any:
         return self.functions.model.abstract(self.param_dtype)

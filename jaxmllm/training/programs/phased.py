@@ -324,11 +324,12 @@ class PhasedPrograms(Programs):
 
     # ------------------------------------------------------------------ compiling
 
-    def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
+    def _set_shapes(self) -> None:
         self.pools = self._abstract_pools()
         # Slots of a row for each token of attention
         self._strides = {
-            phase: formats[phase].stride if phase in formats else 1 for phase in self.spec.phases
+            phase: self.formats[phase].stride if phase in self.formats else 1
+            for phase in self.spec.phases
         }
         self._exchange_programs = {
             owner: ExchangePrograms(
@@ -343,6 +344,8 @@ class PhasedPrograms(Programs):
         }
         self._gradient_sums = GradientSums(self.functions.model, self.trained, self._real_dtype)
         self.accumulators = self._gradient_sums.abstract
+
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         jobs = self._common_jobs(self.trained) | self._gradient_sums.jobs()
         jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
         for exchange in self._exchange_programs.values():

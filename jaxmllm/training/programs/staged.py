@@ -250,10 +250,13 @@ class StagedPrograms(Programs):
 
     # ------------------------------------------------------------------ compiling
 
+    def _set_shapes(self) -> None:
+        self.rows = self._abstract_rows(self.formats)
+
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         saved = self.saved_state
         results: Any = (self.trained, self._abstract_sums(), self._scalar(np.int32))
-        rows = self.rows = self._abstract_rows(formats)
+        rows = self.rows
         evaluated: Any = Evaluated(results[1], results[2])
         table = self._abstract_table(self.sizes.training)
         return self._common_jobs(self.trained) | {
