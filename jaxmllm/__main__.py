@@ -42,6 +42,10 @@ VERBS = {
         "jaxmllm.tools.convert",
         "take published model folders in, write them, compare with a reference",
     ),
+    "plan": Verb(
+        "jaxmllm.tools.plan",
+        "choose mesh, layouts, remat and rows for a cluster, from the batches of a config",
+    ),
     "sample-data": Verb(
         "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
     ),

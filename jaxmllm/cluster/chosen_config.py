@@ -1,0 +1,27 @@
+"""A planned layout as a config that trains unedited, with the rows that were planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmllm.balance.records import PhaseSpec
+from jaxmllm.cluster.layouts import PlannedLayout
+from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.config.schema import Config
+
+
+def chosen_config(layout: PlannedLayout) -> Config:
+    """The config of a layout, with its mesh, row classes and segments."""
+    tree = config_tree(layout.config)
+    for phase, spec in layout.spec.phases.items():
+        tree["phases"][phase] |= _rows(spec)
+    return parse_config(tree, "the plan")
+
+
+def _rows(spec: PhaseSpec) -> dict[str, Any]:
+    """Keys of `phases.<phase>`."""
+    return {
+        "capacities": sorted({one.capacity for one in spec.classes}, reverse=True),
+        "spans": sorted({one.span for one in spec.classes}),
+        "max_segments": spec.max_segments,
+    }

@@ -1,0 +1,37 @@
+"""A config on devices of a cluster that need not exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.config.schema import Config
+from jaxmllm.setup.spans import mesh_spans
+from sharding.mesh import abstract_mesh
+
+
+def cluster_mesh(config: Config, sizes: Mapping[str, int], cluster: Cluster) -> AbstractMesh:
+    """A mesh of devices of a cluster."""
+    devices = math.prod(sizes.values())
+    kind = AbstractDevice(
+        device_kind=cluster.device_kind, num_cores=None, platform=platform(cluster)
+    )
+    return abstract_mesh(sizes, devices, mesh_spans(config), kind)
+
+
+def platform(cluster: Cluster) -> str:
+    """What JAX calls the platform of its devices."""
+    if cluster.shared_cores:
+        return "cpu"
+    return "tpu" if cluster.device_kind.startswith("TPU") else "gpu"
+
+
+def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
+    """The config with the cluster's nodes, where it leaves them open and there are several."""
+    if config.balance.ranks_per_node != "auto" or devices <= cluster.node_devices:
+        return config
+    balance = config.balance.model_copy(update={"ranks_per_node": cluster.node_devices})
+    return config.model_copy(update={"balance": balance})

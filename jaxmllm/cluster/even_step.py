@@ -1,0 +1,159 @@
+"""Step time in closed form: one microbatch of each phase with an even share of the batch, times how many there are.
+
+Sums of lengths are all that is known of the batch, so nothing waits for a slower rank and rows have no padding. It
+ranks layouts whose steps are then planned (search.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.arrays import Floats, ceil_divide, round_up
+from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import (
+    BatchItems,
+    PhaseItems,
+    PhasePlan,
+    PlanSpec,
+    RoutePlan,
+    RouteRound,
+    RouteSpec,
+    RowClass,
+    StepPlan,
+)
+from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.simulate import simulate
+from jaxmllm.config.schema import BalanceConfig
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.setup.exchange_layout import exchange_grids
+from jaxmllm.training.programs.phased import PhasedPrograms
+
+NOTHING = np.zeros(1, np.int32)
+NO_LENGTH = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True)
+class PhaseLoad:
+    """What a batch holds of a phase, the mean over batches."""
+
+    slots: float
+    squares: Floats  # sums over the items, by kind of layer
+    tokens: float  # of the language model that its items become
+
+
+@dataclass(frozen=True)
+class EvenRows:
+    """Rows of a phase that hold an even share of its load: slots of a rank, and how many microbatches."""
+
+    capacity: int
+    microbatches: int
+
+
+def mean_loads(
+    batches: Sequence[BatchItems], flops: Mapping[str, ItemCost]
+) -> dict[str, PhaseLoad]:
+    """Loads by phase."""
+    return {
+        phase: PhaseLoad(
+            slots=float(np.mean([batch.phases[phase].length.sum() for batch in batches])),
+            squares=np.mean([_squares(batch.phases[phase], cost) for batch in batches], axis=0),
+            tokens=float(np.mean([batch.phases[phase].tokens.sum() for batch in batches])),
+        )
+        for phase, cost in flops.items()
+    }
+
+
+def _squares(items: PhaseItems, cost: ItemCost) -> list[float]:
+    squares = cost.squares(items.length.astype(float), items.extra)
+    return [float(np.sum(kind)) for kind in squares]
+
+
+def even_rows(load: PhaseLoad, inputs: SizingInputs, most: int) -> EvenRows:
+    """The fewest rows of at most so many slots that hold an equal share of each rank."""
+    per_rank = math.ceil(load.slots / inputs.ranks)
+    largest = max(most // inputs.alignment, 1) * inputs.alignment
+    microbatches = max(ceil_divide(per_rank, largest), 1)
+    share = round_up(max(ceil_divide(per_rank, microbatches), 1), inputs.alignment)
+    return EvenRows(share, microbatches)
+
+
+def even_spec(
+    model: MLLM,
+    inputs: Sequence[SizingInputs],
+    rows: Mapping[str, EvenRows],
+    balance: BalanceConfig,
+    backend: str,
+) -> PlanSpec:
+    """Sizes with one class of rows per phase."""
+    specs = {
+        one.name: phase_spec(one, (RowClass(rows[one.name].capacity),), max_segments=1)
+        for one in inputs
+    }
+    routes = {
+        phase: RouteSpec(grid, encoder_pool=1, language_pool=1, pair_slots=1, backend=backend)
+        for phase, grid in exchange_grids(model).items()
+    }
+    return PlanSpec(specs, routes, balance.mode)
+
+
+def even_step(
+    programs: PhasedPrograms,
+    loads: Mapping[str, PhaseLoad],
+    rows: Mapping[str, EvenRows],
+    device: Device,
+) -> dict[str, float]:
+    """Seconds of a step by part, named as in `StepTime`, but for what straggles.
+
+    Args:
+      programs: for rows of `even_spec`.
+    """
+    phases, items = {}, {}
+    for phase, spec in programs.spec.phases.items():
+        of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
+        phases[phase] = _one_microbatch(rows[phase].capacity)
+        items[phase] = PhaseItems(
+            NO_LENGTH, NO_LENGTH, NOTHING, NOTHING, NOTHING, of_rank.astype(np.int64)[None]
+        )
+    routes: dict[str, RoutePlan] = {}
+    statistics: dict[str, float] = {}
+    for phase, owner in programs.exchange_owner.items():
+        peers = programs.spec.routes[owner].grid.peers
+        key = f"route/{owner}/slots_moved"
+        statistics[key] = statistics.get(key, 0.0) + loads[phase].tokens * (1 - 1 / peers)
+        routes[owner] = RoutePlan.of_whole_items(NOTHING, NOTHING, (_ONE_HOP,))
+    plan = StepPlan(phases, routes, statistics)
+    parts = simulate(programs, plan, BatchItems(NO_LENGTH, 0, items), device).parts
+    return {
+        name: seconds * rows[phase].microbatches
+        if (phase := name.split("/")[0]) in rows
+        else seconds
+        for name, seconds in parts.items()
+        if name != "straggling"
+    }
+
+
+def _one_microbatch(capacity: int) -> PhasePlan:
+    first = np.array([capacity], np.int32)
+    ones = np.ones(1, np.int32)
+    return PhasePlan(first, ones, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ones)
+
+
+_ONE_HOP = RouteRound(
+    source=0,
+    target=0,
+    first_leg=1,
+    second_leg=0,
+    direct_tokens=1,
+    tokens=NOTHING,
+    start=NOTHING,
+    arrival=NOTHING,
+    sender=NOTHING,
+    receiver=NOTHING,
+    ordinal=NOTHING,
+    direct=np.ones(1, np.bool_),
+)

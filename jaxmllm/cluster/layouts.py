@@ -1,0 +1,193 @@
+"""Layouts on their way through the search: legal, estimated in closed form, planned whole; and what became of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from jaxmllm.balance.records import BatchItems, PlanSpec, StepPlan
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.cluster.even_step import EvenRows
+from jaxmllm.cluster.mesh_choices import MeshChoice
+from jaxmllm.cluster.simulate import StepTime
+from jaxmllm.config.schema import Config, Remat
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.row_format import RowFormat
+from jaxmllm.setup.spans import Spans
+from jaxmllm.training.programs.phased import PhasedPrograms
+
+EQUAL: Final = 0.02  # times closer than that are not told apart
+OVER_MEMORY: Final = "over memory"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Lengths of batches as training will draw them."""
+
+    samples: Sequence[BatchItems]  # that sizes are chosen from
+    others: Sequence[BatchItems]  # that may come, too: of each source alone
+    steps: Sequence[BatchItems]  # that are planned: the next ones
+    longest: Mapping[str, int]  # slots of the largest item, by phase
+    formats: Mapping[str, RowFormat]  # by encoder phase
+    sources: int  # whose losses are told apart
+
+
+# How items are measured depends on whether several devices hold their rows
+LengthsOf = Callable[[Config, MLLM, Spans], Sampled]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Sizes, and the planned batches."""
+
+    spec: PlanSpec
+    plans: tuple[StepPlan, ...]
+    sampled: Sampled  # of which `steps` were planned
+
+
+@dataclass(frozen=True)
+class LegalLayout:
+    """A layout that is legal, and what fits it."""
+
+    choice: MeshChoice
+    config: Config  # on this mesh
+    model: MLLM
+    spans: Spans
+    inputs: Sequence[SizingInputs]
+    options: Mapping[str, Mapping[Remat, int]]  # slots of a rank's row that fit, by phase and remat
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout in closed form, with remat chosen."""
+
+    layout: LegalLayout
+    fitting: Mapping[str, int]  # slots of a rank's row for which there is room, by phase
+    rows: Mapping[str, EvenRows]
+    parts: Mapping[str, float]  # seconds, as in `StepTime` without what straggles
+    seconds: float
+
+    @property
+    def choice(self) -> MeshChoice:
+        return self.layout.choice
+
+    @property
+    def config(self) -> Config:
+        return self.layout.config
+
+    @property
+    def model(self) -> MLLM:
+        return self.layout.model
+
+    def phase_seconds(self, phase: str) -> float:
+        """Of its programs."""
+        return sum(seconds for name, seconds in self.parts.items() if name.startswith(f"{phase}/"))
+
+    def gather_seconds(self, phase: str) -> float:
+        """What a microbatch waits for weights and their gradients."""
+        return self.parts[f"{phase}/weights"] / self.rows[phase].microbatches
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with sizes, and steps of sampled batches that were planned for it."""
+
+    choice: MeshChoice
+    config: Config
+    spec: PlanSpec
+    programs: PhasedPrograms
+    plans: tuple[StepPlan, ...]
+    times: tuple[StepTime, ...]
+    peak: Mapping[str, float]  # bytes of a device while programs of a phase run
+    even_seconds: float  # in closed form
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what they go to, the mean over the batches."""
+        names = self.times[0].parts
+        return {name: self._mean([time.parts[name] for time in self.times]) for name in names}
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float:
+        return self._mean([time.mfu for time in self.times])
+
+    @property
+    def hfu(self) -> float:
+        return self._mean([time.hfu for time in self.times])
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Seconds if everything overlaps that can, and if nothing does."""
+        return self._mean([time.low for time in self.times]), self._mean(
+            [time.high for time in self.times]
+        )
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(self.peak.values())
+
+    def statistic(self, name: str) -> float:
+        """Of the plans, the mean; 0 where no plan has it."""
+        return self._mean([plan.statistics.get(name, 0.0) for plan in self.plans])
+
+    @staticmethod
+    def _mean(values: Sequence[float]) -> float:
+        return float(np.mean(values))
+
+
+@dataclass(frozen=True)
+class Closest:
+    """The layout that lacks least memory."""
+
+    choice: MeshChoice
+    phase: str  # whose programs need most
+    lacking: float  # bytes
+
+
+@dataclass
+class Found:
+    """What became of all layouts."""
+
+    considered: int = 0
+    meshes: int = 0  # of these layouts
+    rejected: Counter[str] = field(default_factory=Counter)
+    closest: Closest | None = None
+    # Legal, but with more ranks than examples: the fewest ranks of any
+    fewest_ranks: int | None = None
+    estimates: list[Estimate] = field(default_factory=list)
+    ranked: list[PlannedLayout] = field(default_factory=list)
+
+    def reject(self, reason: str) -> None:
+        self.rejected[reason] += 1
+
+    def lacks(self, closest: Closest) -> None:
+        """Count a layout that is over memory."""
+        self.reject(f"{OVER_MEMORY} in {closest.phase}")
+        if self.closest is None or closest.lacking < self.closest.lacking:
+            self.closest = closest
+
+
+def ranked(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+    """By time; of those that are as good as the fastest, fewer axes first."""
+    fastest = min(one.seconds for one in planned)
+
+    def key(one: PlannedLayout) -> tuple[float, ...]:
+        if one.seconds <= fastest * (1 + EQUAL):
+            return (0, one.choice.axes, one.seconds)
+        return (1, one.seconds, one.choice.axes)
+
+    return sorted(planned, key=lambda one: (key(one), one.choice))
+
+
+def by_time(estimate: Estimate) -> tuple[Any, ...]:
+    return estimate.seconds, estimate.choice.axes, estimate.choice

@@ -1,0 +1,151 @@
+"""Meshes for some devices, and which of their axes encoders count as data: what a config leaves open of its layout.
+
+    config, devices --mesh_choices--> MeshChoice, of which the model may refuse some
+
+What a config says stays: an axis with a number (-1 is open, and so is an axis that it does not name), and the layout of
+a component that has one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from jaxmllm.config.schema import Config, ConfigError, MeshConfig
+
+AXES: Final = ("data", "fsdp", "context", "tensor")
+# Axes that split rows or layers of the decoder, over which encoders may have more ranks instead
+INNER_AXES: Final = ("context", "tensor")
+BATCH_AXES: Final = ("data", "fsdp")
+
+
+@dataclass(frozen=True, order=True)
+class MeshChoice:
+    """Devices along each axis, and the axes that encoders count as data."""
+
+    data: int
+    fsdp: int
+    context: int
+    tensor: int
+    as_data: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis, as `mesh` of a config."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def sizes_key(self) -> tuple[int, ...]:
+        """Of the mesh alone."""
+        return tuple(self.sizes.values())
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def axes(self) -> int:
+        """Axes of more than one device, and as many more as encoders count as data."""
+        return sum(size > 1 for size in self.sizes.values()) + len(self.as_data)
+
+    @property
+    def words(self) -> str:
+        """For tables."""
+        used = ", ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        over = f"; encoders over {' and '.join(self.as_data)}" if self.as_data else ""
+        return (used or "one device") + over
+
+    def of(self, config: Config) -> Config:
+        """The config on this mesh. Its sections are not checked against each other anew."""
+        components = config.components
+        if self.as_data:
+            layout = {"batch": [axis for axis in AXES if axis in (*BATCH_AXES, *self.as_data)]}
+            towers = {
+                name: getattr(components, name).model_copy(update={"layout": layout})
+                for name in open_layouts(config)
+            }
+            components = components.model_copy(update=towers)
+        return config.model_copy(
+            update={"mesh": MeshConfig(**self.sizes), "components": components}
+        )
+
+
+def fixed_axes(config: Config) -> dict[str, int]:
+    """Sizes that the config names."""
+    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    named = config.mesh.model_fields_set
+    return {axis: size for axis, size in given.items() if axis in named and size != -1}
+
+
+def open_layouts(config: Config) -> tuple[str, ...]:
+    """Encoders whose layout the config leaves open."""
+    return tuple(
+        name for name in config.model.encoders if not getattr(config.components, name).layout
+    )
+
+
+def open_remat(config: Config) -> tuple[str, ...]:
+    """Phases whose tower or decoder has no `remat` in the config."""
+    return tuple(
+        name
+        for name in config.model.phases
+        if "remat" not in getattr(config.components, name).model_fields_set
+    )
+
+
+def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
+    """All ways to lay out so many devices, in a fixed order.
+
+    Raises:
+      ConfigError: axes that the config fixes do not divide the devices.
+    """
+    fixed = fixed_axes(config)
+    product = math.prod(fixed.values())
+    if devices % product or (len(fixed) == len(AXES) and product != devices):
+        named = ", ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
+        below = devices // product * product if len(fixed) < len(AXES) else product
+        near = below or product
+        raise ConfigError(
+            f"{named} need a multiple of {product} devices, not {devices}; say --devices {near}, or leave the axes "
+            "open with mesh={}"
+        )
+    inner = open_layouts(config)
+    return [
+        MeshChoice(**sizes, as_data=as_data)
+        for factors in _factorizations(devices, [fixed.get(axis) for axis in AXES])
+        for sizes in (dict(zip(AXES, factors, strict=True)),)
+        for as_data in (_shared(sizes) if inner else [()])
+    ]
+
+
+def _shared(sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    """Sets of inner axes of several devices."""
+    several = [axis for axis in INNER_AXES if sizes[axis] > 1]
+    return [
+        chosen
+        for count in range(len(several) + 1)
+        for chosen in itertools.combinations(several, count)
+    ]
+
+
+def _factorizations(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
+    """Ordered factors of a number, of which some are given."""
+    first, *rest = fixed
+    if not rest:
+        if first in (None, number):
+            yield (number,)
+        return
+    factors = [first] if first is not None else divisors(number)
+    for factor in factors:
+        if number % factor == 0:
+            for others in _factorizations(number // factor, rest):
+                yield (factor, *others)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

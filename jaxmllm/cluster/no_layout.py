@@ -1,0 +1,75 @@
+"""Why no layout was found, in one line: what is closest, what it lacks, and what would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jaxmllm.cluster.clusters import GB
+from jaxmllm.cluster.layouts import Found
+from jaxmllm.cluster.mesh_choices import mesh_choices
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.models.mllm import laid_out
+from sharding.mesh import MeshError
+
+if TYPE_CHECKING:
+    from jaxmllm.cluster.search import Planner
+
+GROWTH: Final = 6  # doublings of the devices that are tried
+
+
+def why_none(planner: Planner, found: Found, devices: int) -> str:
+    """One line: what is closest, what it lacks, and what would do."""
+    if found.closest is not None:
+        closest = found.closest
+        more = _enough_devices(planner, devices)
+        remedy = (
+            f"{more} devices would do"
+            if more
+            else "no number of devices would: freeze components, or shorten items"
+        )
+        return (
+            f"nothing fits {devices} devices of {planner.cluster.name} with {planner.budget / GB:.0f} GB each: "
+            f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.phase}; {remedy}"
+        )
+    if found.fewest_ranks is not None:
+        return (
+            f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
+            f"raise it to {found.fewest_ranks} or more"
+        )
+    near = " or ".join(map(str, _legal_devices(planner, devices))) or "another number"
+    reasons = "; ".join(found.rejected)
+    return f"no mesh of {devices} devices is legal ({reasons}); say --devices {near}"
+
+
+def _enough_devices(planner: Planner, devices: int) -> int | None:
+    """The smallest multiple of the devices, among doublings, on which something fits."""
+    for doubling in range(1, GROWTH + 1):
+        more = devices << doubling
+        try:
+            if planner.estimates(more).estimates:
+                return more
+        except ConfigError:  # axes that are fixed
+            return None
+    return None
+
+
+def _legal_devices(planner: Planner, devices: int) -> list[int]:
+    """The nearest numbers of devices, below and above, that have a legal mesh."""
+    below = next((n for n in range(devices - 1, 0, -1) if _is_legal(planner, n)), None)
+    above = next((n for n in range(devices + 1, 2 * devices + 1) if _is_legal(planner, n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _is_legal(planner: Planner, devices: int) -> bool:
+    try:
+        choices = mesh_choices(planner.config, devices)
+    except ConfigError:
+        return False
+    for choice in choices:
+        config = choice.of(planner.config)
+        try:
+            laid_out(planner.model, config.components, planner.mesh(config, choice))
+            return True
+        except MeshError:
+            continue
+    return False

@@ -1,0 +1,125 @@
+"""Row classes of a plan: those that a run would choose, as far as a config can say them, from a part of large batches.
+
+Every share of a large batch looks like the whole, so classes are chosen for a share of the ranks and of the examples,
+and pools from one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from jaxmllm.arrays import Ints
+from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec
+from jaxmllm.balance.sizes.capacities import smallest_capacity
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.config.schema import BalanceConfig
+
+ENOUGH: Final = 4096  # examples of a batch that classes are chosen from
+
+
+def chosen_rows(
+    inputs: Sequence[SizingInputs],
+    samples: Sequence[BatchItems],
+    grids: Mapping[str, ExchangeGrid],
+    balance: BalanceConfig,
+) -> list[SizingInputs]:
+    """The same inputs with capacities and spans that are chosen.
+
+    A config gives a phase every capacity in every span. Where classes are chosen that are not like that, they are
+    chosen anew with the span of the largest alone.
+
+    Raises:
+      ConfigError: no row holds the longest item.
+    """
+    if all(one.config.capacities != "auto" for one in inputs):
+        return list(inputs)
+    share = _share(inputs, samples, grids)
+    few = [replace(one, ranks=one.ranks // share) for one in inputs]
+    if share > 1:  # ranks of many examples need not share rows to have equal work
+        few = [replace(one, spans=(_least_span(one),)) for one in few]
+    some = [_first(batch, share) for batch in samples]
+    parts = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
+    spec = choose_sizes(some, few, parts, balance)
+    if any(not _is_product(one) for one in spec.phases.values()):
+        again = [
+            _given(one, spec.phases[one.name])
+            if _is_product(spec.phases[one.name])
+            else replace(one, spans=(spec.phases[one.name].classes[0].span,))
+            for one in few
+        ]
+        spec = choose_sizes(some, again, parts, balance)
+    return [_given(one, spec.phases[one.name]) for one in inputs]
+
+
+def _is_product(spec: PhaseSpec) -> bool:
+    """Whether a phase has every capacity in every span."""
+    capacities, spans = _sizes(spec)
+    return len(capacities) * len(spans) == len(spec.classes)
+
+
+def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Capacities, descending, and spans, ascending."""
+    capacities = sorted({one.capacity for one in spec.classes}, reverse=True)
+    return tuple(capacities), tuple(sorted({one.span for one in spec.classes}))
+
+
+def _least_span(inputs: SizingInputs) -> int:
+    """The fewest ranks whose row holds the longest item."""
+    largest = inputs.largest_capacity
+    holding = (span for span in inputs.spans if smallest_capacity(inputs, span) <= largest)
+    return next(holding, max(inputs.spans))
+
+
+def _given(inputs: SizingInputs, spec: PhaseSpec) -> SizingInputs:
+    """With the classes that were chosen."""
+    capacities, spans = _sizes(spec)
+    config = inputs.config.model_copy(update={"capacities": capacities})
+    return replace(inputs, config=config, spans=spans)
+
+
+# ---------------------------------------------------------------------------- a share of a batch
+
+
+def _share(
+    inputs: Sequence[SizingInputs],
+    samples: Sequence[BatchItems],
+    grids: Mapping[str, ExchangeGrid],
+) -> int:
+    """How many equal parts the ranks have of which one has examples enough."""
+    most = min(len(batch.examples) for batch in samples) // ENOUGH
+    peers = [grid.peers for grid in grids.values()]
+    for share in range(max(most, 1), 1, -1):
+        whole = all(one.ranks % (share * max(one.spans)) == 0 for one in inputs)
+        if whole and all(number % share == 0 for number in peers):
+            return share
+    return 1
+
+
+def _first(batch: BatchItems, share: int) -> BatchItems:
+    """The first of equal parts of a batch."""
+    if share == 1:
+        return batch
+    examples = len(batch.examples) // share
+    phases = {
+        phase: items.at(np.flatnonzero(items.example < examples))
+        for phase, items in batch.phases.items()
+    }
+    return BatchItems(batch.examples[:examples], batch.targets // share, phases)
+
+
+def _first_peers(grid: ExchangeGrid, share: int) -> ExchangeGrid:
+    """The first of equal parts of the devices, whose ranks are numbered anew."""
+    if share == 1:
+        return grid
+    peers = grid.peers // share
+    return ExchangeGrid(_renumbered(grid.encoder[:peers]), _renumbered(grid.language[:peers]))
+
+
+def _renumbered(ranks: Ints) -> Ints:
+    order = np.unique(ranks, return_inverse=True)[1]
+    return order.reshape(ranks.shape).astype(np.int32)

@@ -1,0 +1,154 @@
+"""What `jaxmllm plan` tells of layouts: the rows of its table, why one lost, records for JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from jaxmllm.balance.records import StepPlan
+from jaxmllm.cluster.clusters import GB
+from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout
+from jaxmllm.cluster.search import Planner
+
+SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
+COLUMNS: Final = ["mesh", "remat", "rows", *SPEED, "why not"]
+WAITING: Final = (
+    0.05  # share of a phase's time that ranks wait for the slowest one, from which on it is named
+)
+REST: Final = {
+    "exchange": "exchange of media tokens",
+    "replicas": "gradients between replicas",
+    "update": "update",
+    "straggling": "straggling",
+}
+STATISTICS: Final = ("rows", "microbatches", "real_token_fraction", "max_over_mean")
+
+
+def table(found: Found, planner: Planner) -> list[list[Any]]:
+    """A row for every layout that was planned."""
+    best = found.ranked[0]
+    return [_row(layout, best, planner) for layout in found.ranked]
+
+
+def _row(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> list[Any]:
+    return [
+        layout.choice.words,
+        remat_words(layout),
+        rows_words(layout),
+        *speed(layout, planner),
+        "" if layout is best else why_lost(layout, best),
+    ]
+
+
+def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
+    """What `SPEED` names."""
+    low, high = interval(layout, planner)
+    used = f"{layout.peak_bytes / GB:.3g} of {planner.budget / GB:.3g}"
+    return [layout.seconds, low, high, f"{layout.mfu:.3f}", f"{layout.hfu:.3f}", used]
+
+
+def waits(layout: PlannedLayout) -> str:
+    """Of each phase the share of its time that ranks wait for the slowest one."""
+    shares = {phase: layout.statistic(f"{phase}/idle_share") for phase in layout.spec.phases}
+    return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items())
+
+
+def interval(layout: PlannedLayout, planner: Planner) -> tuple[float, float]:
+    """Where the step lies that nothing was calibrated for."""
+    uncertainty = planner.cluster.efficiency.uncertainty
+    return layout.seconds * (1 - uncertainty), layout.seconds * (1 + uncertainty)
+
+
+def remat_words(layout: PlannedLayout) -> str:
+    """By phase, once where all agree."""
+    remats = {phase: getattr(layout.config.components, phase).remat for phase in layout.spec.phases}
+    words = {
+        phase: remat if isinstance(remat, str) else "+".join(remat)
+        for phase, remat in remats.items()
+    }
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return ", ".join(f"{phase} {word}" for phase, word in words.items())
+
+
+def rows_words(layout: PlannedLayout) -> str:
+    """Slots of the largest row of each phase, on each rank that holds it."""
+    return " / ".join(
+        f"{spec.classes[0].capacity}"
+        + (f"x{spec.classes[0].span}" if spec.classes[0].span > 1 else "")
+        for spec in layout.spec.phases.values()
+    )
+
+
+def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
+    """One line: what takes most more than in the layout that was chosen."""
+    if layout.seconds <= best.seconds * (1 + EQUAL):
+        return "as fast, with no fewer axes"
+    more = {name: seconds - best.parts[name] for name, seconds in layout.parts.items()}
+    name = max(more, key=lambda part: more[part])
+    phase, _, kind = name.partition("/")
+    share = f"{100 * layout.parts[name] / layout.seconds:.0f} % of the step"
+    if kind == "weights":
+        return f"gathers of {phase} exposed, {share}"
+    if kind == "inside":
+        return f"{phase} waits inside layers, {share}"
+    if kind == "compute":
+        waits = layout.statistic(f"{phase}/idle_share")
+        if waits > best.statistic(f"{phase}/idle_share") + WAITING:
+            return f"{phase} waits {100 * waits:.0f} %"
+        return f"{phase} computes {100 * more[name] / best.parts[name]:.0f} % longer"
+    return f"{REST[name]}, {share}"
+
+
+# ---------------------------------------------------------------------------- records
+
+
+def records(found: Found, planner: Planner) -> dict[str, Any]:
+    """What the search found, for JSON."""
+    best = found.ranked[0]
+    return {
+        "considered": found.considered,
+        "meshes": found.meshes,
+        "estimated": len(found.estimates),
+        "rejected": dict(found.rejected),
+        "budget_bytes": planner.budget,
+        "layouts": [record(layout, best, planner) for layout in found.ranked],
+        "steps": [plan_record(plan) for plan in best.plans],
+    }
+
+
+def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict[str, Any]:
+    """One layout."""
+    low, high = interval(layout, planner)
+    overlapped, serial = layout.ends
+    phases = layout.spec.phases
+    return {
+        "mesh": layout.choice.sizes,
+        "encoders_over": list(layout.choice.as_data),
+        "remat": {phase: getattr(layout.config.components, phase).remat for phase in phases},
+        "classes": {phase: [list(one) for one in spec.classes] for phase, spec in phases.items()},
+        "kept_residuals": dict(layout.programs.kept_residuals),
+        "step_s": layout.seconds,
+        "low_s": low,
+        "high_s": high,
+        "overlapped_s": overlapped,
+        "serial_s": serial,
+        "mfu": layout.mfu,
+        "hfu": layout.hfu,
+        "parts": layout.parts,
+        "peak_bytes": dict(layout.peak),
+        "why_not": None if layout is best else why_lost(layout, best),
+    }
+
+
+def plan_record(plan: StepPlan) -> dict[str, Any]:
+    """Rows of one step, named as a run logs them, and the capacities of its microbatches."""
+    statistics = {
+        f"{phase}/{name}": plan.statistics[f"{phase}/{name}"]
+        for phase in plan.phases
+        for name in STATISTICS
+        if f"{phase}/{name}" in plan.statistics
+    }
+    capacities = {
+        f"{phase}/capacities": one.capacity.tolist() for phase, one in plan.phases.items()
+    }
+    return statistics | capacities

@@ -1,0 +1,96 @@
+"""Lengths of the batches that `jaxmllm plan` plans: of the config's data, or made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.cluster.layouts import Sampled
+from jaxmllm.config.schema import Config
+from jaxmllm.data.batches import batch_examples, example_order, source_batches
+from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.data.text.tokenizers import Tokenizer
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.setup.prepare import open_corpora, run_modalities, sizing_samples
+from jaxmllm.setup.spans import Spans
+from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
+
+STEPS: Final = 5  # batches that are planned ...
+STEP_EXAMPLES: Final = 4096  # ... or fewer, of so many examples together
+UNBOUNDED: Final = 1 << 40  # slots of a row: what does not fit is the planner's to say
+
+
+def planned_steps(batch_size: int) -> int:
+    """How many batches are planned."""
+    return min(max(STEP_EXAMPLES // batch_size, 1), STEPS)
+
+
+@dataclass
+class DataLengths:
+    """Batches of the config's data, as a run draws them."""
+
+    tokenizer: Tokenizer
+    steps: Sequence[int]  # numbers of the batches that are planned
+    _known: dict[str, Sampled] = field(default_factory=dict)
+
+    def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
+        media = run_modalities(config, model, spans)
+        key = repr(media)
+        if key not in self._known:
+            corpus, held_out = open_corpora(_unbounded(config), self.tokenizer, media, model, spans)
+            corpora = [corpus] if held_out is None else [corpus, held_out]
+            order = example_order(corpus.members, config.run.seed)
+            size = config.data.batch_size
+            self._known[key] = Sampled(
+                samples=sizing_samples(order, corpus, size),
+                others=source_batches(corpus.members, corpus, size),
+                steps=[corpus.gather(batch_examples(order, size, step)) for step in self.steps],
+                longest={
+                    phase: max(one.longest(phase) for one in corpora) for phase in model.phases
+                },
+                formats=corpus.formats,
+                sources=len(corpus.sources),
+            )
+        return self._known[key]
+
+
+@dataclass
+class MadeUpLengths:
+    """Batches of the generator in jaxmllm/tools/workload.py."""
+
+    seed: int
+    mix: Mapping[str, float] = field(default_factory=lambda: DEFAULT_MIX)
+    _known: dict[str, Sampled] = field(default_factory=dict)
+    _batches: list[BatchItems] = field(default_factory=list)
+
+    def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
+        media = run_modalities(config, model, spans)
+        key = repr(media)
+        if key not in self._known:
+            mix = mix_for(config.model, self.mix)
+            if not self._batches:
+                samples, step = generated_batches(
+                    config.data.batch_size, self.seed, config.model, mix
+                )
+                self._batches += [*samples, step]
+            self._known[key] = Sampled(
+                samples=self._batches[:-1],
+                others=[],
+                steps=self._batches[-1:],
+                longest={phase: longest(phase, mix, config.model) for phase in model.phases},
+                formats=row_formats(media),
+                sources=len(config.data.sources),
+            )
+        return self._known[key]
+
+
+def _unbounded(config: Config) -> Config:
+    """Without a bound of rows that the config does not name."""
+    phases = {
+        phase: settings.model_copy(update={"max_capacity": UNBOUNDED})
+        for phase in config.model.phases
+        if (settings := getattr(config.phases, phase)).max_capacity == "auto"
+    }
+    return config.model_copy(update={"phases": config.phases.model_copy(update=phases)})

@@ -1,0 +1,143 @@
+"""A run beside its prediction: the efficiency that its steps show, and what was planned against what it logged.
+
+config and records of a run --plans of the same batches--> predicted seconds --fit--> efficiency
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.layouts import PlannedLayout
+from jaxmllm.cluster.simulate import StepTime, simulate
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.runtime.metrics import read_metrics
+from jaxmllm.training.run_folder import read_config
+
+WARM_UP: Final = 3  # first steps, whose seconds hold what happens once
+COMPARED: Final = 8  # steps that are planned again
+LEAST, MOST = 1e-5, 1.0  # efficiencies
+HALVINGS: Final = 40
+WIDEST: Final = 0.95
+CLOSE: Final = 1e-3  # of the measured median
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a run folder says."""
+
+    config: Config
+    records: Sequence[Mapping[str, Any]]  # of steps, after the first few
+
+    @property
+    def seconds(self) -> float:
+        """Median of its steps."""
+        return statistics.median(record["step_seconds"] for record in self.records)
+
+    @property
+    def compared(self) -> list[Mapping[str, Any]]:
+        """Records of the steps that are planned again: spread over the run."""
+        places = np.linspace(0, len(self.records) - 1, min(COMPARED, len(self.records)))
+        return [self.records[place] for place in dict.fromkeys(places.astype(int).tolist())]
+
+    @property
+    def batches(self) -> list[int]:
+        """Numbers of their batches: a record is written after its step."""
+        return [record["step"] - 1 for record in self.compared]
+
+
+def logged_run(folder: Path) -> LoggedRun:
+    """The run in a folder.
+
+    Raises:
+      ConfigError: there is none, or it logged too few steps.
+    """
+    config = read_config(folder)
+    if config is None:
+        raise ConfigError(
+            f"--from-run {folder}: there is no run; name the folder that holds its config.yaml"
+        )
+    records = [record for record in read_metrics(folder) if "step_seconds" in record]
+    if len(records) <= WARM_UP:
+        raise ConfigError(
+            f"--from-run {folder}: {len(records)} steps are logged, of which the first {WARM_UP} are left out; "
+            "let it run longer"
+        )
+    return LoggedRun(config, records[WARM_UP:])
+
+
+def fitted(
+    layout: PlannedLayout, batches: Sequence[BatchItems], device: Device, seconds: float
+) -> tuple[Device, list[StepTime]]:
+    """The device at the efficiency with which the median of the steps takes so many seconds, and these steps.
+
+    Where memory and links alone take longer, or less than nothing is reached, it is that of the nearest end.
+    """
+
+    def times(efficiency: float) -> list[StepTime]:
+        at = replace(device, efficiency=efficiency)
+        return [
+            simulate(layout.programs, plan, items, at)
+            for plan, items in zip(layout.plans, batches, strict=True)
+        ]
+
+    low, high = np.log(LEAST), np.log(MOST)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        error = _median(times(float(np.exp(middle)))) / seconds - 1
+        if abs(error) < CLOSE:
+            break
+        low, high = (middle, high) if error > 0 else (low, middle)
+    efficiency = float(np.exp((low + high) / 2))
+    return replace(device, efficiency=efficiency), times(efficiency)
+
+
+def _median(times: Sequence[StepTime]) -> float:
+    return statistics.median(time.seconds for time in times)
+
+
+def spread(run: LoggedRun, times: Sequence[StepTime]) -> float:
+    """Of predicted over measured seconds: the half width that holds nine of ten steps, as a share."""
+    measured = [record["step_seconds"] for record in run.compared]
+    errors = [
+        abs(time.seconds / seconds - 1) for time, seconds in zip(times, measured, strict=True)
+    ]
+    return min(float(np.percentile(errors, 90)), WIDEST)
+
+
+def comparison(
+    layout: PlannedLayout, run: LoggedRun, times: Sequence[StepTime]
+) -> list[dict[str, Any]]:
+    """By phase: predicted seconds of a step, and rows and shares of real tokens as planned and as logged; then the
+    parts that belong to no phase, and the step."""
+    lines = []
+    for phase in layout.spec.phases:
+        line: dict[str, Any] = {"part": phase, "predicted_s": _mean_of(times, f"{phase}/")}
+        for name in ("rows", "real_token_fraction"):
+            key = f"{phase}/{name}"
+            line[f"planned_{name}"] = layout.statistic(key)
+            logged = [record[key] for record in run.compared if key in record]
+            line[f"logged_{name}"] = float(np.mean(logged)) if logged else None
+        lines.append(line)
+    rest = [name for name in times[0].parts if "/" not in name]
+    lines += [{"part": name, "predicted_s": _mean_of(times, name)} for name in rest]
+    step = {"part": "step, median", "predicted_s": _median(times), "measured_s": run.seconds}
+    return [*lines, step]
+
+
+def _mean_of(times: Sequence[StepTime], prefix: str) -> float:
+    return float(
+        np.mean(
+            [
+                sum(seconds for name, seconds in time.parts.items() if name.startswith(prefix))
+                for time in times
+            ]
+        )
+    )

@@ -1,0 +1,103 @@
+"""The search against simulating every layout, its bytes, and what it says where there is nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.omni import omni_config
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.layouts import EQUAL, ranked
+from jaxmllm.cluster.step_bytes import StepBytes, parameter_numbers
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.setup.row_memory import state_bytes
+from jaxmllm.tools.plan import make_planner
+
+H100 = CLUSTERS["h100"]
+
+
+# Rows that are given need not be chosen, which takes longest
+ROWS = {
+    phase: {"capacities": [slots], "spans": [1]}
+    for phase, slots in {"vision": 16384, "audio": 16384, "language": 12288}.items()
+}
+
+
+def planner(devices=8, cluster=H100, batch=32, **sections):
+    config = omni_config("tiny", data={"batch_size": batch}, phases=ROWS, **sections)
+    return make_planner(config, cluster, devices, 0)
+
+
+@pytest.fixture(scope="module")
+def searched():
+    made = planner(4, mesh={"context": 1})
+    return made, made.search(4)
+
+
+def test_every_layout_is_accounted_for(searched):
+    _, found = searched
+    assert found.considered == len(found.estimates) + sum(found.rejected.values())
+    assert (found.considered, found.meshes) == (9, 6)
+    assert any("kv_heads of language, 2" in reason for reason in found.rejected)
+
+
+def test_plans_are_of_the_fastest_layouts_and_stay_in_memory(searched):
+    made, found = searched
+    assert found.ranked[0].seconds <= min(one.seconds for one in found.ranked) * (1 + EQUAL)
+    for one in found.ranked:
+        assert one.peak_bytes <= made.budget
+        low, high = one.ends
+        assert low <= one.seconds * (1 + 1e-9) and one.seconds <= high * (1 + 1e-9)
+
+
+def test_the_same_search_finds_the_same(searched):
+    _, found = searched
+    again = planner(4, mesh={"context": 1}).search(4)
+    assert [(one.choice, one.seconds) for one in again.ranked] == [
+        (one.choice, one.seconds) for one in found.ranked
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 16])
+def test_the_fastest_plan_is_that_of_all_layouts(devices):
+    made = planner(devices)
+    found = made.search(devices)
+    every = [made.planned(estimate) for estimate in found.estimates]
+    best = min(one.seconds for one in every)
+    assert min(one.seconds for one in found.ranked) <= 1.01 * best
+
+
+def test_state_is_that_of_the_sizing_of_rows():
+    made = planner(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    estimate = made.estimates(8).estimates[0]
+    counted = StepBytes(estimate.config, estimate.model, 0, parameter_numbers(made.model)).state
+    assert counted == state_bytes(estimate.config, estimate.model)
+
+
+def test_of_equal_times_the_mesh_of_fewer_axes_is_preferred():
+    layouts = [
+        SimpleNamespace(seconds=seconds, choice=SimpleNamespace(axes=axes, __lt__=None))
+        for seconds, axes in ((1.0, 3), (1.019, 2), (1.021, 1), (1.01, 2))
+    ]
+    order = [(one.seconds, one.choice.axes) for one in ranked(layouts)]
+    assert order == [(1.01, 2), (1.019, 2), (1.0, 3), (1.021, 1)]
+
+
+def test_where_nothing_fits_the_closest_is_named_and_what_would_do():
+    # State of 0.5M parameters of 16 bytes; on 8 devices it fits, on one it does not
+    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    with pytest.raises(
+        ConfigError, match=r"nothing fits 1 devices .* over by .* GB in \w+; \d+ devices would do"
+    ):
+        planner(1, small).search(1)
+
+
+def test_devices_that_no_mesh_has_and_batches_that_are_too_small_are_named():
+    made = planner(13, batch=4, mesh={"context": 1})
+    with pytest.raises(ConfigError, match=r"data.batch_size \(4\): .* raise it to 13"):
+        made.search(13)
+    fixed = planner(6, mesh={"data": 1, "context": 1, "fsdp": 1})
+    with pytest.raises(ConfigError, match=r"no mesh of 6 devices is legal .* say --devices 2"):
+        fixed.search(6)

@@ -1,0 +1,186 @@
+"""The command `plan`: what it plans is what a run does, and what it cannot plan is one line."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
+from jaxmllm.config.read import dump_config, load_config
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools.plan import main
+from jaxmllm.tools.plan_figures import plan_record
+from jaxmllm.tools.sample_data import make_sample
+from sharding.mesh import make_mesh
+
+CONFIG = """
+run: {{directory: {data}/run, steps: 4, seed: 5}}
+model:
+  vision: {{width: 16, layers: 1, heads: 2, mlp_width: 32}}
+  audio: {{width: 16, layers: 1, heads: 2, mlp_width: 32, mel_bins: 8, chunk_frames: 32}}
+  language: {{width: 32, layers: 1, heads: 4, kv_heads: 2, head_size: 8, mlp_width: 48}}
+data:
+  sources: [{{name: sample, path: {data}/train.jsonl}}]
+  batch_size: 16
+phases:
+  vision: {{block: 32, row_classes: 1}}
+  audio: {{block: 32, row_classes: 1}}
+  language: {{block: 32, row_classes: 1}}
+optimizer: {{learning_rate: 1e-3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    data = tmp_path_factory.mktemp("sample")
+    make_sample(data, seed=1, train=64, test=4)
+    path = data / "config.yaml"
+    path.write_text(CONFIG.format(data=data))
+    return path
+
+
+def plan(config_file, *words, devices=8, cluster="cpu"):
+    command = ["--config", str(config_file), "--devices", str(devices), "--cluster", cluster]
+    return main([*command, *words])
+
+
+@pytest.fixture(scope="module")
+def out(config_file):
+    folder = config_file.with_name("plan")
+    assert plan(config_file, "--out", str(folder), "mesh={fsdp: 2, context: 1}") == 0
+    return folder
+
+
+def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
+    config = load_config(out / "plan.yaml")
+    record = json.loads((out / "plan.json").read_text())
+    assert config.mesh.fsdp == 2 and config.mesh.model_dump() == record["layouts"][0]["mesh"]
+    # As a run does, on devices that are there
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:8], mesh_spans(config))
+    inputs = prepare(config, mesh)
+    spec = plan_spec(config, inputs)
+    assert len(record["steps"]) == 5
+    for step, predicted in enumerate(record["steps"]):
+        items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
+        assert json.loads(json.dumps(plan_record(plan_step(items, spec)))) == predicted
+
+
+def test_every_layout_says_why_it_lost(out):
+    first, *others = json.loads((out / "plan.json").read_text())["layouts"]
+    assert first["why_not"] is None and others and all(one["why_not"] for one in others)
+    for one in (first, *others):
+        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--cluster", "h10"], 2, "there is no cluster 'h10'; did you mean h100?"),
+        (["language.width=4"], 1, "unknown key 'language'"),
+        (["pipeline.stages=2"], 1, "set pipeline.stages=1"),
+        (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
+        (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
+        (
+            [f"components.{name}.freeze=true" for name in ("vision", "audio", "language")]
+            + ["components.projector.vision.freeze=true", "components.projector.audio.freeze=true"],
+            1,
+            "every component is frozen",
+        ),
+        (["balance.calibration=none.json"], 1, "make it with jaxmllm calibrate"),
+        (["mesh={data: 1, fsdp: 1, context: 1}", "--devices", "6"], 1, "say --devices 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(config_file, capsys, words, code, says):
+    assert plan(config_file, "--generated", *words) == code
+    error = capsys.readouterr().err.strip()
+    assert says in error.splitlines()[-1] and error.splitlines()[-1].startswith("error: ")
+
+
+def test_a_calibration_of_something_else_is_named(config_file, tmp_path, capsys):
+    coefficients = {"row": 1e-3, "slot": 1e-6, "linear": 0, "quadratic": 0, "residual": 0}
+    cost = {"linear": 1, "quadratic": 1}
+    phase = {
+        "dtype": "float32",
+        "capacities": [128],
+        "flops": cost,
+        "forward": coefficients,
+        "training": coefficients,
+    }
+    record = dict.fromkeys(("package", "jax", "jaxlib", "platform", "date"), "") | {
+        "device": "other",
+        "mesh": {"data": 4},
+        "phases": dict.fromkeys(("vision", "audio", "language"), phase),
+    }
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(record))
+    assert plan(config_file, "--generated", f"balance.calibration={path}", cluster="h100") == 1
+    error = capsys.readouterr().err
+    for part in (
+        "on 'other'",
+        "another model",
+        "on 4 devices, but there are 8",
+        "balance.calibration=null",
+    ):
+        assert part in error
+
+
+def test_batches_without_some_media_are_noted(config_file, capsys):
+    text = config_file.with_name("text.jsonl")
+    lines = config_file.with_name("train.jsonl").read_text().splitlines()
+    text.write_text("\n".join(line for line in lines if "audio" not in line) + "\n")
+    assert plan(config_file, f"data.sources=[{{name: text, path: {text}}}]", "mesh={data: 8}") == 0
+    assert "note: no audio items in the sampled batches" in capsys.readouterr().err
+
+
+def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsys):
+    config = load_config(out / "plan.yaml")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    steps = json.loads((out / "plan.json").read_text())["steps"]
+    records = [
+        {"step": number, "step_seconds": 0.5 + 0.01 * number} | planned
+        for number, planned in enumerate(steps, 1)
+    ]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    fitted = tmp_path / "fitted"
+    assert main(["--from-run", str(folder), "--cluster", "cpu", "--out", str(fitted)]) == 0
+    *parts, step = json.loads((fitted / "plan.json").read_text())["run"]
+    assert step["measured_s"] == pytest.approx(0.545)
+    assert step["predicted_s"] == pytest.approx(0.545, rel=0.05)
+    for line in parts[:3]:
+        assert line["planned_rows"] == line["logged_rows"]
+        assert line["planned_real_token_fraction"] == line["logged_real_token_fraction"]
+    cluster = cluster_of(str(fitted / "cluster.yaml"))
+    assert cluster.efficiency.share < 0.5 and cluster.memory == CLUSTERS["cpu"].memory
+    assert "predicted with an efficiency of 0.5" in capsys.readouterr().out
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 1
+    assert "let it run longer" in capsys.readouterr().err
+
+
+def test_every_balance_mode_is_simulated(config_file, tmp_path):
+    record = tmp_path / "modes.json"
+    words = ["--generated", "--simulate", "--json", str(record), "mesh={data: 8}"]
+    assert plan(config_file, *words, cluster="h100") == 0
+    modes = {one["mode"]: one for one in json.loads(record.read_text())["modes"]}
+    assert [*modes] == ["none", "tokens", "language", "phases"]
+    assert all(one["step_s"] == pytest.approx(sum(one["parts"].values())) for one in modes.values())
+    assert modes["phases"]["step_s"] <= modes["none"]["step_s"]
+
+
+def test_batches_are_profiled(config_file, capsys):
+    assert plan(config_file, "--generated", "--profile", "mesh={data: 8}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "devices of vision : audio : language"
+    assert lines[1].startswith("batches of 512 examples")
+    assert any("warning: data.batch_size (16) is below" in line for line in lines)
+    assert main(["--config", str(config_file), "--devices", "2", "--generated", "--profile"]) == 1
+    assert "3 phases cannot share 2 devices" in capsys.readouterr().err
