@@ -1,0 +1,323 @@
+"""Bytes that programs take for themselves while they run, by named moments, from abstract shapes and shardings; nothing
+is compiled.
+
+    model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest moment does
+    programs --step_peak--> Peak                                 what lies between programs, and the largest of these
+
+Counts of values are those that lie in memory at once in what XLA compiles for GPUs. Letters, of one device: t tokens of
+attention, D width, F MLP width, Q width of all query heads, G of all key heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from jaxmllm.cluster.held import resident
+from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
+from jaxmllm.phases import LANGUAGE
+
+if TYPE_CHECKING:
+    from jaxmllm.models.mllm import MLLM, Component
+    from jaxmllm.training.programs.base import ProgramName, Programs
+
+FORWARD: Final = ("encode", "evaluate")
+WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
+# Values of a slot that a layer's backward pass has in memory at once, besides what was kept: in (D, F, Q). Towers have
+# one product before their activation, decoders two.
+RUNNING: Final = {
+    ("decoder", "full"): (10.0, 4.0, 2.25),
+    ("decoder", "dots"): (8.0, 4.0, 2.5),
+    ("decoder", "none"): (8.0, 4.0, 2.5),
+    ("tower", "full"): (7.0, 3.0, 4.0),
+    ("tower", "dots"): (4.0, 4.0, 4.25),
+    ("tower", "none"): (4.0, 4.0, 4.25),
+}
+FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
+# Of a layer's gradients, the widest matrix has so many more in float32: the next layer's are made while those of the
+# last one are being scattered
+WIDEST_AGAIN: Final = 2
+HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
+GAPS: Final = 1.03  # the heap's, of what comes and goes
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """Bytes of one device besides a program's arguments and results, at each of its moments."""
+
+    moments: Mapping[str, int]
+
+    @property
+    def moment(self) -> str:
+        """The one that takes most; none where nothing is taken."""
+        return max(self.moments, key=lambda moment: self.moments[moment], default="")
+
+    @property
+    def total(self) -> int:
+        return max(self.moments.values(), default=0)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device holds at one time in a step."""
+
+    bytes: int
+    program: ProgramName
+    moment: str  # of the program
+
+
+def step_peak(
+    held: int, temporaries: Mapping[ProgramName, Temporaries | int], *, moment: str = "compiled"
+) -> Peak:
+    """The peak of a step over its programs.
+
+    Args:
+      held: bytes that lie between programs, such as `resident(programs).total`.
+      temporaries: of the step's programs: estimates, or bytes that a compiler tells (then `moment` names them).
+    """
+
+    def total(name: ProgramName) -> int:
+        of_program = temporaries[name]
+        return of_program if isinstance(of_program, int) else of_program.total
+
+    largest = max(temporaries, key=total)
+    of_program = temporaries[largest]
+    if isinstance(of_program, Temporaries):
+        moment = of_program.moment
+    return Peak(held + total(largest), largest, moment)
+
+
+def programs_peak(programs: Programs, compiled: Mapping[ProgramName, int] | None = None) -> Peak:
+    """The peak of a step of these programs, which need not be compiled.
+
+    Args:
+      compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
+    """
+    model = programs.functions.model
+    estimates: dict[ProgramName, Temporaries | int] = {
+        name: program_temporaries(model, name) for name in programs.jobs
+    }
+    return step_peak(resident(programs).total, estimates | (compiled or {}))
+
+
+def program_temporaries(model: MLLM, name: ProgramName) -> Temporaries:
+    """What a program of a phase takes for itself; programs of no phase take next to nothing.
+
+    Args:
+      model: on any mesh, which may be abstract.
+      name: of `encode`, `encode_grad`, `encode_grad_kept`, `evaluate` or `language_loss_and_grad`, with capacity and
+        span of its rows.
+    """
+    if name.function not in (*FORWARD, *BACKWARD):
+        return Temporaries({})
+    phase = _PhaseProgram(model, name)
+    moments = phase.backward() if name.function in BACKWARD else phase.forward()
+    return Temporaries({moment: round(size) for moment, size in moments.items()})
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter on one device."""
+
+    layers: int  # that it is stacked of; 0 outside of the stack
+    numbers: float  # of one layer, gathered
+    parts: int  # that it is gathered of
+    turned: bool  # gathered along another axis than its first one
+    trained: bool
+
+    @property
+    def shards(self) -> float:
+        """Bytes of the device's shards of all layers."""
+        return WIDE * max(self.layers, 1) * self.numbers / self.parts
+
+
+def _weights(model: MLLM, name: str) -> list[_Weight]:
+    """The parameters of a component."""
+    import jax
+
+    from sharding.parameters import kept_axes
+
+    component = model.components[name]
+    layout = component.layout
+    weights = []
+    for (keys, leaf), axes in zip(
+        jax.tree.leaves_with_path(component.shapes), jax.tree.leaves(component.axes), strict=True
+    ):
+        path = ".".join((name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
+        own = axes.names[axes.stacked :]
+        layers = leaf.shape[0] if axes.stacked else 0
+        split = math.prod(layout.size(axis) for axis in kept_axes(axes.names) if axis)
+        parts = layout.size("embed") if "embed" in own else 1
+        weights.append(
+            _Weight(
+                layers=layers,
+                numbers=leaf.size / max(layers, 1) / split,
+                parts=parts,
+                turned=parts > 1 and own[0] != "embed",
+                trained=path in model.trainable.paths,
+            )
+        )
+    return weights
+
+
+class _PhaseProgram:
+    """One program of a phase and row class."""
+
+    def __init__(self, model: MLLM, name: ProgramName):
+        self.phase = name.subject
+        self.model = model.spanned(self.phase, name.span)
+        self.component: Component = self.model.components[self.phase]
+        self.layout = self.component.layout
+        self.shapes: Any = getattr(model.config, self.phase)
+        self.itemsize = self.component.dtype.itemsize
+        self.decoder = self.phase == LANGUAGE
+        stride = getattr(self.shapes, "stem_stride", 1)
+        self.tokens = name.capacity * name.span / stride / self.layout.parts
+        self.projector = None if self.decoder else f"projector.{self.phase}"
+        trained = model.trainable.components
+        self.features = name.function in BACKWARD and not self.decoder and self.phase not in trained
+        shapes, layout = self.shapes, self.layout
+        kv_heads = getattr(shapes, "kv_heads", shapes.heads)
+        self.width = shapes.width
+        self.mlp = shapes.mlp_width / layout.size("mlp")
+        self.queries = shapes.heads * shapes.head_size / layout.size("heads")
+        self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
+
+    @cached_property
+    def weights(self) -> list[_Weight]:
+        return _weights(self.model, self.phase)
+
+    @property
+    def slots(self) -> float:
+        """Bytes of one value in every slot."""
+        return self.tokens * self.itemsize
+
+    # ------------------------------------------------------------------ what lies there all the time
+
+    @property
+    def kept(self) -> float:
+        """What forward leaves for the backward pass of all layers."""
+        return self.shapes.layers * (self.slots * self.kept_values + self.kept_weights)
+
+    @property
+    def kept_values(self) -> float:
+        """Of a slot, by one layer."""
+        remat = self.component.settings.remat
+        of_name = {
+            "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
+            "projections": self.queries + 2 * self.keys + self.width,
+            "mlp": (1 + self.decoder) * self.mlp,
+        }
+        if remat == "full":
+            names: Iterable[str] = ()
+        elif remat == "dots":
+            names = ("projections", "mlp")
+        elif remat == "none":
+            names = of_name
+        else:
+            names = remat
+        return self.width + sum(of_name[name] for name in names)
+
+    @property
+    def kept_weights(self) -> float:
+        """Where nothing is made again, what was gathered for a layer stays."""
+        if self.component.settings.remat != "none":
+            return 0.0
+        return self.itemsize * sum(
+            weight.numbers for weight in self.weights if weight.layers and weight.parts > 1
+        )
+
+    @property
+    def turned(self) -> float:
+        """Shards of all layers once more, in the order in which they are gathered."""
+        return sum(weight.shards for weight in self.weights if weight.layers and weight.turned)
+
+    @property
+    def sums(self) -> float:
+        """A microbatch's own gradients of all layers, in shards."""
+        return sum(weight.shards for weight in self.weights if weight.layers and weight.trained)
+
+    # ------------------------------------------------------------------ moments
+
+    def backward(self) -> dict[str, float]:
+        projected = self._projected()
+        if self.features:
+            return {"projector": projected}
+        moments = {"layer backward": self.kept + self.turned + self._layer() + projected}
+        if self.decoder:
+            moments["layer backward"] += self.stays * self._head_gradient()
+            moments["head"] = self.kept + self.turned + self.stays * self.sums + self._head()
+        return moments
+
+    @property
+    def stays(self) -> bool:
+        """Whether gradients are not scattered. Then sums begin before the head, whose gradient stays whole."""
+        return self.layout.size("embed") == 1
+
+    def _layer(self) -> float:
+        """A layer's backward pass, and the gradients that are scattered meanwhile."""
+        remat = self.component.settings.remat
+        kind = ("decoder" if self.decoder else "tower", remat if isinstance(remat, str) else "full")
+        width, mlp, queries = RUNNING[kind]
+        values = width * self.width + mlp * self.mlp + queries * self.queries
+        layer = [
+            weight.numbers
+            for weight in self.weights
+            if weight.layers and weight.trained and weight.parts > 1
+        ]
+        gradients = SUM_BYTES * (sum(layer) + WIDEST_AGAIN * max(layer, default=0.0))
+        return GAPS * (self.slots * values + gradients) + self.sums
+
+    def _head(self) -> float:
+        """The loop over chunks of logits, with the head and its gradient whole."""
+        from jaxmllm.training.objectives.tokens import chunk_size
+
+        chunk = chunk_size(int(self.tokens), self.shapes.loss_chunk)
+        logits = chunk * self.model.vocab_size / self.layout.size("vocab")
+        return (
+            self._head_gradient()
+            + self.itemsize * self._table()
+            + (WIDE + self.itemsize) * logits
+            + HEAD_ROWS * self.slots * self.width
+        )
+
+    def _head_gradient(self) -> float:
+        """In float32."""
+        trained = any(weight.trained and not weight.layers for weight in self.weights)
+        return SUM_BYTES * trained * self._table()
+
+    def _table(self) -> float:
+        """Numbers of the head, or of the embedding."""
+        return self.model.vocab_size * self.width / self.layout.size("vocab")
+
+    def _projected(self) -> float:
+        """Of a tower: gradients of the projector, which wait until they are scattered, and its tokens."""
+        if self.projector is None:
+            return 0.0
+        weights = [
+            weight.numbers for weight in _weights(self.model, self.projector) if weight.trained
+        ]
+        gradients = SUM_BYTES * sum(weights)
+        if self.features:  # the first one is converted while the second one lies there
+            gradients += self.itemsize * max(weights, default=0.0)
+        merge = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
+        tokens = self.slots / merge * self.model.config.language.width
+        return gradients + 2 * tokens
+
+    def forward(self) -> dict[str, float]:
+        width, mlp, queries = FORWARD_RUNNING[self.decoder]
+        values = width * self.width + mlp * self.mlp + queries * self.queries
+        gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
+        gathered = sorted(gathered)[-2 - self.decoder :]  # the MLP's
+        if self.projector:
+            outer = (weight.numbers for weight in _weights(self.model, self.projector))
+            gathered.append(sorted(outer)[-2])
+        layer = self.slots * values + self.itemsize * sum(gathered)
+        moments = {"layer forward": self.turned + layer}
+        if self.decoder:
+            moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table()
+            moments["embedding"] += self.slots * self.width
+        return moments

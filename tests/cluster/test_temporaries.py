@@ -1,0 +1,78 @@
+"""Temporary bytes by moments, beside what XLA said of programs that it compiled for H100s (jax 0.10.2)."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from benchmarks.omni import omni_config
+from jaxmllm.cluster.temporaries import Temporaries, program_temporaries, step_peak
+from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.models.mllm import build_model
+from jaxmllm.training.programs.base import ProgramName
+from sharding.mesh import abstract_mesh
+
+LOSS, GRAD = "language_loss_and_grad", "encode_grad"
+FSDP = (("data", 1), ("fsdp", 64))
+DATA = (("data", 8), ("fsdp", 1))
+TENSOR = (("data", 1), ("fsdp", 16), ("tensor", 4))
+CONTEXT = (("data", 1), ("fsdp", 16), ("context", 4))
+
+
+@cache
+def model_of(name, mesh, remat="full", frozen=()):
+    tree = config_tree(omni_config(name, mesh=dict(mesh), data={"batch_size": 128}, remat=remat))
+    for component in frozen:
+        tree["components"][component]["freeze"] = True
+    config = parse_config(tree)
+    sizes = config.mesh_sizes
+    devices = abstract_mesh(sizes, math.prod(sizes.values()))
+    return build_model(config.model, config.model.language.vocab_size, config.components, devices)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "remat", "program", "phase", "capacity", "compiled_gb"),
+    [
+        ("7B", FSDP, "full", LOSS, "language", 8192, 5.707),
+        ("7B", FSDP, "dots", LOSS, "language", 8192, 26.865),
+        ("7B", FSDP, "dots", GRAD, "vision", 16384, 13.476),
+        ("7B", TENSOR, "full", LOSS, "language", 16384, 6.231),
+        ("7B", CONTEXT, "full", GRAD, "vision", 16384, 1.097),
+        ("2B", DATA, "full", LOSS, "language", 8192, 7.892),
+        ("84B", (("data", 5), ("fsdp", 512)), "full", LOSS, "language", 8192, 20.593),
+    ],
+)
+def test_estimates_are_what_was_compiled(model, mesh, remat, program, phase, capacity, compiled_gb):
+    name = ProgramName(program, phase, capacity)
+    estimated = program_temporaries(model_of(model, mesh, remat), name)
+    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+
+
+def test_freezing_takes_less_and_longer_rows_more():
+    model = model_of("7B", FSDP)
+    for phase, program in (("language", LOSS), ("vision", GRAD)):
+        frozen = model_of("7B", FSDP, frozen=(phase,))
+        sizes = [
+            program_temporaries(of, ProgramName(program, phase, capacity)).total
+            for of, capacity in ((frozen, 16384), (model, 16384), (model, 24576))
+        ]
+        assert 0 < sizes[0] < sizes[1] < sizes[2]
+
+
+def test_a_moment_is_named():
+    short, long = (
+        program_temporaries(model_of("7B", FSDP), ProgramName(LOSS, "language", capacity))
+        for capacity in (2048, 24576)
+    )
+    assert (short.moment, long.moment) == ("head", "layer backward")
+    assert program_temporaries(model_of("7B", FSDP), ProgramName("update")).total == 0
+
+
+def test_a_step_takes_what_its_largest_program_does():
+    first, second = ProgramName("encode", "vision", 1024), ProgramName(LOSS, "language", 1024)
+    estimates = {first: Temporaries({"layer": 5}), second: Temporaries({"head": 7, "layer": 6})}
+    peak = step_peak(100, estimates)
+    assert (peak.bytes, peak.program, peak.moment) == (107, second, "head")
+    assert step_peak(100, estimates | {first: 9}).moment == "compiled"
