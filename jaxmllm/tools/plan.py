@@ -42,9 +42,10 @@ from jaxmllm.cluster.mesh_choices import AXES, MeshChoice
 from jaxmllm.cluster.search import Planner
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import config_tree, dump_config, load_config, parse_config
+from jaxmllm.config.read import config_tree, dump_config, parse_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.families.resolved import load_run_config
 from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.prepare import vocabulary
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
-    config = load_config(options.config, options.overrides)
+    config = load_run_config(options.config, options.overrides)
     planner = make_planner(
         config, cluster, options.devices, options.seed if options.generated else None
     )
@@ -148,7 +149,7 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
 
 def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     """This config alone, under every balance mode."""
-    config = load_config(options.config, options.overrides)
+    config = load_run_config(options.config, options.overrides)
     lines, records = [], []
     for mode in get_args(Mode):
         settled, choice = settle(config, options.devices, mode)
@@ -182,7 +183,7 @@ def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice
 
 def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
     """How large batches must be."""
-    config = load_config(options.config, options.overrides)
+    config = load_run_config(options.config, options.overrides)
     planner = make_planner(config, cluster, options.devices, _seed(options))
     flops = model_flops(planner.config, planner.model)
     loads = plan_batches.example_loads(planner.sampled.samples, flops)
