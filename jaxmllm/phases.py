@@ -1,8 +1,11 @@
 """The phases of a run: each has rows of its own kind, programs of its own, and is balanced on its own.
 
     vision   --tokens-->
-                          language   (reads both; its rows have the loss)
+                          language   --states-->  diffusion
     audio    --tokens-->
+
+Encoders write tokens that the decoder reads, and have no loss. Generators read the states that the
+decoder has of a stretch of text, and have a loss of their own, as the decoder has.
 
 Planner, training and tools ask a `Phase` what it runs, whose tokens it reads and whether it has a
 loss. A new kind of phase is a record that is made here, never a comparison with a name elsewhere.
@@ -26,7 +29,7 @@ class Phase:
     """One phase: the components it runs, the phases whose tokens it reads, and whether it has a loss.
 
     A phase without a loss (an encoder) writes tokens that another phase reads; its gradient comes
-    back from there.
+    back from there. One that reads the decoder is a generator.
     """
 
     name: str  # also that of its tower or decoder, of its rows in the config and of its metrics
@@ -34,11 +37,17 @@ class Phase:
     reads: tuple[str, ...] = ()  # names of phases that are computed before it
     has_loss: bool = False
 
+    @property
+    def generates(self) -> bool:
+        """Whether it reads states of the decoder: its route runs the other way."""
+        return LANGUAGE in self.reads
+
 
 def make_phases(model: ModelConfig) -> dict[str, Phase]:
-    """The phases of a model by name, in the order of computation: its encoders, then the decoder."""
+    """The phases of a model by name, in the order of computation: its encoders, the decoder, its generators."""
     encoders = {name: encoder_phase(name) for name in model.encoders}
-    return {**encoders, LANGUAGE: decoder_phase(model.encoders)}
+    generators = {name: generator_phase(name) for name in model.generators}
+    return {**encoders, LANGUAGE: decoder_phase(model.encoders), **generators}
 
 
 def encoder_phase(name: str) -> Phase:
@@ -49,6 +58,11 @@ def encoder_phase(name: str) -> Phase:
 def decoder_phase(encoders: tuple[str, ...] = ()) -> Phase:
     """The decoder, which reads the tokens of these encoders and has the loss."""
     return Phase(LANGUAGE, components=(LANGUAGE,), reads=encoders, has_loss=True)
+
+
+def generator_phase(name: str) -> Phase:
+    """A generator, and what turns the decoder's states into what it reads."""
+    return Phase(name, components=(f"projector.{LANGUAGE}", name), reads=(LANGUAGE,), has_loss=True)
 
 
 def component_names(phases: Mapping[str, Phase]) -> tuple[str, ...]:

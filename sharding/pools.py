@@ -10,14 +10,43 @@ is made of integers. So gradients are deterministic.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sharding.context import RANKS, SLOTS
+from sharding.context import RANKS, SLOTS, permute, permute_back
 from sharding.rules import Layout
 
 Residuals = tuple[jax.Array, jax.Array]  # pool, index
+
+
+class PoolSlots(NamedTuple):
+    """Which slots of their ranks' pools the slots of rows read or write; rows may be dealt to parts."""
+
+    slots: jax.Array  # int32 [R / g, g * C], -1: none
+    packed: jax.Array | None  # the same in packed order, where several ranks hold a row
+    order: jax.Array  # int32 [R / g, g * C] place of each slot in the packed row
+
+    def take(self, layout: Layout, pool: Any) -> Any:
+        """From every leaf [R, W, ...] of a pool, zeros where there is none: [R / g, g * C, ...].
+
+        Args:
+          layout: that of the rows, of span g.
+        """
+        if self.packed is None:
+            return jax.tree.map(lambda leaf: take_rows(layout, leaf, self.slots), pool)
+        packed = jax.tree.map(lambda leaf: take_rows(layout, leaf, self.packed), pool)
+        return permute(layout, packed, self.order)
+
+    def put(self, layout: Layout, rows: Any, pool: Any) -> Any:
+        """The pool with leaves [R / g, g * C, ...] of rows in place of what `take` takes."""
+        slots = self.slots
+        if self.packed is not None:
+            rows, slots = permute_back(layout, rows, self.order), self.packed
+        return jax.tree.map(
+            lambda of_rows, leaf: put_rows(layout, of_rows, slots, leaf), rows, pool
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

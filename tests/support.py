@@ -26,7 +26,7 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.build import make_programs
+from jaxmllm.setup.build import draw_rule, make_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.training.programs.base import Programs
@@ -147,7 +147,10 @@ class Setup:
         )
         plan = dataclasses.replace(self.spec, **spec)
         pipeline = self.pipeline and self.pipeline.training
-        filler = StepFiller(corpus or self.corpus, plan, local, self.attention, pipeline)
+        draws = draw_rule(self.config)
+        filler = StepFiller(
+            corpus or self.corpus, plan, local, self.attention, pipeline, draws=draws
+        )
         return filler(0, np.asarray(examples, np.int64))
 
     def gradients(self, step: HostStep, params: Any = None) -> Result:

@@ -14,6 +14,7 @@ from jaxmllm.balance.validate_plan import validate
 from jaxmllm.config.schema import (
     AudioConfig,
     BalanceConfig,
+    DiffusionConfig,
     LanguageConfig,
     ModelConfig,
     PhaseConfig,
@@ -60,6 +61,16 @@ def test_a_model_has_its_encoders_and_then_the_decoder_that_reads_them():
     )
     alone = ModelConfig(language=DECODER)
     assert make_phases(alone) == {LANGUAGE: Phase(LANGUAGE, (LANGUAGE,), reads=(), has_loss=True)}
+
+
+def test_a_generator_comes_last_and_reads_the_decoder():
+    diffusion = DiffusionConfig(width=16, layers=1, heads=2, mlp_width=16)
+    model = ModelConfig(vision=VisionConfig(**TOWER), language=DECODER, diffusion=diffusion)
+    phases = make_phases(model)
+    assert tuple(phases) == model.phases == ("vision", LANGUAGE, "diffusion")
+    assert [phase.generates for phase in phases.values()] == [False, False, True]
+    assert phases["diffusion"].has_loss and phases["diffusion"].reads == (LANGUAGE,)
+    assert component_names(phases)[-2:] == ("projector.language", "diffusion")
 
 
 def made_up_batch(seed: int, examples: int = 32) -> BatchItems:

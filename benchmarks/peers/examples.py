@@ -109,6 +109,9 @@ class KeptCorpus:
     def source_of(self, i: int) -> int:
         return self.corpus.source_of(i)
 
+    def id(self, i: int) -> str:
+        return self.corpus.id(i)
+
     def example(self, i: int) -> Rendered:
         if i not in self.rendered:
             self.rendered[i] = self.corpus.example(i)

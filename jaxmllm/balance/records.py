@@ -31,7 +31,8 @@ class PhaseItems:
     All arrays have length N, ordered by example, then by position in the example. `length` counts
     row slots and is a multiple of the phase's alignment; `real` counts those that hold data rather
     than padding inside the item. Items become `tokens` tokens of the phase that reads theirs, from
-    `slot` of their example's sequence there on; both are zero where none does.
+    `slot` of their example's sequence there on; both are zero where none does. Items of a generator
+    read those tokens; they are their first slots.
     """
 
     length: Longs
@@ -164,7 +165,7 @@ class ExchangeGrid:
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Fixed sizes of the exchange of one encoder phase.
+    """Fixed sizes of the exchange of one encoder or generator phase; what is said of encoders holds for both.
 
     Phases of equal grids share encoder pools and one exchange, that of the first of them; see
     `shared_exchange`.
@@ -178,15 +179,19 @@ class RouteSpec:
     pair_slots: int  # Q: tokens one exchange rank sends another in one hop
     hops: int = 16  # H: most hops of a round, at least 2
     backend: str = "padded"  # of `BACKENDS`, in exchange/tables.py
+    # Of a generator: tokens go from the language pool to its own, by the tables of the other direction
+    outward: bool = False
 
 
 def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
-    """By encoder phase: the phase whose pools and exchange carry its tokens, the first with an
-    equal grid."""
+    """By encoder or generator phase: the phase whose pools and exchange carry its tokens, the first
+    of its direction with an equal grid."""
     owners: dict[str, str] = {}
     for phase, route in routes.items():
         with_equal_grid = (
-            owner for owner in owners.values() if _equal(routes[owner].grid, route.grid)
+            owner
+            for owner in owners.values()
+            if routes[owner].outward == route.outward and _equal(routes[owner].grid, route.grid)
         )
         owners[phase] = next(with_equal_grid, phase)
     return owners

@@ -69,6 +69,7 @@ class DataConfig(Section):
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     images: ImageDataConfig = ImageDataConfig()
     audio: AudioDataConfig = AudioDataConfig()
+    generated: ImageDataConfig = ImageDataConfig()  # of images that the model learns to draw
     index_cache: str | None = None  # folder of length indexes; none: next to each source
     workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
     prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker

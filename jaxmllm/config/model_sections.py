@@ -148,8 +148,53 @@ class AudioConfig(TowerConfig):
         return self
 
 
+class DiffusionConfig(Section):
+    """A diffusion transformer that draws images, patch by patch at native size.
+
+    It is a single stream (arXiv 2503.21758): what an image is drawn from, states of the decoder, and its patches
+    are one sequence, which shares all weights. `modulation`: each layer makes scales, shifts and gates of the time
+    with weights of its own (`layer`, arXiv 2212.09748), or all take the same and add a vector of their own
+    (`shared`, arXiv 2310.00426).
+    """
+
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    mlp_width: PositiveInt
+    patch_size: PositiveInt = 16  # pixels of a patch's side
+    modulation: Literal["shared", "layer"] = "layer"
+    qk_norm: bool = True
+    rope_theta: PositiveFloat = 10_000.0
+    norm_epsilon: PositiveFloat = 1e-6
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers per patch: three colors of every pixel."""
+        return 3 * self.patch_size**2
+
+    @property
+    def rope_sections(self) -> tuple[int, int, int]:
+        """Rotary pairs of the (time, height, width) axes: 1/4, 3/8, 3/8."""
+        pairs = self.head_size // 2
+        spatial = 3 * pairs // 8
+        return pairs - 2 * spatial, spatial, spatial
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> DiffusionConfig:
+        if self.width % (self.heads * 2) or self.head_size < 8:
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of 2 * heads ({self.heads}), with at least 8 numbers "
+                "in a head: three rotary axes of pairs"
+            )
+        return self
+
+
 class ModelConfig(Section):
-    """The composition: any subset of encoders over the decoder.
+    """The composition: any subset of encoders over the decoder, and a generator that reads its states.
 
     With `from`, parameters come from another run (its folder: the latest checkpoint) or checkpoint,
     component by component; its optimizer and step are not taken along.
@@ -159,6 +204,7 @@ class ModelConfig(Section):
     language: LanguageConfig
     vision: VisionConfig | None = None
     audio: AudioConfig | None = None
+    diffusion: DiffusionConfig | None = None
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -168,7 +214,12 @@ class ModelConfig(Section):
     @property
     def phases(self) -> tuple[str, ...]:
         """Names of all phases, which are also sections here, in the order of computation."""
-        return (*self.encoders, "language")
+        return (*self.encoders, "language", *self.generators)
+
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """Names of the phases that read the decoder's states."""
+        return () if self.diffusion is None else ("diffusion",)
 
     @property
     def windows(self) -> dict[str, LayerWindows]:
@@ -257,6 +308,7 @@ class ProjectorConfig(ComponentConfig):
 class ProjectorComponents(Section):
     vision: ProjectorConfig = ProjectorConfig()
     audio: ProjectorConfig = ProjectorConfig()
+    language: ProjectorConfig = ProjectorConfig()  # the decoder's states -> what `diffusion` reads
 
 
 class ComponentsConfig(Section):
@@ -266,3 +318,4 @@ class ComponentsConfig(Section):
     audio: ComponentConfig = ComponentConfig()
     projector: ProjectorComponents = ProjectorComponents()
     language: ComponentConfig = ComponentConfig()
+    diffusion: ComponentConfig = ComponentConfig()

@@ -69,6 +69,7 @@ class PhasesConfig(Section):
     vision: PhaseConfig = PhaseConfig()
     audio: PhaseConfig = PhaseConfig()
     language: PhaseConfig = PhaseConfig()
+    diffusion: PhaseConfig = PhaseConfig()
 
 
 class BalanceConfig(Section):

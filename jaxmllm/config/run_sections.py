@@ -29,6 +29,37 @@ class OptimizerConfig(Section):
     max_skipped: PositiveInt = 5  # non-finite updates in a row before the run stops
 
 
+class LanguageObjectiveConfig(Section):
+    """The cross-entropy of text. With a `weight` of 0 the decoder has no head, and learns only what
+    generators ask of its states."""
+
+    weight: float = Field(1.0, ge=0.0)
+
+
+class DiffusionObjectiveConfig(Section):
+    """Rectified flow (arXiv 2209.03003): x_t = (1 - t) * image + t * noise, and the loss is the mean squared
+    error of the velocity, noise - image, whatever is predicted: the velocity or the image (`sample`).
+
+    Times t are drawn uniformly or as the logistic function of a normal number (arXiv 2403.03206), and
+    moved towards noise: t -> shift * t / (1 + (shift - 1) * t).
+    """
+
+    weight: PositiveFloat = 1.0
+    prediction: Literal["velocity", "sample"] = "velocity"
+    times: Literal["uniform", "logit_normal"] = "logit_normal"
+    shift: PositiveFloat = 1.0
+    # Share of items that are drawn without their conditions, for classifier-free guidance
+    # (arXiv 2207.12598)
+    condition_drop: float = Field(0.1, ge=0.0, le=1.0)
+
+
+class ObjectiveConfig(Section):
+    """The losses of a model that draws: their weighted sum is trained, each a mean over its own targets."""
+
+    language: LanguageObjectiveConfig = LanguageObjectiveConfig()
+    diffusion: DiffusionObjectiveConfig = DiffusionObjectiveConfig()
+
+
 class CheckpointConfig(Section):
     """When the state is saved, and how many states are kept."""
 

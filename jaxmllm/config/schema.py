@@ -26,6 +26,7 @@ from jaxmllm.config.model_sections import (
     AudioConfig,
     ComponentConfig,
     ComponentsConfig,
+    DiffusionConfig,
     Kept,
     Kernel,
     LanguageConfig,
@@ -47,9 +48,12 @@ from jaxmllm.config.plan_sections import (
 from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.run_sections import (
     CheckpointConfig,
+    DiffusionObjectiveConfig,
     DistributedConfig,
     EvaluationConfig,
+    LanguageObjectiveConfig,
     LoggingConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ProfileConfig,
     RunConfig,
@@ -66,16 +70,20 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DiffusionConfig",
+    "DiffusionObjectiveConfig",
     "DistributedConfig",
     "EvaluationConfig",
     "ImageDataConfig",
     "Kept",
     "Kernel",
     "LanguageConfig",
+    "LanguageObjectiveConfig",
     "LayerWindows",
     "LoggingConfig",
     "MeshConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "PhaseConfig",
     "PhasesConfig",
@@ -102,6 +110,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
     components: ComponentsConfig = ComponentsConfig()
     phases: PhasesConfig = PhasesConfig()
     balance: BalanceConfig = BalanceConfig()
@@ -115,7 +124,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        projectors = (f"projector.{name}" for name in self.model.encoders)
+        self._check_generator()
+        projectors = [f"projector.{name}" for name in self.model.encoders]
+        projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
             component = attrgetter(name)(self.components)
             for key, usual in (("reduce_dtype", "float32"), ("reduce", "microbatch")):
@@ -146,6 +157,32 @@ class Config(Section):
                     "leave spans out, or set pipeline.stages: 1 and balance.mode: phases"
                 )
         return self
+
+    def _check_generator(self) -> None:
+        if self.model.diffusion is None:
+            if self.objective != ObjectiveConfig():
+                raise ValueError(
+                    "objective: it says how the losses of a model that draws add up, and this one has but the "
+                    "cross-entropy of text; leave it out, or give it model.diffusion"
+                )
+            return
+        if self.pipeline.stages > 1:
+            raise ValueError(
+                f"pipeline.stages ({self.pipeline.stages}): a model with model.diffusion runs without stages; "
+                "set it to 1"
+            )
+        if self.balance.calibration is not None:
+            raise ValueError(
+                f"balance.calibration ({self.balance.calibration}): what the rows of model.diffusion take is not "
+                "measured; leave it out, so that items are balanced by FLOPs"
+            )
+        names = (*self.model.encoders, *(f"projector.{name}" for name in self.model.encoders))
+        upstream = (attrgetter(name)(self.components) for name in (*names, "language"))
+        if self.objective.language.weight and all(component.freeze for component in upstream):
+            raise ValueError(
+                f"objective.language.weight ({self.objective.language.weight:g}): the decoder and all that it reads "
+                "are frozen, so that the loss of text trains nothing; set it to 0"
+            )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:
         what = f"phases.{phase}.kept_residuals ({microbatches})"

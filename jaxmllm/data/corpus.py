@@ -36,6 +36,7 @@ SHOWN = 5  # refusals quoted in an error
 _RESIZED_BY = {
     "vision": "lower data.images.max_pixels",
     "audio": "lower data.audio.max_seconds or split the clip",
+    "diffusion": "lower data.generated.max_pixels or shorten what it is made from",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.parameters import gathered
 from sharding.rules import Axes, Layout
+
+AnyBlock = TypeVar("AnyBlock", bound=nnx.Module)
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,19 @@ def rotary_angles_2d(
     positions: Int[Array, "R C 2"], pairs: int, theta: float, dtype: Any = jnp.float32
 ) -> Float[Array, "R C K/2"]:
     """Rotation angles of (row, column): half of the pairs each, both over the whole range of frequencies."""
-    frequency = np.tile(theta ** (-np.arange(pairs // 2) / (pairs // 2)), 2)
-    return _angles(positions, frequency, np.repeat(np.arange(2), pairs // 2), dtype)
+    return rotary_angles_by_axis(positions, (pairs // 2, pairs // 2), theta, dtype)
+
+
+def rotary_angles_by_axis(
+    positions: Int[Array, "R C A"],
+    sections: tuple[int, ...],
+    theta: float,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "R C K/2"]:
+    """Rotation angles of positions with A axes: sections[a] pairs rotate with axis a, each section over the
+    whole range of frequencies."""
+    frequency = np.concatenate([theta ** (-np.arange(pairs) / pairs) for pairs in sections])
+    return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
 
 
 def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: Any) -> Array:
@@ -351,7 +364,7 @@ def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
     )
 
 
-def stacked(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs) -> Block:
+def stacked(make_block: Callable[[nnx.Rngs], AnyBlock], layers: int, rngs: nnx.Rngs) -> AnyBlock:
     """One module whose parameters hold all layers, with a leading `layers` axis."""
     create = nnx.vmap(make_block, in_axes=(0,), out_axes=0)
     return nnx.split_rngs(splits=layers)(create)(rngs)

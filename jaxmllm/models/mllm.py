@@ -23,10 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmllm.attention.attention import Choice, choice
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
 from jaxmllm.models.audio import AudioTower
+from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.projector import Projector
-from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from jaxmllm.trainable import Params, Trainable
@@ -106,8 +107,9 @@ class MLLM:
 
     @property
     def split_phases(self) -> frozenset[str]:
-        """Encoder phases whose rows are split into parts (context parallelism)."""
-        return frozenset(phase for phase in self.config.encoders if self.layout(phase).parts > 1)
+        """Phases of media whose rows are split into parts (context parallelism)."""
+        media = (*self.config.encoders, *self.config.generators)
+        return frozenset(phase for phase in media if self.layout(phase).parts > 1)
 
     def layout(self, phase: str) -> Layout:
         return self.components[phase].layout
@@ -244,6 +246,33 @@ class MLLM:
         )
         return hidden, decoder.output_head()
 
+    def draw(
+        self,
+        params: Params,
+        phase: str,
+        rows: GeneratorRows,
+        noisy: Float[Array, "R C F"],
+        states: Float[Array, "R C D"],
+    ) -> Float[Array, "R C F"]:
+        """What a generator predicts of noisy patches. `states` holds those of the decoder, where there are
+        conditions."""
+        projector = self.components[f"projector.{LANGUAGE}"]
+
+        def conditions_of(params: Params, states: Array) -> Array:
+            conditions: Array = projector.module(params)(
+                states.astype(projector.dtype), projector.layout
+            )
+            return conditions
+
+        conditions = checkpointed(conditions_of, projector.settings.remat)(
+            {projector.name: params[projector.name]}, states
+        )
+        component = self.components[phase]
+        predictions: Array = component.module(params)(
+            rows, noisy, conditions, component.layout, component.dtype, component.settings
+        )
+        return predictions
+
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
     def stem(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R T D"]:
@@ -314,6 +343,13 @@ def build_model(
             lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
         )
     makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
+    if config.diffusion is not None:
+        diffusion = config.diffusion
+        makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
+        makers[f"projector.{LANGUAGE}"] = (
+            settings.projector.language,
+            lambda rngs: Projector(language.width, 1, diffusion.width, rngs),
+        )
     layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
     components = {
         name: _component(name, make, layouts[name], setting)
@@ -363,7 +399,10 @@ def _layouts(
     for name, setting in settings.items():
         overrides = dict(setting.layout)
         if name.startswith("projector."):  # a projector runs on the ranks of its tower
-            tower = layouts[name.removeprefix("projector.")]
+            owner = (
+                "diffusion" if name == f"projector.{LANGUAGE}" else name.removeprefix("projector.")
+            )
+            tower = layouts[owner]
             for axes in ("batch", "sequence"):
                 overrides.setdefault(axes, list(tower.whole_axes(axes)))
         layouts[name] = replace(

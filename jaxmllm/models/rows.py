@@ -82,6 +82,9 @@ class LanguageRows(NamedTuple):
     tiles: RowTiles
     window_tiles: RowTiles | None = None  # where layers attend in windows
     arrived: Int[Array, "R/g g*C"] | None = None  # `media` in packed order, where ranks share rows
+    # With a generator: slot of the pool from where this token's state goes to it, else -1; in packed order
+    states: Int[Array, "R/g g*C"] | None = None
+    leaving: Int[Array, "R/g g*C"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
@@ -95,6 +98,38 @@ class LanguageRows(NamedTuple):
             lambda _: layout.sharding(("batch", "sequence")), self
         )
         return by_slots._replace(sources=rows)
+
+
+class GeneratorRows(NamedTuple):
+    """One microbatch of a generator; an item is a segment of conditions and, after them, patches."""
+
+    features: Shaped[Array, "R/g g*C F"]
+    owners: Int[Array, "R/g g*C"]  # segment of the slot's item, 0 for padding
+    segments: Int[Array, "R/g g*C"]  # the same for attention: 0 also where conditions are hidden
+    positions: Int[Array, "R/g g*C 3"]
+    patches: Int[Array, "R/g g*C"]  # number of the patch in its item; -1: none, or not decoded
+    # Slot of the rank's part of the pool where the state arrives that is this slot's condition, else -1
+    conditions: Int[Array, "R/g g*C"]
+    noise: Shaped[Array, "R/g S 2"]  # key of each segment, uint32
+    times: Float[Array, "R/g S"]  # 0: the image, 1: noise
+    sources: Int[Array, "R/g S"]  # source number of each segment, else -1
+    failed: Int[Array, " R/g"]  # items that could not be decoded
+    order: Int[Array, "R/g g*C"]  # place of each slot in the packed row, before parts were dealt
+    tiles: RowTiles
+    arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> GeneratorRows:
+        """From the host's dictionary."""
+        return cls(**row | _tile_tables(row))
+
+    def shardings(self, layout: Layout) -> GeneratorRows:
+        """How the arrays lie on the mesh."""
+        rows: Any = layout.rows
+        by_slots: GeneratorRows = jax.tree.map(
+            lambda _: layout.sharding(("batch", "sequence")), self
+        )
+        return by_slots._replace(noise=rows, times=rows, sources=rows, failed=rows)
 
 
 class TokenPool(NamedTuple):
@@ -131,7 +166,12 @@ def abstract_encoder_rows(
 
 
 def abstract_language_rows(
-    layout: Layout, capacity: int, max_segments: int, block: int, windows: bool = False
+    layout: Layout,
+    capacity: int,
+    max_segments: int,
+    block: int,
+    windows: bool = False,
+    generates: bool = False,
 ) -> LanguageRows:
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
@@ -139,6 +179,7 @@ def abstract_language_rows(
       layout: that of the rows, of span g.
       capacity: slots of a rank.
       windows: whether some layers attend in windows.
+      generates: whether a generator reads their states.
     """
     tokens = layout.span * capacity
     slots = _shape((tokens,))
@@ -153,9 +194,40 @@ def abstract_language_rows(
         order=slots,
         tiles=_tiles(layout, tokens // block),
         arrived=slots if layout.span > 1 else None,
+        states=slots if generates else None,
+        leaving=slots if generates and layout.span > 1 else None,
     )
     if windows:
         shapes = shapes._replace(window_tiles=shapes.tiles)
+    return _of_microbatch(layout, shapes)
+
+
+def abstract_generator_rows(
+    layout: Layout, capacity: int, max_segments: int, row_format: RowFormat, block: int
+) -> GeneratorRows:
+    """Shapes, types and shardings of the rows of one capacity C with at most S segments.
+
+    Args:
+      layout: that of the rows, of span g.
+      capacity: slots of a rank.
+    """
+    count = layout.span * capacity
+    slots = _shape((count,))
+    shapes = GeneratorRows(
+        features=_shape((count, row_format.features), row_format.dtype),
+        owners=slots,
+        segments=slots,
+        positions=_shape((count, 3)),
+        patches=slots,
+        conditions=slots,
+        noise=_shape((max_segments, 2), np.uint32),
+        times=_shape((max_segments,), np.float32),
+        sources=_shape((max_segments,)),
+        failed=_shape(()),
+        order=slots,
+        tiles=_tiles(layout, count // block),
+        arrived=slots if layout.span > 1 else None,
+    )
     return _of_microbatch(layout, shapes)
 
 

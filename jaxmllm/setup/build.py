@@ -22,6 +22,7 @@ from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import evaluation_steps, steps
 from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.row_format import RowFormat
@@ -61,8 +62,9 @@ def build_run(config: Config) -> Run:
     batch_size = config.data.batch_size
     share = programs.local_share
 
-    def filler(corpus: Corpus, stages: PipelineSpec | None) -> StepFiller:
-        return StepFiller(corpus, programs.spec, share, programs.attention, stages)
+    def filler(corpus: Corpus, stages: PipelineSpec | None, evaluation: bool = False) -> StepFiller:
+        draws = draw_rule(config, evaluation)
+        return StepFiller(corpus, programs.spec, share, programs.attention, stages, draws=draws)
 
     batches = steps(
         filler(inputs.corpus, pipeline.training if pipeline else None), batch_size, config.run.seed
@@ -70,7 +72,7 @@ def build_run(config: Config) -> Run:
     evaluation = None
     if inputs.held_out is not None:
         evaluation = evaluation_steps(
-            filler(inputs.held_out, pipeline.evaluation if pipeline else None),
+            filler(inputs.held_out, pipeline.evaluation if pipeline else None, evaluation=True),
             batch_size,
             config.evaluation.examples,
         )
@@ -87,6 +89,13 @@ def build_run(config: Config) -> Run:
         warnings=warnings,
         held_out=inputs.held_out,
     )
+
+
+def draw_rule(config: Config, evaluation: bool = False) -> DrawRule | None:
+    """What is random of the items that the model learns to draw; none where it draws nothing."""
+    if not config.model.generators:
+        return None
+    return DrawRule(config.run.seed, config.objective.diffusion, evaluation)
 
 
 def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
@@ -130,11 +139,13 @@ def phased_programs(
       formats: by encoder phase.
       sources: whose losses are told apart.
     """
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
+    functions = StepFunctions(
+        model, config.optimizer, config.decay_steps, sources, config.objective
+    )
     attention = attention_spec(config, model, formats, spec)
     kept = {
         phase: kept_residuals(config, model, phase, max(spec.phases[phase].capacities))
-        for phase in spec.routes
+        for phase in config.model.encoders
     }
     return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype, kept)
 
@@ -147,7 +158,9 @@ def staged_programs(
     sources: int,
 ) -> StagedPrograms:
     """The same of a run with stages, for rows and slots that are chosen."""
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, sources)
+    functions = StepFunctions(
+        model, config.optimizer, config.decay_steps, sources, config.objective
+    )
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype)
 

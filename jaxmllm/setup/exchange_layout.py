@@ -30,11 +30,13 @@ def exchange_backend(config: Config, model: MLLM) -> str:
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
-    """By phase that the language phase reads: how its ranks lie on those of the language phase."""
+    """By phase that the language phase reads, or that reads it: how its ranks lie on those of the
+    language phase."""
     language = model.layout(LANGUAGE)
     return {
-        phase: ExchangeGrid(*LayoutPair(language.mesh, model.layout(phase), language).grid())
-        for phase in model.phases[LANGUAGE].reads
+        name: ExchangeGrid(*LayoutPair(language.mesh, model.layout(name), language).grid())
+        for name, phase in model.phases.items()
+        if name in model.phases[LANGUAGE].reads or phase.generates
     }
 
 

@@ -16,7 +16,14 @@ from jax.tree_util import DictKey
 
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.stages.trials import CHOICE
-from jaxmllm.config.schema import Config, LanguageConfig, PhaseConfig, Remat, TowerConfig
+from jaxmllm.config.schema import (
+    Config,
+    DiffusionConfig,
+    LanguageConfig,
+    PhaseConfig,
+    Remat,
+    TowerConfig,
+)
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
@@ -32,6 +39,7 @@ LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say 
 # of its MLP. What a list names comes to what `full` keeps.
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
+MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
 
@@ -134,6 +142,8 @@ def slot_bytes(config: Config, phase: str) -> float:
     """Bytes that a slot of a row takes on the devices of its rank."""
     shapes = getattr(config.model, phase)
     running, running_mlp = RUNNING_WIDTHS
+    if isinstance(shapes, DiffusionConfig):
+        running += MODULATED_WIDTHS
     values = running * shapes.width + running_mlp * shapes.mlp_width
     if config.pipeline.stages > 1:
         in_flight = config.pipeline.microbatches_in_flight
@@ -159,7 +169,7 @@ def _layers_of_a_stage(config: Config, layers: int) -> int:
     return ceil_divide(layers, config.pipeline.stages)
 
 
-def _kept_values(shapes: TowerConfig | LanguageConfig, remat: Remat) -> int:
+def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: Remat) -> int:
     """Numbers that a layer keeps of a slot for its backward pass."""
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]

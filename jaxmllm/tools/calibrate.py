@@ -265,6 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"pipeline.stages ({config.pipeline.stages}): what is timed are programs without stages; "
                 "set pipeline.stages=1"
             )
+        if config.model.generators:
+            raise ConfigError(
+                "model.diffusion: what its rows take cannot be measured yet; a run balances them by FLOPs"
+            )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
@@ -89,7 +89,15 @@ def generated_lengths(
     mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> GeneratedLengths:
     """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples of those tasks of a
-    mix that the model has encoders for."""
+    mix that the model has encoders for.
+
+    Raises:
+      ConfigError: the model draws, for which there are no tasks.
+    """
+    if config.model.generators:
+        raise ConfigError(
+            "model.diffusion: there are no made-up lengths of what it draws; take those of the config's data"
+        )
     mix = mix_for(config.model, mix)
     words = vocabulary(config, load_tokenizer(config.data.tokenizer))
     model = build_model(config.model, words, config.components, mesh)

@@ -98,6 +98,9 @@ class EqualExamples:
     def source_of(self, i: int) -> int:
         return 0
 
+    def id(self, i: int) -> str:
+        return str(i)
+
 
 class MadeUpModality:
     """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""

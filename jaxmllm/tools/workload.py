@@ -231,7 +231,7 @@ def describe(batch: BatchItems) -> dict[str, float]:
     """
     statistics: dict[str, float] = {}
     examples = len(batch.examples)
-    encoders = [phase for phase in batch.phases if not PHASES[phase].has_loss]
+    encoders = [phase for phase in batch.phases if phase in MODEL.encoders]
     amounts: dict[str, Longs] = {}
     for phase, items in batch.phases.items():
         length = items.length

@@ -7,6 +7,8 @@
     eval/examples/<source>                          examples that both are over
     eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
     eval/failed_media                               media items of this evaluation that did not decode
+    eval/drawn_loss, eval/drawn_by_source/<source>  of models that draw: over the patches of generated items
+    eval/masked_patches                             patches left out: their item did not decode, or what it is made from
 
 An answer matches exactly when every one of its tokens is the argmax given the true tokens before
 it. That is the same as greedy decoding writing the answer, so one forward pass measures it.
@@ -24,6 +26,7 @@ from typing import Any
 import jax
 
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.programs.base import Evaluated, Programs
 
 NOTHING: dict[str, Any] = {  # without a batch
@@ -35,6 +38,7 @@ NOTHING: dict[str, Any] = {  # without a batch
     "masked_by_source": {},
     "failed_media": 0,
 }
+NOTHING_DRAWN: dict[str, Any] = {"drawn_loss": None, "drawn_by_source": {}, "masked_patches": 0}
 
 
 def evaluate(
@@ -58,14 +62,17 @@ def evaluate(
     """
     evaluated: Evaluated | None = None
     examples_drawn: Counter[int] = Counter()
+    patches = 0
     for batch in batches:
         if should_stop():
             return None
         tell(batch.failures)
         evaluated = programs.evaluate(params, programs.put(batch), evaluated)
-        examples_drawn.update(source_of(int(example)) for example in batch.examples)
+        patches += batch.patches
+        if programs.functions.learns_text:
+            examples_drawn.update(source_of(int(example)) for example in batch.examples)
     if evaluated is None:
-        return NOTHING
+        return NOTHING | (NOTHING_DRAWN if programs.generators else {})
     total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
     masked = {
@@ -79,6 +86,16 @@ def evaluate(
         "masked_examples": sum(masked.values()),
         "masked_by_source": {source: count for source, count in masked.items() if count},
         "failed_media": int(failed),
+    } | ({} if total.drawn is None else _drawn(total.drawn, sources, patches))
+
+
+def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
+    """What sums of generators, over all ranks, come to."""
+    present = [i for i in range(len(sources)) if sums.patches[i]]
+    return {
+        "drawn_loss": float(sums.loss.sum() / sums.patches.sum()) if present else None,
+        "drawn_by_source": {sources[i]: float(sums.loss[i] / sums.patches[i]) for i in present},
+        "masked_patches": planned - int(sums.patches.sum()),
     }
 
 
@@ -109,7 +126,9 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
             f"  left out: {evaluation['masked_examples']} examples, for {evaluation['failed_media']} media items that "
             f"could not be decoded"
         )
-    return f"loss {loss}  exact match: {matches or 'none'}{left_out}"
+    drawn = evaluation.get("drawn_loss")
+    of_patches = "" if drawn is None else f"  of patches {drawn:.4f}"
+    return f"loss {loss}{of_patches}  exact match: {matches or 'none'}{left_out}"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

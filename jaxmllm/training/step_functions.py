@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config.schema import OptimizerConfig
+from jaxmllm.config.schema import ObjectiveConfig, OptimizerConfig
 from jaxmllm.models.language import OutputHead
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
@@ -39,11 +39,13 @@ from jaxmllm.training.optimizer import (
     learning_rate,
     optimizer_updates,
 )
-from sharding.context import by_rank, permute, permute_back
+from sharding.context import by_rank
 from sharding.gradient import KeptForward
 from sharding.gradient import Params as Parted
 from sharding.parameters import Deferred, Parameter
-from sharding.pools import add_to_first_rank, put_rows, take_rows
+from sharding.pools import PoolSlots, add_to_first_rank
+
+ONE_LOSS = ObjectiveConfig()  # of a model that draws nothing
 
 
 class TrainState(NamedTuple):
@@ -83,6 +85,23 @@ class StepFunctions:
     optimizer: OptimizerConfig
     decay_steps: int
     sources: int
+    objective: ObjectiveConfig = ONE_LOSS
+
+    @property
+    def learns_text(self) -> bool:
+        """Whether the decoder has a loss, and with it a head."""
+        return self.objective.language.weight > 0
+
+    @property
+    def trains_states(self) -> bool:
+        """Whether any gradient flows from generators back into the decoder."""
+        generates = any(phase.generates for phase in self.model.phases.values())
+        return generates and self.trains_language
+
+    @property
+    def trains_language(self) -> bool:
+        """Whether the backward pass of the decoder has something to compute."""
+        return self.trains_encoders or bool(self.trainable_of(LANGUAGE))
 
     def spanned(self, phase: str, span: int) -> StepFunctions:
         """The same functions for rows of a phase that `span` ranks hold together. Pools and sums
@@ -162,7 +181,7 @@ class StepFunctions:
         self, phase: str, params: Params, rows: EncoderRows
     ) -> tuple[Float[Array, "R T D"], tuple[Array, ...]]:
         """The tokens of rows, and residuals for `encode_grad` to start from: [1, ...], those of one device."""
-        parted = Parted(*self._split(params, phase))
+        parted = Parted(*self.split(params, phase))
         tokens, residuals = self._kept_forward(phase, parted, rows).forward(parted, rows)
         return tokens, tuple(leaf[None] for leaf in residuals)
 
@@ -177,7 +196,7 @@ class StepFunctions:
     ) -> Params:
         """Add the gradients of a microbatch's trainable components; computes again what `start` lacks
         of the forward pass."""
-        parted = Parted(*self._split(params, phase))
+        parted = Parted(*self.split(params, phase))
         backward: Callable[[Array], Params]
         if isinstance(start, KeptResiduals):
             kept = self._kept_forward(phase, parted, start.rows)
@@ -191,7 +210,7 @@ class StepFunctions:
             )
             backward = lambda d_tokens: vjp(d_tokens)[0]  # noqa: E731
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
-        return _accumulated(grads, backward(d_tokens.astype(tokens.dtype)))
+        return accumulated(grads, backward(d_tokens.astype(tokens.dtype)))
 
     def _kept_forward(self, phase: str, parted: Parted, rows: EncoderRows) -> KeptForward:
         return KeptForward(
@@ -215,9 +234,7 @@ class StepFunctions:
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
-        missing = (rows.media >= 0) & (valid == 0)
-        failed = failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
-        counted = (rows.targets >= 0) & ~failed
+        counted = (rows.targets >= 0) & ~self._failed(rows, valid)
         total, losses, hits = token_losses(
             hidden,
             head,
@@ -237,48 +254,64 @@ class StepFunctions:
         scale: Float[Array, ""],
         grads: Params,
         sums: Sums,
+        d_states: Float[Array, "R W D"] | None = None,
     ) -> tuple[TokenPool, Params, Sums]:
         """Add one microbatch's gradients and sums, and put the gradients of the pool's tokens that it reads in
-        their place: no other microbatch reads these."""
-        media, valid = self._arrived(rows, pool)
-        trained, frozen = self._split(params, LANGUAGE)
+        their place: no other microbatch reads these.
 
-        def objective(trained: Params, media: Array) -> tuple[Array, Sums]:
-            total, sums = self.language_loss(join(trained, frozen), rows, media, valid)
-            return total * scale, sums
+        Args:
+          d_states: a pool of gradients of the states that generators have read, if there are any.
+        """
+        media, valid = self._arrived(rows, pool)
+        trained, frozen = self.split(params, LANGUAGE)
+        layout = self.model.layout(LANGUAGE)
+        d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
+
+        def objective(trained: Params, media: Array) -> tuple[Array, Sums | None]:
+            hidden, head = self.model.hidden(join(trained, frozen), rows, media)
+            total, sums = jnp.zeros((), scale.dtype), None
+            if self.learns_text:
+                total, sums = self.losses(hidden, head, rows, valid)
+                total *= scale
+            if d_hidden is not None:  # its gradient is that of what reads the states
+                total += (hidden * d_hidden).sum(dtype=scale.dtype)
+            return total, sums
 
         if self.trains_encoders:
             (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
                 trained, media
             )
-            pool = self._returned(rows, d_media, pool)
+            pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        return pool, _accumulated(grads, d_params), self._added(sums, row_sums)
+        sums = sums if row_sums is None else self._added(sums, row_sums)
+        return pool, accumulated(grads, d_params), sums
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
         _, row_sums = self.language_loss(params, rows, *self._arrived(rows, pool))
         return self._added(sums, row_sums)
 
+    def language_states(self, params: Params, rows: LanguageRows, pool: TokenPool) -> TokenPool:
+        """Put the hidden states that generators read into the pool, and whether they could be computed."""
+        layout = self.model.layout(LANGUAGE)
+        media, valid = self._arrived(rows, pool)
+        hidden, _ = self.model.hidden(params, rows, media)
+        computed = ~self._failed(rows, valid)
+        states = TokenPool(hidden.astype(pool.tokens.dtype), computed.astype(pool.valid.dtype))
+        put: TokenPool = states_slots(rows).put(layout, states, pool)
+        return put
+
+    def _failed(self, rows: LanguageRows, valid: Array) -> Array:
+        """Which tokens belong to examples with a media token that could not be computed."""
+        missing = (rows.media >= 0) & (valid == 0)
+        layout = self.model.layout(LANGUAGE)
+        return failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
+
     def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
         """The rows' media tokens, and which of them could be computed: [R / g, g * C, ...]."""
-        layout = self.model.layout(LANGUAGE)
-        if rows.arrived is None:
-            return take_rows(layout, pool.tokens, rows.media), take_rows(
-                layout, pool.valid, rows.media
-            )
-        packed = tuple(take_rows(layout, leaf, rows.arrived) for leaf in pool)
-        media, valid = permute(layout, packed, rows.order)
+        media, valid = media_slots(rows).take(self.model.layout(LANGUAGE), pool)
         return media, valid
-
-    def _returned(self, rows: LanguageRows, d_media: Array, pool: TokenPool) -> TokenPool:
-        """The pool with the gradients of these rows' media tokens in place of the tokens."""
-        layout = self.model.layout(LANGUAGE)
-        index = rows.media
-        if rows.arrived is not None:
-            d_media, index = permute_back(layout, d_media, rows.order), rows.arrived
-        return pool._replace(tokens=put_rows(layout, d_media, index, pool.tokens))
 
     def _added(self, sums: Sums, row_sums: Sums) -> Sums:
         """Sums by rank with those of rows, which count on their first rank."""
@@ -306,12 +339,21 @@ class StepFunctions:
     ) -> tuple[TrainState, dict[str, Array]]:
         """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
         targets = sums.targets.sum()
-        rescale = planned / jnp.maximum(targets, 1)
-        grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
         loss = sums.loss.sum() / jnp.maximum(targets, 1)
+        text_loss, drawn = loss, sums.drawn
+        if drawn is None:
+            rescale = planned / jnp.maximum(targets, 1)
+            grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
+            counted = targets
+        else:  # two means: what is masked of one cannot be told from the sum of their gradients
+            patches = drawn.patches.sum()
+            drawn_loss = drawn.loss.sum() / jnp.maximum(patches, 1)
+            objective = self.objective
+            loss = objective.language.weight * loss + objective.diffusion.weight * drawn_loss
+            counted = patches + (targets if self.learns_text else 0)
         norm = optax.tree.norm(grads)
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
-        usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (targets > 0)
+        usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (counted > 0)
 
         trained, frozen = self.model.trainable.split(state.params)
         clipped = clip_by_norm(grads, norm, self.optimizer.clip_norm)
@@ -343,11 +385,18 @@ class StepFunctions:
             "skipped": new.skipped,
             "skipped_in_row": new.skipped_in_row,
             "failed_media": new.failed_media,
-            "masked_targets": planned - targets,
+            "masked_targets": planned - targets if self.learns_text else jnp.zeros_like(targets),
         }
+        if drawn is not None:
+            metrics |= {
+                "text_loss": text_loss,
+                "drawn_loss": drawn_loss,
+                "drawn_loss_by_source": drawn.loss.sum(0) / jnp.maximum(drawn.patches.sum(0), 1),
+                "patches_by_source": drawn.patches.sum(0),
+            }
         return new, metrics
 
-    def _split(self, params: Params, phase: str) -> tuple[Params, Params]:
+    def split(self, params: Params, phase: str) -> tuple[Params, Params]:
         """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there."""
         trained, frozen = self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
@@ -355,7 +404,18 @@ class StepFunctions:
         return self.model.deferred(trained), frozen
 
 
-def _accumulated(grads: Params, added: Params) -> Params:
+def media_slots(rows: LanguageRows) -> PoolSlots:
+    """Where language rows read the tokens of encoders."""
+    return PoolSlots(rows.media, rows.arrived, rows.order)
+
+
+def states_slots(rows: LanguageRows) -> PoolSlots:
+    """Where language rows write the states that generators read."""
+    assert rows.states is not None
+    return PoolSlots(rows.states, rows.leaving, rows.order)
+
+
+def accumulated(grads: Params, added: Params) -> Params:
     """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or
     all, or have the whole gradient [1, ...] to themselves."""
 

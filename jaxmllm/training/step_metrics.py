@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmllm.phases import LANGUAGE
 
@@ -23,6 +24,7 @@ AMOUNTS = (
     "flops",
 )  # plan statistics that become rates and ratios, and are left out themselves
 
+ZERO = np.zeros(1)
 Values = dict[str, Any]  # by name; None where there is nothing to measure
 
 
@@ -83,10 +85,28 @@ def step_record(steps: Sequence[StepFacts]) -> Values:
 
 
 def loss(steps: Sequence[StepFacts]) -> Values:
-    """`loss`: mean over the target tokens of the whole batch. null: not finite, or the batch had no
-    target left (then `masked_targets` are all of them); the update was skipped."""
+    """`loss`: mean over the target tokens of the whole batch (see `drawn` for models that draw).
+    null: not finite, or the batch had no target left (then `masked_targets` are all of them); the update
+    was skipped."""
     device = steps[-1].device
-    return {"loss": device["loss"] if device["targets_by_source"].any() else None}
+    targets = device["targets_by_source"].any() or device.get("patches_by_source", ZERO).any()
+    return {"loss": device["loss"] if targets else None}
+
+
+def drawn(steps: Sequence[StepFacts]) -> Values:
+    """Of a model that draws, `loss` is the weighted sum of `text_loss`, the mean over target tokens (without a
+    weight not measured), and `drawn_loss`, the mean over patches; `drawn_loss/<source>`: the latter of one source,
+    where it has any."""
+    device = steps[-1].device
+    if "drawn_loss" not in device:
+        return {}
+    by_source = zip(
+        steps[-1].sources, device["drawn_loss_by_source"], device["patches_by_source"], strict=True
+    )
+    return {
+        "text_loss": device["text_loss"] if device["targets_by_source"].any() else None,
+        "drawn_loss": device["drawn_loss"] if device["patches_by_source"].any() else None,
+    } | {f"drawn_loss/{source}": mean for source, mean, patches in by_source if patches}
 
 
 def optimization(steps: Sequence[StepFacts]) -> Values:
@@ -166,6 +186,7 @@ METRICS: list[Metric] = [
     optimization,
     failures,
     loss_by_source,
+    drawn,
     rates,
     plan_statistics,
     mfu,

@@ -255,6 +255,30 @@ def test_with_stages_rows_have_one_class(path):
     load_config(path, ["phases.vision.row_classes=1", "pipeline.stages=4"])
 
 
+DRAWS = "model.diffusion={width: 32, layers: 1, heads: 2, mlp_width: 64}"
+
+
+def test_a_model_that_draws_has_what_its_losses_need(path):
+    config = load_config(path, [DRAWS])
+    assert config.model.phases == ("vision", "language", "diffusion")
+    assert "objective: it says how the losses of a model that draws" in refusal(
+        path, "objective.diffusion.shift=4.0"
+    )
+    assert "model.diffusion runs without stages" in refusal(path, DRAWS, "pipeline.stages=2")
+    assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
+    assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
+    assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
+
+
+def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
+    frozen = [
+        f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")
+    ]
+    assert "the loss of text trains nothing; set it to 0" in refusal(path, DRAWS, *frozen)
+    load_config(path, [DRAWS, *frozen[:2]])
+    load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
+
+
 def test_residuals_are_kept_where_there_is_something_to_keep(path):
     kept = "phases.vision.kept_residuals=2"
     assert load_config(path, [kept]).phases.vision.kept_residuals == 2

@@ -59,6 +59,7 @@ class Squares:
 
     name: str = "vision"
     format: RowFormat = SQUARES
+    generated = False
 
     def length(self, shape):
         return shape[0] * 4

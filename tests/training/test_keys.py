@@ -35,20 +35,29 @@ from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
-from jaxmllm.models.rows import abstract_encoder_rows, abstract_language_rows
-from jaxmllm.setup.build import build_run
+from jaxmllm.models.rows import (
+    abstract_encoder_rows,
+    abstract_generator_rows,
+    abstract_language_rows,
+    abstract_pool,
+)
+from jaxmllm.setup.build import build_run, draw_rule
 from jaxmllm.setup.prepare import RunInputs, prepare, vocabulary
 from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec, largest_row
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.training import loop
+from jaxmllm.training.generator_functions import GeneratorFunctions
+from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh, mesh_shape
 from sharding.parameters import gathered, map_rows, row_axes
 from tests.support import tiny_config
+from tests.training.drawing import make_pictures
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2})
 NO_ENCODERS = {"vision": None, "audio": None}
@@ -69,6 +78,13 @@ class Scene:
     @functools.cached_property
     def inputs(self) -> RunInputs:
         return prepare(load_config(self.base), MESH)
+
+    @functools.cached_property
+    def drawing(self) -> RunInputs:
+        """With a generator and pictures for it."""
+        path = make_pictures(self.folder, examples=64, shown=False)
+        source = f"data.sources=[{{name: drawn, path: {path}}}]"
+        return prepare(load_config(self.base, [*DRAWS, source, "data.evaluation=[]"]), MESH)
 
     @functools.cached_property
     def staged(self) -> RunInputs:
@@ -162,6 +178,45 @@ def language(config: Config, _: Scene) -> str:
     )
 
 
+def generator(config: Config, _: Scene) -> str:
+    """The gradient of what is drawn."""
+    made = model(config)
+    row_format = modalities(config.model, config.data, ())["diffusion"].format
+    layout, block = made.layout("diffusion"), config.phases.diffusion.block
+    rows = abstract_generator_rows(layout, CAPACITY, 8, row_format, block)
+    width = config.model.language.width
+    params = {name: made.abstract("float32")[name] for name in ("projector.language", "diffusion")}
+    functions = GeneratorFunctions(
+        dataclasses.replace(step_of(config), objective=config.objective), "diffusion"
+    )
+    pool = abstract_pool(layout, CAPACITY, width, np.float32)
+    zero = jax.ShapeDtypeStruct((), np.int32)
+    of_source = jax.ShapeDtypeStruct((layout.ranks, 1), np.float32)
+    scale = jax.ShapeDtypeStruct((), np.float32)
+    given = (params, rows, pool, zero, scale, params, FlowSums(of_source, of_source))
+    trained, _ = made.trainable.split(params)
+    return text_of(functions.draw_loss_and_grad, *given[:5], trained, given[6])
+
+
+def draws(config: Config, _: Scene) -> Any:
+    """What is random of items."""
+    rule = draw_rule(config)
+    return rule and [rule.of(step, "id", 0) for step in range(32)]
+
+
+def objective(config: Config, _: Scene) -> str:
+    """The loss and the usable gradients of an update, of losses that are given."""
+    made = model(config)
+    step = dataclasses.replace(step_of(config), objective=config.objective)
+    params = made.abstract("float32")
+    state = jax.eval_shape(step.init, params)
+    trained, _ = made.trainable.split(params)
+    array = jax.ShapeDtypeStruct((1, 1), np.float32)
+    sums = Sums(array, array, array, array, FlowSums(array, array))
+    planned, failed = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32))
+    return text_of(step.update, state, trained, sums, planned, failed)
+
+
 def reductions(config: Config, _: Scene) -> str:
     """How the gradient of a parameter of each component is added up over the devices that split it."""
     texts = []
@@ -239,7 +294,7 @@ def cache_files(config: Config, scene: Scene) -> Any:
 
 def plan(config: Config, scene: Scene) -> Any:
     """Rows, pools, exchange and attention of the step's plan."""
-    inputs = scene.inputs
+    inputs = scene.drawing if config.model.generators else scene.inputs
     spec = plan_spec(config, inputs)
     return repr((spec, attention_spec(config, inputs.model, inputs.corpus.formats, spec)))
 
@@ -249,7 +304,7 @@ def limits(config: Config, _: Scene) -> Any:
     formats = row_formats(modalities(config.model, config.data, ()))
     return [
         largest_row(config, phase, formats, 1, span=1, fitting=1 << 20)
-        for phase in ("vision", "audio", "language")
+        for phase in config.model.phases
     ]
 
 
@@ -293,7 +348,7 @@ def mesh(config: Config, _: Scene) -> Any:
 # ---------------------------------------------------------------------------- every key
 
 
-QUICK = (decoder_weights, trained, scales, rates, updates, lengths, limits, mesh)
+QUICK = (decoder_weights, trained, scales, rates, updates, lengths, limits, mesh, draws)
 
 
 @dataclass(frozen=True)
@@ -312,6 +367,7 @@ def effects(
 
 
 SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
+DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_size: 4}",)
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
 LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
 BY_TURNS = (
@@ -361,30 +417,31 @@ def sums(config: Config, _: Scene) -> Any:
     return repr(made.gradient_sums(trained, np.float32))
 
 
-def component(name: str, seen: Observer) -> dict[str, Effect]:
+def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[str, Effect]:
     section = f"components.{name}"
     remat = "dots" if not name.startswith("projector") else "full"
     part = "[layers.mlp.*]" if not name.startswith("projector") else "[mlp.up]"
-    found = effects(section, trained, freeze="true", train=part) | effects(
-        section, scales, learning_rate_scale="0.5"
+    found = effects(section, trained, given, freeze="true", train=part) | effects(
+        section, scales, given, learning_rate_scale="0.5"
     )
-    found |= effects(section, weights, layout="{mlp: [], heads: []}")
-    narrow = (f"{section}.compute_dtype=bfloat16",)
+    found |= effects(section, weights, given, layout="{mlp: [], heads: []}")
+    narrow = (*given, f"{section}.compute_dtype=bfloat16")
     found |= effects(section, reductions, narrow, reduce_dtype="compute")
-    found |= effects(section, sums, reduce="step")
-    return found | effects(section, seen, compute_dtype="bfloat16", remat=remat, attention="gpu")
+    found |= effects(section, sums, given, reduce="step")
+    values = {"compute_dtype": "bfloat16", "remat": remat, "attention": "gpu"}
+    return found | effects(section, seen, given, **values)
 
 
-def phase(name: str) -> dict[str, Effect]:
+def phase(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
     section = f"phases.{name}"
     found = effects(
-        section, plan, capacities="[1024]", row_classes="4", max_segments="99", block="64"
+        section, plan, given, capacities="[1024]", row_classes="4", max_segments="99", block="64"
     )
     return (
         found
-        | effects(section, limits, max_capacity="640")
-        | effects(section, kept, kept_residuals="3")
-        | effects(section, shared, spans="[1, 4]")
+        | effects(section, limits, given, max_capacity="640")
+        | effects(section, kept, given, kept_residuals="3")
+        | effects(section, shared, given, spans="[1, 4]")
     )
 
 
@@ -433,6 +490,19 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.vision", encoder("vision"), WINDOWED, full_layers="[1]"),
     **effects("model.audio", weights, **SHAPES, merge="4", mel_bins="16"),
     **effects("model.audio", encoder("audio"), **NORMS, chunk_frames="64"),
+    **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
+    **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
+    **effects("model.diffusion", generator, DRAWS, **NORMS),
+    **component("diffusion", generator, DRAWS),
+    **component("projector.language", generator, DRAWS),
+    **effects("data.generated", lengths, DRAWS, min_pixels="1000", max_pixels="10000"),
+    **phase("diffusion", (*DRAWS, "phases.diffusion.row_classes=1")),
+    **effects("objective.language", objective, DRAWS, weight="0.5"),
+    **effects("objective.diffusion", objective, DRAWS, weight="0.5"),
+    **effects("objective.diffusion", generator, DRAWS, prediction="sample"),
+    **effects(
+        "objective.diffusion", draws, DRAWS, times="uniform", shift="4.0", condition_drop="0.5"
+    ),
     **component("vision", encoder("vision")),
     **component("audio", encoder("audio")),
     **component("projector.vision", encoder("vision")),

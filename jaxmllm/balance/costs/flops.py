@@ -4,6 +4,7 @@ items take, for balancing.
     vision      patch embedding | blocks ... | projector      layers of each phase in the order of computation; a
     audio       stem | blocks ... | projector                 projector, and a head with its loss, are layers like
     language    embedding | blocks ... | head                 any other
+    diffusion   projector | patch embedding | blocks ... | output
 
 A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms, activations, softmax and
 rotations are left out, as is usual. Backward counts what freezing leaves:
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import (
     AudioConfig,
+    DiffusionConfig,
     LanguageConfig,
     ModelConfig,
     TowerConfig,
@@ -210,9 +212,9 @@ def _trained_layers(
             f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}"
         )
     layers = phase_layers(model, phase)
-    upstream = any(
-        name in trained for read in phases[phase].reads for name in phases[read].components
-    )
+    before = set(phases[phase].reads)
+    before |= {name for read in before for name in phases[read].reads}
+    upstream = any(name in trained for read in before for name in phases[read].components)
     totals = []
     for layer in layers:
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
@@ -239,7 +241,7 @@ def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
     phases = make_phases(model)
     if phase not in phases:
         raise ValueError(f"phase {phase!r} is not in this model: it has {list(phases)}")
-    if phases[phase].has_loss:
+    if phase == LANGUAGE:
         return _language(model.language)
     return TOWERS[phase](getattr(model, phase), model.language.width)
 
@@ -306,10 +308,28 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     return (stem, *blocks, projector)
 
 
-TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {"vision": _vision, "audio": _audio}
+def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...]:
+    """Every slot counts as a patch and as a state that is read: what is not there of either is little. What depends on
+    times alone, once per item, is left out."""
+    patch = config.patch_features * config.width
+    projector = Layer(
+        f"projector.{LANGUAGE}",
+        language_width * config.width + config.width**2,
+        _product(language_width * config.width) + _product(config.width**2),
+    )
+    blocks = [_encoder_block("diffusion", config, per_token=1)] * config.layers
+    outer = Layer("diffusion", patch, _product(patch))
+    return (projector, outer, *blocks, outer)
 
 
-def _encoder_block(phase: str, config: TowerConfig, per_token: int) -> Layer:
+TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {
+    "vision": _vision,
+    "audio": _audio,
+    "diffusion": _diffusion,
+}
+
+
+def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token: int) -> Layer:
     """A layer that attends in both directions; `per_token` slots are one token of its attention."""
     weights = config.width * (4 * config.width + 2 * config.mlp_width)
     pairs = Fraction(4 * config.width, per_token**2)

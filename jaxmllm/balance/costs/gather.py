@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, TowerConfig
+from jaxmllm.config.schema import (
+    AudioConfig,
+    DiffusionConfig,
+    LanguageConfig,
+    ModelConfig,
+    TowerConfig,
+)
 from jaxmllm.phases import LANGUAGE
 
 
@@ -60,14 +66,14 @@ def _numbers(model: ModelConfig, phase: str) -> Fraction:
     """Elements of the keys and values of one slot, of all layers."""
     if phase == LANGUAGE:
         return _of_language(model.language)
-    return _ENCODERS[phase](getattr(model, phase))
+    return _TOWERS[phase](getattr(model, phase))
 
 
 def _of_language(config: LanguageConfig) -> Fraction:
     return Fraction(2 * config.layers * config.kv_heads * config.head_size)
 
 
-def _of_tower(config: TowerConfig) -> Fraction:
+def _of_tower(config: TowerConfig | DiffusionConfig) -> Fraction:
     return Fraction(2 * config.layers * config.width)
 
 
@@ -76,4 +82,8 @@ def _of_audio(config: AudioConfig) -> Fraction:
     return _of_tower(config) / config.stem_stride
 
 
-_ENCODERS: dict[str, Callable[[Any], Fraction]] = {"vision": _of_tower, "audio": _of_audio}
+_TOWERS: dict[str, Callable[[Any], Fraction]] = {
+    "vision": _of_tower,
+    "audio": _of_audio,
+    "diffusion": _of_tower,
+}

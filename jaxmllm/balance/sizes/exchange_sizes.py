@@ -60,11 +60,13 @@ def choose_routes(
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(batches, plans, strict=True)
     ]
-    row_tokens = max(language.capacities)
+    generators = [phase for phase in grids if specs[phase].phase.generates]
+    # A token may arrive and leave, and then has two slots
+    row_tokens = max(language.capacities) * (2 if generators else 1)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
     # Who shares an exchange depends on the grids alone.
     unsized = {
-        phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS)
+        phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS, outward=phase in generators)
         for phase, grid in grids.items()
     }
     owner_of = shared_exchange(unsized)

@@ -185,9 +185,7 @@ class _Builder:
 
     def _keys(self, conversation: Conversation) -> list[MediaKey]:
         media = conversation.media
-        return [
-            (modality_of(item.part, self.modalities).name, item.reference.address) for item in media
-        ]
+        return [(modality_of(item, self.modalities).name, item.reference.address) for item in media]
 
     def _add(self, line: _Parsed) -> None:
         if line.conversation is None:
@@ -224,8 +222,8 @@ class _Builder:
         self.counts.append(len(rows))
         for row, span in zip(rows, rendered.media, strict=True):
             modality = self.modalities[span.phase]
-            slots = modality.length(span.shape)
-            real = modality.real(span.shape)
+            slots = modality.length(span.shape) + span.conditions
+            real = modality.real(span.shape) + span.conditions
             self.items.append(
                 (
                     self.phases.index(span.phase),

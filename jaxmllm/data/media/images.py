@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import IO, Any, cast
 
@@ -70,18 +70,22 @@ class Images:
 
     name = "vision"
     part = "image"
+    generated = False
+    section = "images"  # of the config's `data`
+    cell = "merged cell (model.vision.patch_size * merge)"
     # Names of Pillow; of several frames or pages the first
     formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
     def __post_init__(self) -> None:
+        key = f"data.{self.section}"
         if self.max_pixels < self.cell_size**2:
             raise ValueError(
-                f"data.images.max_pixels ({self.max_pixels}) is less than one merged cell of {self.cell_size} x "
-                f"{self.cell_size} pixels (model.vision.patch_size * merge)"
+                f"{key}.max_pixels ({self.max_pixels}) is less than one {self.cell} of {self.cell_size} x "
+                f"{self.cell_size} pixels"
             )
         if self.min_pixels > self.max_pixels:
             raise ValueError(
-                f"data.images.min_pixels ({self.min_pixels}) is more than data.images.max_pixels ({self.max_pixels})"
+                f"{key}.min_pixels ({self.min_pixels}) is more than {key}.max_pixels ({self.max_pixels})"
             )
 
     @property
@@ -206,6 +210,19 @@ class Images:
         return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(
             -1, self.format.features
         )
+
+
+class GeneratedImages(Images):
+    """The diffusion modality: images that the model learns to draw, patch by patch, the one after the other."""
+
+    name = "diffusion"
+    generated = True
+    section = "generated"
+    cell = "patch (model.diffusion.patch_size)"
+
+    @cached_property
+    def format(self) -> RowFormat:
+        return replace(super().format, axes=(0, 1, 2))
 
 
 def _open(file: Stream, media: MediaReference) -> Image.Image:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from jaxmllm.config.schema import DataConfig, ModelConfig
-from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.images import GeneratedImages, Images
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.row_format import RowFormat
 
 
 def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> dict[str, Modality]:
-    """The modalities of the model's encoders by phase, in model order.
+    """The modalities of the model's encoders and generators by phase, in model order.
 
     `split` names the phases whose rows are split into parts (context parallelism).
     """
@@ -36,6 +36,13 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 max_seconds=data.audio.max_seconds,
                 whole_chunks=phase in split,
             )
+    if model.diffusion is not None:
+        made["diffusion"] = GeneratedImages(
+            patch_size=model.diffusion.patch_size,
+            merge=1,
+            min_pixels=data.generated.min_pixels,
+            max_pixels=data.generated.max_pixels,
+        )
     return made
 
 

@@ -33,6 +33,12 @@ class Modality(Protocol):
         ...
 
     @property
+    def generated(self) -> bool:
+        """Whether the model learns to make such items: in what the assistant says, with rows that also
+        hold what each is made from, and without language tokens of their own."""
+        ...
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """Names of the file formats that it reads. Where this grows, items that a cached index
         refused are measured again."""

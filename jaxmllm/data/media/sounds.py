@@ -71,6 +71,7 @@ class Sounds:
 
     name = "audio"
     part = "audio"
+    generated = False
     formats = ("WAV", "FLAC", "OGG", "MP3")
 
     @functools.cached_property

@@ -52,7 +52,8 @@ class Batch:
                 f"example {number} has {len(spans)} {phase} items, but the plan was made for {stop - start}: {CHANGED}"
             )
         for item, span in zip(range(start, stop), spans, strict=True):
-            rendered = (self.modalities[phase].length(span.shape), span.tokens, span.slot)
+            slots = self.modalities[phase].length(span.shape) + span.conditions
+            rendered = (slots, span.tokens, span.slot)
             planned = (int(items.length[item]), int(items.tokens[item]), int(items.slot[item]))
             if rendered != planned:
                 raise MisalignmentError(

@@ -13,7 +13,8 @@ may be dealt to parts; `valid` and `places` are in the order of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,46 +43,28 @@ def encoder_rows(
 
     Raises `MisalignmentError`, and `CancelledError` once the batch is not wanted any more.
     """
-    modality = batch.modalities[phase]
-    row_format = modality.format
+    row_format = batch.modalities[phase].format
     _check_tokens(phase, plan, row_format)
-    example = batch.items.phases[phase].example
     local = LocalRows(phase, plan, ranks)
-    items = local.items
-    spans = {
-        item: span
-        for index in np.unique(example[items]).tolist()
-        for item, span in batch.media(phase, index)
-    }
-    shapes = list(zip(plan.capacity.tolist(), plan.span.tolist(), strict=True))
-    rows = [
-        _empty_row(len(local.groups(span)), capacity * span, row_format)
-        for capacity, span in shapes
-    ]
-    filling = _Filling(modality, batch.items.phases[phase], local, rows)
-
-    def load(item: int) -> str | None:
-        if batch.cancelled():
-            raise CancelledError
-        return filling.load(item, spans[item])
-
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        messages = list(pool.map(load, items.tolist()))
-    failures = [
-        (item, message)
-        for item, message in zip(items.tolist(), messages, strict=True)
-        if message is not None
-    ]
-    for item, _ in failures:
-        rows[plan.microbatch[item]]["failed"][local.row(item)] += 1
-    for row, (_, span) in zip(rows, shapes, strict=True):
+    rows = empty_rows(local, lambda count, slots: _empty_row(count, slots, row_format))
+    filling = _Filling(batch.modalities[phase], batch.items.phases[phase], local, rows)
+    failures = filling.load_all(batch, threads)
+    for row, span in zip(rows, plan.span.tolist(), strict=True):
         finish_encoder_row(row, attention, phase, row_format, span)
-    # Two hosts may fill a row: the one with the first rank tells of it.
-    return rows, [message for item, message in failures if plan.rank[item] in ranks]
+    return rows, failures
+
+
+def empty_rows(local: LocalRows, make: Callable[[int, int], Row]) -> list[Row]:
+    """Rows of every microbatch; `make` makes so many of so many slots."""
+    plan = local.plan
+    return [
+        make(len(local.groups(span)), capacity * span)
+        for capacity, span in zip(plan.capacity.tolist(), plan.span.tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
-class _Filling:
+class Filling(ABC):
     """Rows of one phase while items are loaded into them, by several threads at once."""
 
     modality: Modality
@@ -89,29 +72,62 @@ class _Filling:
     local: LocalRows
     rows: Sequence[Row]
 
-    def load(self, item: int, span: MediaSpan) -> str | None:
+    @abstractmethod
+    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        """Fill what is known of an item before it is loaded into these slots of row `number`; the
+        slots of its features."""
+
+    @abstractmethod
+    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+        """Mark an item that was loaded."""
+
+    def load_all(self, batch: Batch, threads: int) -> list[str]:
+        """Load the items of all rows; a message for each of a group whose first rank is local that did
+        not load. Raises `CancelledError` once the batch is not wanted any more."""
+        plan = self.local.plan
+        items = self.local.items
+        spans = {
+            item: span
+            for index in np.unique(self.items.example[items]).tolist()
+            for item, span in batch.media(self.local.phase, index)
+        }
+
+        def load(item: int) -> str | None:
+            if batch.cancelled():
+                raise CancelledError
+            return self._load(item, spans[item])
+
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            messages = list(pool.map(load, items.tolist()))
+        failures = [
+            (item, message)
+            for item, message in zip(items.tolist(), messages, strict=True)
+            if message is not None
+        ]
+        for item, _ in failures:
+            self.rows[plan.microbatch[item]]["failed"][self.local.row(item)] += 1
+        # Two hosts may fill a row: the one with the first rank tells of it.
+        return [message for item, message in failures if plan.rank[item] in self.local.ranks]
+
+    def _load(self, item: int, span: MediaSpan) -> str | None:
         """Fill the slots of one item; the message where it does not load, which leaves zeros that
-        are not valid.
+        are not accepted.
 
         Items own disjoint slots, so threads may write into one row; `failed`, which they share, is
         counted later.
         """
         modality = self.modality
-        plan = self.local.plan
-        row = self.rows[plan.microbatch[item]]
+        row = self.rows[self.local.plan.microbatch[item]]
         number = self.local.row(item)
         slots = self.local.slots(item, int(self.items.length[item]))
-        row["segments"][number, slots] = np.where(
-            modality.real_slots(span.shape), plan.segment[item], 0
-        )
-        row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
+        into = self.lay(row, number, item, span, slots)
         try:
             features = modality.load(span.reference, span.shape)
         except MediaError as error:
             return str(error)
         except Exception as error:
             raise _named(error, span.reference) from error
-        expected = (slots.stop - slots.start, modality.format.features)
+        expected = (into.stop - into.start, modality.format.features)
         if features.shape != expected:
             raise MisalignmentError(
                 f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
@@ -120,10 +136,25 @@ class _Filling:
             return shown(
                 f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again"
             )
-        np.copyto(row["features"][number, slots], features, casting="same_kind")
-        first = slots.start // modality.format.slots_per_token
-        row["valid"][number, first : first + int(self.items.tokens[item])] = True
+        np.copyto(row["features"][number, into], features, casting="same_kind")
+        self.accept(row, number, item, slots)
         return None
+
+
+class _Filling(Filling):
+    """Rows of an encoder."""
+
+    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        modality = self.modality
+        row["segments"][number, slots] = np.where(
+            modality.real_slots(span.shape), self.local.plan.segment[item], 0
+        )
+        row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
+        return slots
+
+    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+        first = slots.start // self.modality.format.slots_per_token
+        row["valid"][number, first : first + int(self.items.tokens[item])] = True
 
 
 def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:

@@ -26,7 +26,9 @@ from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.batch import Batch
+from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.data.rows.encoder_rows import encoder_rows
+from jaxmllm.data.rows.generator_rows import generator_rows
 from jaxmllm.data.rows.language_rows import language_rows
 from jaxmllm.data.rows.masks import AttentionSpec, Row
 from jaxmllm.data.text.render import Rendered
@@ -45,6 +47,7 @@ class Examples(Protocol):
 
     def example(self, i: int) -> Rendered: ...
     def source_of(self, i: int) -> int: ...
+    def id(self, i: int) -> str: ...
 
 
 class Lengths(Protocol):
@@ -92,6 +95,7 @@ class HostStep:
     failures: tuple[str, ...]
     statistics: dict[str, float]
     digest: str  # of the examples and the plan
+    patches: int = 0  # that are to be drawn, of the whole batch
     runs: tuple[PipelineRun, ...] = ()  # of a pipeline, whose microbatches are parts of `rows`
 
 
@@ -107,21 +111,32 @@ def fill(
     attention: AttentionSpec,
     threads: int = DECODE_THREADS,
     cancelled: Callable[[], bool] = _never,
+    draws: DrawRule | None = None,
 ) -> HostStep:
     """Load and lay out what `plan` places on the local ranks.
 
     `examples` [B] are the numbers that `items` tell of; `modalities` is keyed by phase. A media
     item that does not load leaves zeros that are not valid and is counted; it changes no shape and
     no placement. Raises `MisalignmentError` when the data is not what the plan was made from, and
-    `CancelledError` soon after `cancelled` returns True.
+    `CancelledError` soon after `cancelled` returns True. `draws` says what is random of generated
+    items.
     """
     batch = Batch(examples, items, functools.cache(corpus.example), modalities, cancelled)
     rows: dict[str, list[Row]] = {}
     failures: list[str] = []
-    for phase in modalities:
-        rows[phase], messages = encoder_rows(
-            batch, phase, plan.phases[phase], local.phases[phase], attention, threads
-        )
+    for phase, modality in modalities.items():
+        of_phase = batch, phase, plan.phases[phase], local.phases[phase], attention
+        if modality.generated:
+            assert draws is not None, f"nothing says what is random of {phase}"
+            rows[phase], messages = generator_rows(
+                *of_phase,
+                spec.phases[phase].max_segments,
+                corpus.source_of,
+                lambda example, item, rule=draws: rule.of(step, corpus.id(example), item),  # type: ignore[misc]
+                threads,
+            )
+        else:
+            rows[phase], messages = encoder_rows(*of_phase, threads)
         failures += messages
     rows[LANGUAGE] = language_rows(
         batch,
@@ -135,6 +150,11 @@ def fill(
         step=step,
         examples=np.asarray(examples, np.int64),
         targets=items.targets,
+        patches=sum(
+            int((items.phases[phase].real - items.phases[phase].tokens).sum())
+            for phase, modality in modalities.items()
+            if modality.generated
+        ),
         capacities={phase: _plain(plan.phases[phase].capacity) for phase in spec.phases},
         spans={phase: _plain(plan.phases[phase].span) for phase in spec.phases},
         pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
@@ -165,6 +185,7 @@ class StepFiller:
     attention: AttentionSpec
     pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # that load the media of one step
+    draws: DrawRule | None = None  # of generated items
 
     def __call__(
         self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
@@ -187,6 +208,7 @@ class StepFiller:
             self.attention,
             threads=self.threads,
             cancelled=cancelled,
+            draws=self.draws,
         )
 
 

@@ -9,6 +9,9 @@ A row holds, with q local ranks, C slots and S segments:
 Rows of span g are those of q groups with a local rank, whole: g * C slots. A pool slot is then one
 of the rank that owns the slot in the order of the plan, slots p * C .. of a row those of its p-th
 rank; `arrived` int32 [q, g * C] is `media` in that order.
+
+With a generator, states int32 [q, C] is the slot of the language pool from where the state of this
+token goes to the item that is made from it (-1: none), `leaving` the same in the order of the plan.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ def language_rows(
         _empty_row(len(local.groups(span)), capacity * span, max_segments)
         for capacity, span in shapes
     ]
+    generates = any(modality.generated for modality in batch.modalities.values())
+    if generates:
+        rows = [row | {"states": np.full_like(row["media"], -1)} for row in rows]
     # Pieces of item n are those from pieces[n] on.
     pieces = {
         encoder: np.searchsorted(route.item, np.arange(len(batch.items.phases[encoder].tokens) + 1))
@@ -64,18 +70,21 @@ def language_rows(
         row["segments"][group, slots] = phase.segment[item]
         row["sources"][group, phase.segment[item] - 1] = source_of(number)
         for encoder, route in plan.routes.items():
+            column = "states" if batch.modalities[encoder].generated else "media"
             for media, span in batch.media(encoder, index):
                 first = slots.start + span.slot
                 last = first + span.tokens
                 begin, end = pieces[encoder][media : media + 2]
                 places = _consecutive(route.arrival[begin:end], route.tokens[begin:end])
-                row["media"][group, first:last] = places
+                row[column][group, first:last] = places
                 if encoder in attention.bidirectional:
                     # A number that no other item of the row has
                     row["groups"][group, first:last] = first + 1
     for row, (_, span) in zip(rows, shapes, strict=True):
         if span > 1:
             row["arrived"] = row["media"].copy()
+            if generates:
+                row["leaving"] = row["states"].copy()
         finish_language_row(row, attention, span)
     return rows
 

@@ -103,9 +103,26 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
     if parts > 1:
-        _reorder(
-            row, ("tokens", "targets", "segments", "positions", "media", "groups"), row["order"]
-        )
+        moved = ["tokens", "targets", "segments", "positions", "media", "groups"]
+        _reorder(row, [*moved, "states"] if "states" in row else moved, row["order"])
+
+
+def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: int = 1) -> None:
+    """Add `tiles` and `order` to a row of a generator, whose items see themselves and what they are made
+    from, and deal its slots to the parts.
+
+    Args:
+      span: ranks that hold the row together; each has the usual parts.
+    """
+    block, parts = attention.of(phase)
+    parts *= span
+    ids = [item_ids(of_rank) for of_rank in row["segments"]]
+    blocks = deal_blocks([(1, ids)], row["segments"].shape[1], block, parts)
+    row["tiles"] = tile_tables(ids, blocks, block, parts)
+    row["order"] = _expand(blocks, block)
+    if parts > 1:
+        moved = ("features", "segments", "positions", "owners", "patches", "conditions")
+        _reorder(row, moved, row["order"])
 
 
 def window_order(

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmllm.config.schema import Targets
@@ -69,6 +69,9 @@ class MediaPart:
 
     part: str
     reference: MediaReference
+    answered: bool = (
+        False  # by the assistant, so that a generator, if there is one, learns to make it
+    )
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,12 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
             "unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}"
         )
     content = _field(message, "content", (str, list), where)
-    return Turn(role, _parts(content, f"{where}.content", pending, resolve))
+    parts = _parts(content, f"{where}.content", pending, resolve)
+    if role == "assistant":
+        parts = tuple(
+            replace(part, answered=True) if isinstance(part, MediaPart) else part for part in parts
+        )
+    return Turn(role, parts)
 
 
 def _parts(

@@ -27,13 +27,18 @@ from jaxmllm.data.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """A media item of a rendered conversation: its `tokens` language tokens start at `slot`."""
+    """A media item of a rendered conversation: its `tokens` language tokens start at `slot`.
+
+    Of a generated item, these are the tokens that it is made from, and it has `conditions` of them in
+    its own rows.
+    """
 
     phase: str
     reference: MediaReference
     shape: Shape
     slot: int
     tokens: int
+    conditions: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,9 @@ def render(
     """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by
     phase name.
 
-    Raises `ConversationError("no_encoder")` for a media part that no modality takes, or of what the
-    tokenizer raises, and ValueError when the number of shapes is not that of the media.
+    Raises `ConversationError("no_encoder")` for a media part that no modality takes, "nothing_to_draw" for
+    one that is made from nothing, or of what the tokenizer raises, and ValueError when the number of shapes
+    is not that of the media.
     """
     media = conversation.media
     if len(shapes) != len(media):
@@ -66,6 +72,7 @@ def render(
     layout = tokenizer.layout
     remaining = iter(shapes)
     sequence = _Sequence()
+    something_said = False  # since the last generated item
     for turn in conversation.turns:
         learned = turn.role == "assistant" or conversation.targets == "all"
         spoken = turn.role != DOCUMENT
@@ -73,12 +80,26 @@ def render(
             sequence.add_text(layout.headers[turn.role])
         for part in turn.parts:
             if isinstance(part, MediaPart):
-                modality = modality_of(part.part, modalities)
+                modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
+                if modality.generated:
+                    if not something_said:
+                        raise ConversationError(
+                            "nothing_to_draw",
+                            f"the assistant answers with an {part.part}, but no text or media stand before it that "
+                            "it could be made from",
+                        )
+                    something_said = False
+                    sequence.add_text(frame.begin, learned)
+                    sequence.add_generated(part.reference, modality, next(remaining))
+                    sequence.add_text(frame.end, learned)
+                    continue
+                something_said = True
                 sequence.add_text(frame.begin)
                 sequence.add_media(part.reference, modality, next(remaining), frame.pad)
                 sequence.add_text(frame.end)
             else:
+                something_said = True
                 sequence.add_text(tokenizer.encode(part.text), learned)
         sequence.add_text((layout.turn_end,), learned)
         if spoken:
@@ -86,15 +107,20 @@ def render(
     return sequence.finish()
 
 
-def modality_of(part: str, modalities: Mapping[str, Modality]) -> Modality:
-    """The modality that takes a media part. Raises `ConversationError("no_encoder")`."""
-    for modality in modalities.values():
-        if modality.part == part:
+def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality:
+    """The modality that takes a media part: of what the assistant answers, the one that generates such
+    parts, if there is one. Raises `ConversationError("no_encoder")`."""
+    taking = [modality for modality in modalities.values() if modality.part == part.part]
+    generating = [modality for modality in taking if modality.generated]
+    if part.answered and generating:
+        return generating[0]
+    for modality in taking:
+        if not modality.generated:
             return modality
-    encoders = ", ".join(modalities) or "none"
+    encoders = ", ".join(name for name, modality in modalities.items() if not modality.generated)
     raise ConversationError(
         "no_encoder",
-        f"holds an {part}, but no encoder of the model takes it (encoders: {encoders})",
+        f"holds an {part.part}, but no encoder of the model takes it (encoders: {encoders or 'none'})",
     )
 
 
@@ -107,6 +133,7 @@ class _Sequence:
         self.positions: list[NDArray[np.int32]] = []
         self.media: list[MediaSpan] = []
         self.next_position = 0
+        self.drawn = 0  # tokens up to the end of the last generated item
 
     def add_text(self, ids: Sequence[int], learned: bool = False) -> None:
         if not ids:
@@ -124,6 +151,14 @@ class _Sequence:
         self.tokens += [pad] * tokens
         self.learned += [False] * tokens
         self._advance(modality.token_positions(shape, self.next_position))
+
+    def add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:
+        """An item without tokens of its own, made from all tokens since the one before it."""
+        tokens = len(self.tokens) - self.drawn
+        self.media.append(
+            MediaSpan(modality.name, reference, shape, self.drawn, tokens, conditions=tokens)
+        )
+        self.drawn = len(self.tokens)
 
     def finish(self) -> Rendered:
         tokens = np.array(self.tokens, np.int32)

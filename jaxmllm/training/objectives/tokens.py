@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.language import OutputHead
+from jaxmllm.training.objectives.flow import FlowSums
 from sharding.context import SLOTS
 from sharding.parameters import Deferred, Parameter, kept_axes, whole_gradient
 from sharding.rules import Axes, Layout
@@ -39,6 +40,7 @@ class Sums(NamedTuple):
     targets: Float[Array, "R N"]
     exact: Float[Array, "R N"]  # examples whose every target is the argmax
     examples: Float[Array, "R N"]
+    drawn: FlowSums | None = None  # of a generator, once it has run
 
 
 class TokenLosses(NamedTuple):

@@ -34,6 +34,7 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
 from jaxmllm.training.programs.transfer import local_ranks
@@ -113,12 +114,13 @@ class Programs(abc.ABC):
     ):
         self.functions = functions
         self.spec = spec
-        self.encoders = tuple(spec.routes)
+        self.encoders = tuple(phase for phase, route in spec.routes.items() if not route.outward)
+        self.generators = tuple(phase for phase, route in spec.routes.items() if route.outward)
         self.layouts: dict[str, Layout] = {
             phase: functions.model.layout(phase) for phase in spec.phases
         }
         self.mesh = self.layouts[LANGUAGE].mesh
-        self.exchange_owner = shared_exchange(spec.routes)  # by encoder phase
+        self.exchange_owner = shared_exchange(spec.routes)  # by encoder or generator phase
         self.exchanges = {
             phase: Exchange(
                 self.mesh,
@@ -302,10 +304,15 @@ class Programs(abc.ABC):
         return counts._replace(params=params, optimizer=optimizer)
 
     def _abstract_sums(self) -> Sums:
-        layout = self.layouts[LANGUAGE]
+        of_text = self._by_rank_and_source(LANGUAGE)
+        drawn = [self._by_rank_and_source(phase) for phase in self.generators]
+        sums = FlowSums(*drawn * 2) if drawn else None
+        return Sums(of_text, of_text, of_text, of_text, sums)
+
+    def _by_rank_and_source(self, phase: str) -> Any:
+        layout = self.layouts[phase]
         shape = (layout.ranks, self.functions.sources)
-        array: Any = jax.ShapeDtypeStruct(shape, self._real_dtype, sharding=layout.rows)
-        return Sums(*(array for _ in Sums._fields))
+        return jax.ShapeDtypeStruct(shape, self._real_dtype, sharding=layout.rows)
 
     @property
     def _real_dtype(self) -> Any:

@@ -3,6 +3,9 @@
     encoder pool --hop x hops--> buffer --deliver--> language pool
     d language pool --hop_back x hops--> d buffer --deliver_back--> d encoder pool
 
+Of a generator, the way forward is the way back of these tables: states go from the language pool to its
+own, and their gradients back by what serves encoders forward.
+
 Encoders of equal rank grids share pools and one exchange, which the first of them owns and names.
 """
 
@@ -20,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import Hop, RouteSpec, RouteTables
 from jaxmllm.models.rows import TokenPool
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
 from jaxmllm.training.programs.transfer import put_ranks
 from sharding.exchange import Exchange
@@ -40,7 +44,11 @@ class DeviceTables:
 @dataclass(frozen=True)
 class ExchangePrograms:
     """The exchange that phase `owner` owns. `pool` and `language_pool` are shapes; `trained` says
-    whether gradients go back."""
+    whether gradients go back.
+
+    Programs are named by the direction of computation: `hop` and `deliver` are those of the way to who
+    reads the tokens.
+    """
 
     owner: str
     exchange: Exchange
@@ -68,68 +76,82 @@ class ExchangePrograms:
         )
 
     def deliver(
-        self, call: Call, pool: TokenPool, language_pool: TokenPool, tables: DeviceTables
+        self, call: Call, source: TokenPool, target: TokenPool, tables: DeviceTables
     ) -> TokenPool:
-        """The language pool with the tokens of one round."""
-        buffer = call("zero", f"buffer of {self.owner}")()
-        for number, hop in enumerate(tables.send_forward):
-            buffer = call("hop", self.owner)(pool, buffer, np.int32(number), *hop)
-        delivered: TokenPool = call("deliver", self.owner)(
-            pool, buffer, language_pool, tables.gather_forward
-        )
+        """The pool of who reads tokens, with those of one round."""
+        forward, _ = self._directions(tables)
+        delivered: TokenPool = self._run(call, "", source, target, *forward)
         return delivered
 
     def deliver_back(
-        self, call: Call, d_language: jax.Array, d_pool: jax.Array, tables: DeviceTables
+        self, call: Call, d_target: jax.Array, d_source: jax.Array, tables: DeviceTables
     ) -> jax.Array:
-        """The gradient of the encoder pool with that of one round's tokens."""
-        buffer = call("zero", f"d_buffer of {self.owner}")()
-        for number, hop in enumerate(tables.send_backward):
-            buffer = call("hop_back", self.owner)(d_language, buffer, np.int32(number), *hop)
-        delivered: jax.Array = call("deliver_back", self.owner)(
-            d_language, buffer, d_pool, tables.gather_backward
-        )
+        """The gradient of the pool of who wrote tokens, with that of one round's."""
+        _, back = self._directions(tables)
+        delivered: jax.Array = self._run(call, "_back", d_target, d_source, *back)
         return delivered
+
+    def _run(
+        self, call: Call, way: str, source: Any, target: Any, hops: Any, gather: jax.Array
+    ) -> Any:
+        buffer = call("zero", f"{'d_' if way else ''}buffer of {self.owner}")()
+        for number, hop in enumerate(hops):
+            buffer = call(f"hop{way}", self.owner)(source, buffer, np.int32(number), *hop)
+        return call(f"deliver{way}", self.owner)(source, buffer, target, gather)
+
+    def _directions(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Hops and gather of the way forward, and of the way back."""
+        to_language = tables.send_forward, tables.gather_forward
+        from_language = tables.send_backward, tables.gather_backward
+        return (from_language, to_language) if self.route.outward else (to_language, from_language)
 
     # ------------------------------------------------------------------ compiling
 
     def jobs(self) -> Jobs:
         """Programs of both directions; the way back only where gradients go back."""
-        exchange, pool, language_pool = self.exchange, self.pool, self.language_pool
+        pools = self.pool, self.language_pool
         send_forward, gather_forward, send_backward, gather_backward = self._abstract_tables()
-        buffer, d_buffer = (
-            self._abstract_buffer(slots)
-            for slots in backend_of(self.route).buffer_slots(self.route)
-        )
-        d_pool = pool.tokens
-        d_language = language_pool.tokens
-        number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(exchange.mesh, P()))
-        jobs = {
-            ProgramName("zero", self.owner): zeros_job(pool),
-            ProgramName("zero", f"buffer of {self.owner}"): zeros_job(buffer),
-            ProgramName("hop", self.owner): Job(
-                exchange.hop, (pool, buffer, number, *send_forward), buffer, (1,)
+        slots = backend_of(self.route).buffer_slots(self.route)
+        ways = [
+            (self.exchange.hop, self.exchange.deliver, send_forward, gather_forward, slots[0]),
+            (
+                self.exchange.hop_back,
+                self.exchange.deliver_back,
+                send_backward,
+                gather_backward,
+                slots[1],
             ),
-            ProgramName("deliver", self.owner): Job(
-                exchange.deliver, (pool, buffer, language_pool, gather_forward), language_pool, (2,)
+        ]
+        source, target = pools[::-1] if self.route.outward else pools
+        forward, back = ways[::-1] if self.route.outward else ways
+        jobs = {ProgramName("zero", self.owner): zeros_job(self.pool)}
+        jobs |= self._way_jobs("", source, target, *forward)
+        if self.trained:
+            d_written = ProgramName("zero", f"d_{LANGUAGE if self.route.outward else self.owner}")
+            jobs[d_written] = zeros_job(source.tokens)
+            jobs |= self._way_jobs("_back", target.tokens, source.tokens, *back)
+        return jobs
+
+    def _way_jobs(
+        self,
+        way: str,
+        source: Any,
+        target: Any,
+        hop: Callable[..., Any],
+        deliver: Callable[..., Any],
+        send: Any,
+        gather: Any,
+        slots: int,
+    ) -> Jobs:
+        buffer = self._abstract_buffer(source, slots)
+        number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.exchange.mesh, P()))
+        return {
+            ProgramName("zero", f"{'d_' if way else ''}buffer of {self.owner}"): zeros_job(buffer),
+            ProgramName(f"hop{way}", self.owner): Job(
+                hop, (source, buffer, number, *send), buffer, (1,)
             ),
-        }
-        if not self.trained:
-            return jobs
-        return jobs | {
-            ProgramName("zero", f"d_{self.owner}"): zeros_job(d_pool),
-            ProgramName("zero", f"d_buffer of {self.owner}"): zeros_job(d_buffer.tokens),
-            ProgramName("hop_back", self.owner): Job(
-                exchange.hop_back,
-                (d_language, d_buffer.tokens, number, *send_backward),
-                d_buffer.tokens,
-                (1,),
-            ),
-            ProgramName("deliver_back", self.owner): Job(
-                exchange.deliver_back,
-                (d_language, d_buffer.tokens, d_pool, gather_backward),
-                d_pool,
-                (2,),
+            ProgramName(f"deliver{way}", self.owner): Job(
+                deliver, (source, buffer, target, gather), target, (2,)
             ),
         }
 
@@ -146,13 +168,12 @@ class ExchangePrograms:
         backward = hop(route.language_pool), self._ints(route.encoder_pool)
         return *forward, *backward
 
-    def _abstract_buffer(self, slots: int) -> TokenPool:
+    def _abstract_buffer(self, pool: Any, slots: int) -> Any:
         def stretched(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (self._ranks, slots, *leaf.shape[2:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.exchange.tables)
 
-        buffer: TokenPool = jax.tree.map(stretched, self.pool)
-        return buffer
+        return jax.tree.map(stretched, pool)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._ranks, *shape), np.int32, sharding=self.exchange.tables)

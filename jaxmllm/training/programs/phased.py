@@ -23,8 +23,7 @@ Where memory allows, `encode` leaves residuals, and those of a step's first micr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.models.rows import (
     EncoderRows,
+    GeneratorRows,
     LanguageRows,
     TokenPool,
     abstract_encoder_rows,
@@ -44,8 +44,9 @@ from jaxmllm.models.rows import (
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs, zeros_job
-from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
+from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, zeros_job
+from jaxmllm.training.programs.exchange_programs import ExchangePrograms
+from jaxmllm.training.programs.generator_programs import DeviceStep, GeneratorPrograms
 from jaxmllm.training.programs.gradient_sums import GradientSums
 from jaxmllm.training.programs.transfer import put_ranks
 from jaxmllm.training.step_functions import (
@@ -56,15 +57,6 @@ from jaxmllm.training.step_functions import (
     TrainState,
 )
 from sharding.parameters import map_rows, results_of_devices
-
-
-@dataclass(frozen=True)
-class DeviceStep:
-    """A `HostStep` whose arrays are on the devices."""
-
-    host: HostStep
-    rows: dict[str, list[Any]]  # EncoderRows or LanguageRows, by phase and microbatch
-    tables: dict[str, list[DeviceTables]]  # by phase that owns an exchange, and round
 
 
 class PhaseBuffers(NamedTuple):
@@ -78,7 +70,7 @@ class PhaseBuffers(NamedTuple):
     saved: Any = None  # what the backward pass of an encoder starts from
 
 
-class PhasedPrograms(Programs):
+class PhasedPrograms(GeneratorPrograms):
     """Programs of single microbatches, which the host calls phase after phase.
 
     Of each encoder phase, `kept_residuals` microbatches of a step run forward once: what they leave
@@ -117,16 +109,25 @@ class PhasedPrograms(Programs):
         )
         gradients = self._zeros("gradients")
         sums = self._zeros("sums")
-        scale = 1 / self._planned_targets(batch)
-        phase_params = self._params_of(params, LANGUAGE)
-        phase_grads = self._grads_of(gradients, LANGUAGE)
-        for m, rows in enumerate(batch.rows[LANGUAGE]):
-            pool = host.pools[LANGUAGE][m]
-            program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
-            pools[pool], phase_grads, sums = program(
-                phase_params, rows, pools[pool], scale, phase_grads, sums
+        sums, drawn = sums._replace(drawn=None), sums.drawn
+        d_states: list[jax.Array] = []
+        if self.generators:
+            gradients, drawn, d_states, failed = self._draw(
+                params, batch, pools, gradients, drawn, failed
             )
-        gradients |= phase_grads
+        if not self.generators or self.functions.trains_language:
+            scale = self._scale(self.functions.objective.language.weight, host.targets)
+            phase_params = self._params_of(params, LANGUAGE)
+            phase_grads = self._grads_of(gradients, LANGUAGE)
+            for m, rows in enumerate(batch.rows[LANGUAGE]):
+                pool = host.pools[LANGUAGE][m]
+                program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
+                pools[pool], phase_grads, sums = program(
+                    *(phase_params, rows, pools[pool], scale, phase_grads, sums),
+                    *d_states[pool : pool + 1],
+                )
+            gradients |= phase_grads
+        del d_states
         d_pools = self._return(batch, pools)
         for phase in self.encoders:
             if self.functions.trainable_of(phase):
@@ -139,6 +140,7 @@ class PhasedPrograms(Programs):
                     self._grads_of(gradients, phase),
                 )
         del d_pools
+        sums = sums._replace(drawn=drawn)
         return self._gradient_sums.finish(self._call, gradients), sums, failed
 
     def evaluate(
@@ -147,20 +149,16 @@ class PhasedPrograms(Programs):
         """Add what a batch comes to, to what others came to (none: zero)."""
         host = batch.host
         sums, failed = evaluated or self._nothing_evaluated()
+        sums, drawn = sums._replace(drawn=None), sums.drawn
         pools, _, failed = self._encode(params, batch, failed, backward=False)
         phase_params = self._params_of(params, LANGUAGE)
-        for m, rows in enumerate(batch.rows[LANGUAGE]):
+        for m, rows in enumerate(batch.rows[LANGUAGE] if self.functions.learns_text else ()):
             pool = pools[host.pools[LANGUAGE][m]]
             program = self._of_microbatch("evaluate", LANGUAGE, host, m)
             sums = program(phase_params, rows, pool, sums)
-        return Evaluated(sums, failed)
-
-    def _of_microbatch(
-        self, function: str, phase: str, host: HostStep, microbatch: int
-    ) -> Callable[..., Any]:
-        """The program for the rows of one microbatch."""
-        capacity, span = host.capacities[phase][microbatch], host.spans[phase][microbatch]
-        return self._call(function, phase, capacity, span)
+        if self.generators:
+            drawn, failed = self._evaluate_drawn(params, batch, pools, drawn, failed)
+        return Evaluated(sums._replace(drawn=drawn), failed)
 
     def _encode(
         self,
@@ -172,7 +170,7 @@ class PhasedPrograms(Programs):
         """Language pools with all media tokens, what the backward pass of each encoder starts from
         (by microbatch, if there is one), and the items that could not be decoded, added to `failed`."""
         host = batch.host
-        encoder_pools = self._empty_pools(batch, self.exchange_owner.values(), "")
+        encoder_pools = self._empty_pools(batch, self._owners(self.encoders), "")
         saved_for_backward: dict[str, list[Start]] = {}
         for phase in self.encoders:
             pools = encoder_pools[self.exchange_owner[phase]]
@@ -205,7 +203,8 @@ class PhasedPrograms(Programs):
     ) -> dict[str, list[jax.Array]]:
         """Gradients of the encoder pools, by owner of an exchange that has something to train; of the language
         pools, whose tokens are gradients by now and which are gone afterwards."""
-        d_encoder = self._empty_pools(batch, self.trained_exchanges, "d_")
+        trained = [owner for owner in self.trained_exchanges if owner in self.encoders]
+        d_encoder = self._empty_pools(batch, trained, "d_")
         for owner, d_pools in d_encoder.items():
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(batch.host.rounds[owner], batch.tables[owner], strict=True):
@@ -214,18 +213,6 @@ class PhasedPrograms(Programs):
                 )
         language_pools.clear()
         return d_encoder
-
-    def _empty_pools(
-        self, batch: DeviceStep, owners: Iterable[str], prefix: str
-    ) -> dict[str, list[Any]]:
-        """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
-        last: dict[str, int] = dict.fromkeys(owners, -1)
-        for phase, owner in self.exchange_owner.items():
-            if owner in last:
-                last[owner] = max(last[owner], *batch.host.pools[phase], -1)
-        return {
-            owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()
-        }
 
     def _encoder_grads(
         self,
@@ -352,6 +339,8 @@ class PhasedPrograms(Programs):
             jobs |= exchange.jobs()
         for phase in self.encoders:
             jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
+        for phase in self.generators:
+            jobs |= self._generator_jobs(phase, formats[phase], self.attention.blocks[phase])
         return jobs
 
     def _language_jobs(self, block: int) -> Jobs:
@@ -359,7 +348,9 @@ class PhasedPrograms(Programs):
         params = self._params_of(self.params, LANGUAGE)
         grads = self._grads_of(self.accumulators, LANGUAGE)
         pool = self.pools[LANGUAGE]
-        sums = self._abstract_sums()
+        sums = self._abstract_sums()._replace(drawn=None)
+        generates = bool(self.generators)
+        d_states = (pool.tokens,) if self.functions.trains_states else ()
         windows = LANGUAGE in self.functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
@@ -367,19 +358,27 @@ class PhasedPrograms(Programs):
 
         for capacity, span in spec.classes:
             functions = self.functions.spanned(LANGUAGE, span)
-            rows = abstract_language_rows(
-                functions.model.layout(LANGUAGE), capacity, spec.max_segments, block, windows
-            )
-            arguments = (params, rows, pool, self._scalar(), grads, sums)
-            results = (pool, grads, sums)
-            by_device = functions.by_device(LANGUAGE).language_loss_and_grad
             layout = functions.model.layout(LANGUAGE)
-            jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
-                map_rows(layout, by_device, arguments, results), arguments, results, (2, 4, 5)
+            rows = abstract_language_rows(
+                layout, capacity, spec.max_segments, block, windows, generates
             )
-            jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
-                functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
-            )
+            if generates:
+                given = (params, rows, pool)
+                on_device = functions.by_device(LANGUAGE).language_states
+                jobs[ProgramName("language_states", LANGUAGE, capacity, span)] = Job(
+                    map_rows(layout, on_device, given, pool), given, pool, (2,)
+                )
+            if not generates or functions.trains_language:
+                arguments = (params, rows, pool, self._scalar(), grads, sums, *d_states)
+                results = (pool, grads, sums)
+                by_device = functions.by_device(LANGUAGE).language_loss_and_grad
+                jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
+                    map_rows(layout, by_device, arguments, results), arguments, results, (2, 4, 5)
+                )
+            if functions.learns_text:
+                jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
+                    functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
+                )
         return jobs
 
     def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
@@ -415,12 +414,6 @@ class PhasedPrograms(Programs):
 
     # ------------------------------------------------------------------ shapes and transfer
 
-    def _params_of(self, params: Any, phase: str) -> Any:
-        return {name: params[name] for name in self.functions.model.phases[phase].components}
-
-    def _grads_of(self, grads: Any, phase: str) -> Any:
-        return {name: grads[name] for name in self.functions.trainable_of(phase)}
-
     def _abstract_pools(self) -> dict[str, TokenPool]:
         language = self.functions.model.components[LANGUAGE]
         width = self.functions.model.config.language.width
@@ -439,13 +432,23 @@ class PhasedPrograms(Programs):
         trained = (
             owner
             for phase, owner in self.exchange_owner.items()
-            if self.functions.trainable_of(phase)
+            if (
+                self.functions.trains_states
+                if phase in self.generators
+                else self.functions.trainable_of(phase)
+            )
         )
         return tuple(dict.fromkeys(trained))
 
-    def _put_row(self, phase: str, row: Mapping[str, Any], span: int) -> LanguageRows | EncoderRows:
+    def _put_row(
+        self, phase: str, row: Mapping[str, Any], span: int
+    ) -> LanguageRows | EncoderRows | GeneratorRows:
         layout = self.layouts[phase].spanned(span)
-        kind = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
+        kind: Any = EncoderRows
+        if phase == LANGUAGE:
+            kind = LanguageRows
+        elif phase in self.generators:
+            kind = GeneratorRows
         local = kind.of(dict(row))
         return jax.tree.map(
             lambda array, sharding: put_ranks(array, sharding, layout.groups),

@@ -49,6 +49,7 @@ class FakeModality:
 
     name: str
     format: RowFormat
+    generated = False
 
     def length(self, shape):
         return round_up(shape[0], self.format.slots_per_token)

@@ -1,14 +1,16 @@
 """Conversations against a loop that lays them out token by token."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxmllm.data.media.images import GeneratedImages
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, TextPart, Turn
-from jaxmllm.data.text.render import MediaSpan, render
+from jaxmllm.data.text.render import MediaSpan, Rendered, render
 from jaxmllm.data.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.data.text.test_tokenizers import MODALITIES, PICTURE, SOUND, SPECIALS, write_tokenizer
 
@@ -156,3 +158,61 @@ def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
     assert got.targets[got.targets >= 0].tolist() == [*before[1:], *after, end]
     (span,) = got.media
     assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()
+
+
+DRAWING = {"vision": MODALITIES["vision"], "diffusion": GeneratedImages(14, 1, 1, 1 << 20)}
+DRAWN = replace(PICTURE, answered=True)
+
+
+def drawing(*turns: Turn) -> Rendered:
+    conversation = Conversation("id", "source", turns)
+    return render(conversation, ByteTokenizer(), DRAWING, [(1, 2, 2)] * len(conversation.media))
+
+
+def test_generated_items_read_what_is_said_before_them_and_have_no_tokens() -> None:
+    got = drawing(
+        Turn("user", (PICTURE, TextPart("in blue"))),
+        Turn("assistant", (DRAWN, TextPart("or"), DRAWN, TextPart("!"))),
+    )
+    shown, first, second = got.media
+    assert (shown.phase, shown.tokens, shown.conditions) == ("vision", 1, 0)
+    frame = ByteTokenizer().layout.media["image"]
+    said = got.tokens.tolist()
+    assert first.phase == second.phase == "diffusion" and first.slot == 0
+    assert first.tokens == first.conditions and second.slot == first.tokens
+    assert said[: first.tokens][-len(frame.begin) :] == list(frame.begin)
+    end = second.slot + second.tokens
+    assert said[second.slot : end] == [*frame.end, *b"or", *frame.begin]
+    assert said.count(frame.pad) == 1
+    # That something is drawn is learned, with where it ends
+    learned = got.targets[got.targets >= 0].tolist()
+    drawn = [*frame.begin, *frame.end]
+    assert learned == [*drawn, *b"or", *drawn, *b"!", ByteTokenizer().layout.turn_end]
+
+
+def test_nothing_is_drawn_from_nothing() -> None:
+    twice = Turn("user", (TextPart("two"),)), Turn("assistant", (DRAWN, DRAWN))
+    for turns in ((Turn("assistant", (DRAWN,)),), twice):
+        with pytest.raises(ConversationError, match="no text or media stand before it") as caught:
+            drawing(*turns)
+        assert caught.value.reason == "nothing_to_draw"
+
+
+def test_what_nobody_answers_or_no_generator_makes_is_seen() -> None:
+    assert [span.phase for span in drawing(Turn("user", (PICTURE,))).media] == ["vision"]
+    seen = render(
+        Conversation("id", "source", (Turn("assistant", (DRAWN,)),)),
+        ByteTokenizer(),
+        MODALITIES,
+        [(1, 4, 4)],
+    )
+    assert [span.phase for span in seen.media] == ["vision"]
+    with pytest.raises(
+        ConversationError, match=r"no encoder of the model takes it \(encoders: none\)"
+    ):
+        render(
+            Conversation("id", "source", (Turn("user", (PICTURE,)),)),
+            ByteTokenizer(),
+            {"diffusion": DRAWING["diffusion"]},
+            [(1, 4, 4)],
+        )

@@ -1,0 +1,114 @@
+"""Rows of a generator: what is drawn, behind slots for the states that it is drawn from, and what is random.
+
+An item holds first its conditions, a slot for each language token that it reads, then its patches:
+
+    slots       | c c c p p p p p p | c p p p p | . .        c: condition, p: patch
+    owners        1 1 1 1 1 1 1 1 1   2 2 2 2 2   0 0
+    patches       - - - 0 1 2 3 4 5   - 0 1 2 3   - -
+
+A row has, with q local ranks, C slots, F features and S segments:
+    features [q, C, F], owners int32 [q, C] (segment of the item, 0: padding), segments int32 [q, C] (the
+    same for attention: 0 also where conditions are hidden from their item), positions int32 [q, C, 3]
+    (time, height, width: conditions advance time, patches stand at the time after them), patches int32
+    [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
+    of its rank's row in the order of the plan, which is where its state arrives; -1: none), noise uint32
+    [q, S, 2] (key of each segment's noise), times float32 [q, S], sources int32 [q, S] (-1: none), failed
+    int32 [q] (items that did not load), order and tiles (see masks.py).
+Rows of span g are those of q groups with a local rank, whole: g * C slots. `arrived` int32 [q, g * C] is
+`conditions` in the order of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmllm.balance.records import PhasePlan
+from jaxmllm.data.rows.batch import Batch, LocalRows
+from jaxmllm.data.rows.draws import Draws
+from jaxmllm.data.rows.encoder_rows import Filling, empty_rows
+from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_generator_row
+from jaxmllm.data.text.render import MediaSpan
+from jaxmllm.row_format import RowFormat
+
+
+def generator_rows(
+    batch: Batch,
+    phase: str,
+    plan: PhasePlan,
+    ranks: tuple[int, ...],
+    attention: AttentionSpec,
+    max_segments: int,
+    source_of: Callable[[int], int],
+    draw: Callable[[int, int], Draws],
+    threads: int,
+) -> tuple[list[Row], list[str]]:
+    """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
+
+    Args:
+      draw: what is random of an item, by example number and number of the item in its example.
+    """
+    row_format = batch.modalities[phase].format
+    items = batch.items.phases[phase]
+    local = LocalRows(phase, plan, ranks)
+    rows = empty_rows(
+        local, lambda count, slots: _empty_row(count, slots, max_segments, row_format)
+    )
+    first_of_example = np.searchsorted(items.example, items.example)
+    draws: dict[int, Draws] = {}
+    for item in local.items.tolist():
+        example = int(batch.examples[items.example[item]])
+        draws[item] = draw(example, item - int(first_of_example[item]))
+        row = rows[plan.microbatch[item]]
+        place = local.row(item), int(plan.segment[item]) - 1
+        row["noise"][place] = draws[item].noise
+        row["times"][place] = draws[item].time
+        row["sources"][place] = source_of(example)
+    filling = _Filling(batch.modalities[phase], items, local, rows, draws)
+    failures = filling.load_all(batch, threads)
+    for row, span in zip(rows, plan.span.tolist(), strict=True):
+        if span > 1:
+            row["arrived"] = row["conditions"].copy()
+        finish_generator_row(row, attention, phase, span)
+    return rows, failures
+
+
+@dataclass(frozen=True)
+class _Filling(Filling):
+    draws: dict[int, Draws]  # by item
+
+    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        plan = self.local.plan
+        patches = slice(slots.start + span.conditions, slots.stop)
+        conditions = np.arange(slots.start, patches.start)
+        capacity = int(plan.capacity[plan.microbatch[item]])
+        row["owners"][number, slots] = plan.segment[item]
+        row["segments"][number, slots] = plan.segment[item]
+        if self.draws[item].hidden:
+            row["segments"][number, conditions] = 0
+        row["conditions"][number, conditions] = conditions % capacity
+        row["positions"][number, conditions, 0] = np.arange(span.conditions)
+        row["positions"][number, patches] = self.modality.positions(span.shape)
+        row["positions"][number, patches, 0] += span.conditions
+        return patches
+
+    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+        patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
+        row["patches"][number, patches] = np.arange(patches.stop - patches.start)
+
+
+def _empty_row(count: int, slots: int, max_segments: int, row_format: RowFormat) -> Row:
+    return {
+        "features": np.zeros((count, slots, row_format.features), row_format.dtype),
+        "owners": np.zeros((count, slots), np.int32),
+        "segments": np.zeros((count, slots), np.int32),
+        "positions": np.zeros((count, slots, 3), np.int32),
+        "patches": np.full((count, slots), -1, np.int32),
+        "conditions": np.full((count, slots), -1, np.int32),
+        "noise": np.zeros((count, max_segments, 2), np.uint32),
+        "times": np.zeros((count, max_segments), np.float32),
+        "sources": np.full((count, max_segments), -1, np.int32),
+        "failed": np.zeros(count, np.int32),
+    }

@@ -1,0 +1,211 @@
+"""The diffusion transformer: noisy patches and what they are drawn from -> what the patches shall become.
+
+    states --projector--> conditions \
+                                      one sequence --layers, modulated by the time--> predictions of the patches
+    patches --embed----------------- /
+
+Items are segments of packed rows, and see themselves alone. Scales, shifts and gates (arXiv 2212.09748) are
+those of an item's time: made once per segment, in at least float32, and taken by slot.
+
+Letters: R ranks, C slots, D width, F numbers of a patch, S segments of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.attention.mask import item_ids
+from jaxmllm.config.schema import ComponentConfig, DiffusionConfig
+from jaxmllm.models.layers import (
+    MLP,
+    RMSNorm,
+    RowContext,
+    SelfAttention,
+    bias,
+    biased,
+    checkpointed,
+    parameter,
+    rotary_angles_by_axis,
+    stacked,
+    weight,
+)
+from jaxmllm.models.rows import GeneratorRows
+from sharding.context import SLOTS
+from sharding.rules import Layout
+
+TIME_FREQUENCIES = 128  # of the features of a time, a sine and a cosine each
+SLOWEST_TIME = (
+    10_000.0  # times are counted in thousandths, and waves are as long as 2 pi times this
+)
+MODULATIONS = 6  # of a layer: shift, scale and gate, of attention and of the MLP
+OUTPUT_MODULATIONS = 2  # shift and scale before the output
+
+
+class DiffusionTower(nnx.Module):
+    """Patches and conditions in one stream that see their whole item, rotary positions by (time, height, width)."""
+
+    def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
+        self.config = config
+        width, patch = config.width, config.patch_features
+        self.patch = parameter(rngs, (patch, width), (None, "embed"), patch)
+        self.patch_bias = bias((width,), (None,))
+        self.time = _TimeEmbedding(width, rngs)
+        shared = config.modulation == "shared"
+        self.modulation = _Modulation(width, MODULATIONS) if shared else None
+        self.layers = stacked(lambda rngs: _DiffusionBlock(config, rngs), config.layers, rngs)
+        self.norm = RMSNorm(width, config.norm_epsilon)
+        self.output_modulation = _Modulation(width, OUTPUT_MODULATIONS)
+        # Zeros: the first predictions are zero whatever the time (arXiv 2212.09748)
+        self.output = nnx.Param(jnp.zeros((width, patch)), axes=("embed", None), looked_up=False)
+        self.output_bias = bias((patch,), (None,))
+
+    def __call__(
+        self,
+        rows: GeneratorRows,
+        noisy: Float[Array, "R C F"],
+        conditions: Float[Array, "R C D"],
+        layout: Layout,
+        dtype: jnp.dtype,
+        settings: ComponentConfig,
+    ) -> Float[Array, "R C F"]:
+        """Predictions for the slots of patches; those of others mean nothing."""
+        patches = biased(
+            noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
+        )
+        is_condition = (rows.conditions >= 0)[..., None]
+        x = jnp.where(is_condition, conditions.astype(dtype), patches)
+        x = layout.constrain(x, ("batch", "sequence", None))
+        config = self.config
+        angles = rotary_angles_by_axis(
+            rows.positions, config.rope_sections, config.rope_theta, dtype
+        )
+        ids = item_ids(rows.segments)
+        context = RowContext(layout, ids, rows.tiles, angles, settings.attention)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        time = self.time(time_features(rows.times, wide), layout)
+        shared = None if self.modulation is None else self.modulation(time, layout)
+        graph, parameters = nnx.split(self.layers)
+
+        def layer(x: Array, parameters: Any) -> tuple[Array, None]:
+            block = nnx.merge(graph, parameters)
+            return block(x, context, time, shared, rows.owners), None
+
+        x, _ = jax.lax.scan(checkpointed(layer, settings.remat), x, parameters)
+        shift, scale = by_slot(layout, self.output_modulation(time, layout), rows.owners)
+        x = _modulated(self.norm(x), shift, scale)
+        return biased(x @ weight(self.output, layout, dtype), self.output_bias, layout)
+
+
+class _TimeEmbedding(nnx.Module):
+    """Two biased matrices with a SiLU after each. Segments are not slots: nothing of it is split by `sequence`."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        features = 2 * TIME_FREQUENCIES
+        self.up = parameter(rngs, (features, width), (None, "embed"), features)
+        self.up_bias = bias((width,), (None,))
+        self.down = parameter(rngs, (width, width), (None, "embed"), width)
+        self.down_bias = bias((width,), (None,))
+
+    def __call__(self, features: Float[Array, "R S E"], layout: Layout) -> Float[Array, "R S D"]:
+        x = features
+        for matrix, added in ((self.up, self.up_bias), (self.down, self.down_bias)):
+            x = jax.nn.silu(biased(x @ weight(matrix, layout, x.dtype), added, layout))
+        return x
+
+
+class _Modulation(nnx.Module):
+    """`count` vectors of the time; zeros at first, so that layers pass on what they read (arXiv 2212.09748)."""
+
+    def __init__(self, width: int, count: int):
+        self.weight = nnx.Param(
+            jnp.zeros((width, count, width)), axes=("embed", None, None), looked_up=False
+        )
+        self.bias = bias((count, width), (None, None))
+
+    def __call__(self, time: Float[Array, "R S D"], layout: Layout) -> Float[Array, "R S N D"]:
+        return biased(
+            jnp.einsum("rsd,dne->rsne", time, weight(self.weight, layout, time.dtype)),
+            self.bias,
+            layout,
+        )
+
+
+class _DiffusionBlock(nnx.Module):
+    """A layer of attention and an MLP, each modulated before it and gated after it."""
+
+    def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
+        width = config.width
+        self.attention_norm = RMSNorm(width, config.norm_epsilon)
+        self.attention = SelfAttention(
+            rngs,
+            width,
+            config.heads,
+            config.heads,
+            config.head_size,
+            qk_norm=config.qk_norm,
+            epsilon=config.norm_epsilon,
+        )
+        self.mlp_norm = RMSNorm(width, config.norm_epsilon)
+        self.mlp = MLP(rngs, width, config.mlp_width)
+        own = config.modulation == "layer"
+        self.modulation = _Modulation(width, MODULATIONS) if own else None
+        self.modulation_bias = None if own else bias((MODULATIONS, width), (None, None))
+
+    def __call__(
+        self,
+        x: Float[Array, "R C D"],
+        rows: RowContext,
+        time: Float[Array, "R S D"],
+        shared: Float[Array, "R S 6 D"] | None,
+        owners: Int[Array, "R C"],
+    ) -> Float[Array, "R C D"]:
+        layout = rows.layout
+        if self.modulation is not None:
+            modulation = self.modulation(time, layout)
+        else:
+            assert shared is not None and self.modulation_bias is not None
+            modulation = biased(shared, self.modulation_bias, layout)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = by_slot(layout, modulation, owners)
+        mixed = self.attention(_modulated(self.attention_norm(x), shift, scale), rows)
+        x = x + _gated(mixed, gate)
+        out = self.mlp(_modulated(self.mlp_norm(x), mlp_shift, mlp_scale), layout)
+        return x + _gated(out, mlp_gate)
+
+
+def time_features(times: Float[Array, "R S"], dtype: jnp.dtype) -> Float[Array, "R S E"]:
+    """Cosines and sines of times in [0, 1]."""
+    frequency = SLOWEST_TIME ** (-np.arange(TIME_FREQUENCIES) / TIME_FREQUENCIES)
+    angles = 1000 * times.astype(dtype)[..., None] * jnp.asarray(frequency, dtype)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def by_slot(
+    layout: Layout, modulation: Float[Array, "R S N D"], owners: Int[Array, "R C"]
+) -> tuple[Float[Array, "R C D"], ...]:
+    """The N vectors of each slot's segment; zeros where there is none.
+
+    A product with zeros and ones, and so is its gradient: a scatter-add would sum in any order.
+    """
+    segments = jnp.arange(1, modulation.shape[1] + 1, dtype=owners.dtype)
+    chosen = (owners[..., None] == segments).astype(modulation.dtype)
+    slots = jnp.einsum(
+        "rcs,rsnd->nrcd",
+        chosen,
+        modulation,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
+
+
+def _modulated(x: Array, shift: Array, scale: Array) -> Array:
+    return (x.astype(shift.dtype) * (1 + scale) + shift).astype(x.dtype)
+
+
+def _gated(x: Array, gate: Array) -> Array:
+    return (x.astype(gate.dtype) * gate).astype(x.dtype)

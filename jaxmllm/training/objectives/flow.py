@@ -1,0 +1,128 @@
+"""Rectified flow (arXiv 2209.03003): noisy patches, and the squared error of the velocity, by source.
+
+    image x, noise n, time t --> x_t = (1 - t) x + t n  --model--> velocity v, or the image     loss (v - (n - x))^2
+
+Noise is made patch by patch from (key of the item, number of the patch): the same wherever the patch lies.
+
+Letters: R ranks, C slots, F numbers of a patch, S segments of a row, N sources.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmllm.models.rows import GeneratorRows
+from sharding.context import SLOTS
+from sharding.rules import Layout
+
+# A velocity is the difference of noisy patch and predicted image over the time, but not over less than
+# this (arXiv 2511.13720): at t = 0 nothing is left to predict.
+LEAST_TIME = 0.05
+MIDDLE_GRAY = 127.5
+
+
+class FlowSums(NamedTuple):
+    """Sums over the patches that count, by rank and source."""
+
+    loss: Float[Array, "R N"]  # of each patch, the mean over its numbers
+    patches: Float[Array, "R N"]
+
+
+class NoisyPatches(NamedTuple):
+    """What the model reads, and what its predictions are compared with."""
+
+    noisy: Float[Array, "R C F"]
+    velocity: Float[Array, "R C F"]
+    times: Float[Array, "R C"]
+
+
+def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> NoisyPatches:
+    """The patches of rows, in [-1, 1], with noise; in slots without a patch anything finite.
+
+    Noise is made in float32, whatever the dtype.
+    """
+
+    def on_device(
+        features: Array, owners: Array, patches: Array, keys: Array, times: Array
+    ) -> tuple[Array, ...]:
+        image = features[0].astype(dtype) / MIDDLE_GRAY - 1
+        segment = jnp.maximum(owners[0] - 1, 0)
+        noise = patch_noise(keys[0][segment], patches[0], image.shape[1]).astype(dtype)
+        time = times[0][segment].astype(dtype)
+        noisy = image + time[:, None] * (noise - image)
+        return noisy[None], (noise - image)[None], time[None]
+
+    by_row = ("batch",)
+    local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, by_row, by_row), (SLOTS, SLOTS, SLOTS))
+    return NoisyPatches(*local(rows.features, rows.owners, rows.patches, rows.noise, rows.times))
+
+
+def patch_noise(
+    keys: Int[Array, "C 2"], patches: Int[Array, " C"], numbers: int
+) -> Float[Array, "C F"]:
+    """Standard normal numbers of patches, given by the key of their item and their number in it."""
+
+    def of_patch(key: Array, patch: Array) -> Array:
+        wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.normal(jax.random.fold_in(wrapped, patch), (numbers,), jnp.float32)
+
+    return jax.vmap(of_patch)(keys, patches)
+
+
+def velocity_of(
+    prediction: str,
+    predicted: Float[Array, "R C F"],
+    patches: NoisyPatches,
+) -> tuple[Float[Array, "R C F"], Float[Array, "R C F"]]:
+    """The predicted velocity, and the true one, of models that predict velocities or images (`sample`).
+
+    Of the latter, both are taken over at least `LEAST_TIME`.
+    """
+    predicted = predicted.astype(patches.velocity.dtype)
+    if prediction == "velocity":
+        return predicted, patches.velocity
+    time = patches.times[..., None]
+    over = jnp.maximum(time, LEAST_TIME)
+    return (patches.noisy - predicted) / over, patches.velocity * (time / over)
+
+
+def flow_losses(
+    prediction: str,
+    predicted: Float[Array, "R C F"],
+    patches: NoisyPatches,
+    counted: Bool[Array, "R C"],
+) -> Float[Array, "R C"]:
+    """The loss of every patch that counts, and zeros."""
+    velocity, true = velocity_of(prediction, predicted, patches)
+    return jnp.where(counted, jnp.square(velocity - true).mean(-1), 0)
+
+
+def flow_sums(
+    layout: Layout,
+    sources: int,
+    losses: Float[Array, "R C"],
+    counted: Bool[Array, "R C"],
+    owners: Int[Array, "R C"],
+    source_of: Int[Array, "R S"],
+) -> FlowSums:
+    """Per rank and source: loss and patches."""
+    split = layout.mesh_axes("sequence")
+
+    def on_device(losses: Array, counted: Array, owners: Array, source_of: Array) -> FlowSums:
+        padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
+        source = padded[owners[0]]
+
+        def total(values: Array) -> Array:
+            of_source = source[:, None] == jnp.arange(sources)
+            summed = jnp.where(of_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
+            return jax.lax.psum(summed, split) if split else summed
+
+        return FlowSums(total(losses[0]), total(counted[0]))
+
+    local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",)), ("batch",))
+    sums: FlowSums = local(losses, counted, owners, source_of)
+    return sums

@@ -1,0 +1,202 @@
+"""Programs of single microbatches that the host calls: what those of all phases share, and a generator's.
+
+    language pools --language_states x M--> the same with states
+        --(hop x hops; deliver) x rounds--> generator pools
+        --draw_loss_and_grad x M--> each state gives its place to its gradient
+        --(hop_back x hops; deliver_back) x rounds--> gradients for language_loss_and_grad
+
+The decoder runs forward once for the states, and again with the backward pass that their gradients ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.models.rows import GeneratorRows, TokenPool, abstract_generator_rows
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.row_format import RowFormat
+from jaxmllm.training.generator_functions import GeneratorFunctions
+from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs
+from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
+from sharding.parameters import map_rows
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A `HostStep` whose arrays are on the devices."""
+
+    host: HostStep
+    rows: dict[str, list[Any]]  # EncoderRows or LanguageRows, by phase and microbatch
+    tables: dict[str, list[DeviceTables]]  # by phase that owns an exchange, and round
+
+
+class GeneratorPrograms(Programs):
+    """Programs whose steps are microbatches, pools and rounds of an exchange; those of generators."""
+
+    pools: dict[str, TokenPool]  # shapes, by owner of an exchange, and that of the decoder
+    accumulators: Any  # shapes of the sums of gradients
+    _exchange_programs: dict[str, ExchangePrograms]  # by owner
+
+    def _draw(
+        self,
+        params: Any,
+        batch: DeviceStep,
+        language_pools: list[TokenPool],
+        gradients: Any,
+        drawn: FlowSums | None,
+        failed: jax.Array,
+    ) -> tuple[Any, FlowSums | None, list[jax.Array], jax.Array]:
+        """Gradients with those of generators, their sums, gradients of the states that they have read, by
+        language pool, where the decoder has a use for them, and the items that could not be decoded."""
+        host = batch.host
+        states = self._states(params, batch, language_pools)
+        scale = self._scale(self.functions.objective.diffusion.weight, host.patches)
+        for phase in self.generators:
+            pools = states[self.exchange_owner[phase]]
+            phase_params = self._params_of(params, phase)
+            phase_grads = self._grads_of(gradients, phase)
+            for m, rows in enumerate(batch.rows[phase]):
+                pool = host.pools[phase][m]
+                pool_offset = np.int32(host.pool_offsets[phase][m])
+                program = self._of_microbatch("draw_loss_and_grad", phase, host, m)
+                pools[pool], phase_grads, drawn, failed = program(
+                    *(phase_params, rows, pools[pool], pool_offset),
+                    *(scale, phase_grads, drawn, failed),
+                )
+            gradients |= phase_grads
+        if not self.functions.trains_states:
+            return gradients, drawn, [], failed
+        d_states = [self._zeros(f"d_{LANGUAGE}") for _ in language_pools]
+        for owner in list(states):
+            pools = states.pop(owner)
+            exchange = self._exchange_programs[owner]
+            for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
+                d_states[round_.target] = exchange.deliver_back(
+                    self._call, pools[round_.source].tokens, d_states[round_.target], tables
+                )
+        return gradients, drawn, d_states, failed
+
+    def _evaluate_drawn(
+        self,
+        params: Any,
+        batch: DeviceStep,
+        language_pools: list[TokenPool],
+        drawn: FlowSums | None,
+        failed: jax.Array,
+    ) -> tuple[FlowSums | None, jax.Array]:
+        """Sums of generators, and the items that could not be decoded, added to those given."""
+        host = batch.host
+        states = self._states(params, batch, language_pools)
+        for phase in self.generators:
+            pools = states[self.exchange_owner[phase]]
+            phase_params = self._params_of(params, phase)
+            for m, rows in enumerate(batch.rows[phase]):
+                pool = pools[host.pools[phase][m]]
+                pool_offset = np.int32(host.pool_offsets[phase][m])
+                program = self._of_microbatch("evaluate", phase, host, m)
+                drawn, failed = program(phase_params, rows, pool, pool_offset, drawn, failed)
+        return drawn, failed
+
+    def _states(
+        self, params: Any, batch: DeviceStep, language_pools: list[TokenPool]
+    ) -> dict[str, list[TokenPool]]:
+        """Run the decoder forward, which leaves states in the language pools: the generators' pools with
+        them, by owner of an exchange."""
+        host = batch.host
+        phase_params = self._params_of(params, LANGUAGE)
+        for m, rows in enumerate(batch.rows[LANGUAGE]):
+            pool = host.pools[LANGUAGE][m]
+            program = self._of_microbatch("language_states", LANGUAGE, host, m)
+            language_pools[pool] = program(phase_params, rows, language_pools[pool])
+        states = self._empty_pools(batch, self._owners(self.generators), "")
+        for owner, pools in states.items():
+            exchange = self._exchange_programs[owner]
+            for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
+                pools[round_.source] = exchange.deliver(
+                    self._call, language_pools[round_.target], pools[round_.source], tables
+                )
+        return states
+
+    def _generator_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
+        params = self._params_of(self.params, phase)
+        grads = self._grads_of(self.accumulators, phase)
+        pool = self.pools[self.exchange_owner[phase]]
+        drawn = self._abstract_sums().drawn
+        pool_offset = failed = self._scalar(np.int32)
+        spec = self.spec.phases[phase]
+        jobs: Jobs = {}
+        for capacity, span in spec.classes:
+            functions = self.functions.spanned(phase, span)
+            layout = functions.model.layout(phase)
+            rows = abstract_generator_rows(layout, capacity, spec.max_segments, row_format, block)
+            arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
+            results = (pool, grads, drawn)
+            by_device = GeneratorFunctions(functions.by_device(phase), phase)
+            jobs[ProgramName("draw_loss_and_grad", phase, capacity, span)] = Job(
+                _counting(map_rows(layout, by_device.draw_loss_and_grad, arguments, results)),
+                (*arguments, failed),
+                (*results, failed),
+                (2, 5, 6),
+            )
+            given = (params, rows, pool, pool_offset, drawn)
+            evaluate = GeneratorFunctions(functions, phase).evaluate
+            jobs[ProgramName("evaluate", phase, capacity, span)] = Job(
+                _counting(lambda *given, evaluate=evaluate: (evaluate(*given),)),
+                (*given, failed),
+                (drawn, failed),
+                (4,),
+            )
+        return jobs
+
+    # ------------------------------------------------------------------ of all phases
+
+    def _of_microbatch(
+        self, function: str, phase: str, host: HostStep, microbatch: int
+    ) -> Callable[..., Any]:
+        """The program for the rows of one microbatch."""
+        capacity, span = host.capacities[phase][microbatch], host.spans[phase][microbatch]
+        return self._call(function, phase, capacity, span)
+
+    def _empty_pools(
+        self, batch: DeviceStep, owners: Iterable[str], prefix: str
+    ) -> dict[str, list[Any]]:
+        """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
+        last: dict[str, int] = dict.fromkeys(owners, -1)
+        for phase, owner in self.exchange_owner.items():
+            if owner in last:
+                last[owner] = max(last[owner], *batch.host.pools[phase], -1)
+        return {
+            owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()
+        }
+
+    def _owners(self, phases: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.exchange_owner[phase] for phase in phases))
+
+    def _scale(self, weight: float, planned: int) -> np.ndarray:
+        """Of losses whose mean over a planned number of targets has a weight in the objective."""
+        return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
+
+    def _params_of(self, params: Any, phase: str) -> Any:
+        return {name: params[name] for name in self.functions.model.phases[phase].components}
+
+    def _grads_of(self, grads: Any, phase: str) -> Any:
+        return {name: grads[name] for name in self.functions.trainable_of(phase)}
+
+
+def _counting(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A function of (params, rows, ...) that is also given how many items could not be decoded, and adds
+    those of the rows."""
+
+    def counting(params: Any, rows: GeneratorRows, *rest: Any) -> tuple[Any, ...]:
+        *others, failed = rest
+        counted = failed + rows.failed.sum(dtype=failed.dtype)
+        return *function(params, rows, *others), counted
+
+    return counting

@@ -1,0 +1,55 @@
+"""What is random of generated items: a function of (seed, step, id, item), of the right distribution."""
+
+import numpy as np
+import pytest
+
+from jaxmllm.config.schema import DiffusionObjectiveConfig
+from jaxmllm.data.rows.draws import EVALUATION_TIMES, DrawRule
+
+PLAIN = DiffusionObjectiveConfig(times="uniform", condition_drop=0.25)
+ITEMS = [(step, f"e{id}", item) for step in range(20) for id in range(50) for item in range(2)]
+
+
+def drawn(**changes):
+    rule = DrawRule(3, PLAIN.model_copy(update=changes))
+    return [rule.of(*item) for item in ITEMS]
+
+
+def test_draws_are_the_same_again_and_different_for_all_else():
+    one = DrawRule(3, PLAIN)
+    assert one.of(5, "a", 1) == one.of(5, "a", 1) == DrawRule(3, PLAIN).of(5, "a", 1)
+    others = [
+        one.of(6, "a", 1),
+        one.of(5, "b", 1),
+        one.of(5, "a", 0),
+        DrawRule(4, PLAIN).of(5, "a", 1),
+    ]
+    assert len({draws.noise for draws in (one.of(5, "a", 1), *others)}) == 5
+    keys = [draws.noise for draws in drawn()]
+    assert len(set(keys)) == len(ITEMS)
+    assert all(0 <= word < 2**32 for key in keys for word in key)
+
+
+def test_times_have_the_distribution_that_is_asked_for():
+    uniform = np.array([draws.time for draws in drawn()])
+    assert abs(uniform.mean() - 0.5) < 0.02 and abs(uniform.std() - 12**-0.5) < 0.01
+    logits = np.array([draws.time for draws in drawn(times="logit_normal")])
+    logits = np.log(logits / (1 - logits))
+    assert abs(logits.mean()) < 0.06 and abs(logits.std() - 1) < 0.05
+    shifted = np.array([draws.time for draws in drawn(shift=4.0)])
+    np.testing.assert_allclose(shifted, 4 * uniform / (1 + 3 * uniform))
+
+
+def test_conditions_are_hidden_as_often_as_asked_for():
+    assert np.mean([draws.hidden for draws in drawn()]) == pytest.approx(0.25, abs=0.03)
+    assert not any(draws.hidden for draws in drawn(condition_drop=0.0))
+    assert all(draws.hidden for draws in drawn(condition_drop=1.0))
+
+
+def test_evaluations_draw_the_same_at_every_step_on_a_grid_of_times():
+    rule = DrawRule(3, PLAIN, evaluation=True)
+    draws = [rule.of(*item) for item in ITEMS]
+    assert draws[:100] == draws[100:200]
+    assert not any(of_item.hidden for of_item in draws)
+    bands = {of_item.time * EVALUATION_TIMES - 0.5 for of_item in draws}
+    np.testing.assert_allclose(sorted(bands), np.arange(EVALUATION_TIMES))

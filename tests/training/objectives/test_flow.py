@@ -1,0 +1,56 @@
+"""Noise by patch, wherever it lies, and the loss of both kinds of predictions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmllm.training.objectives.flow import (
+    LEAST_TIME,
+    NoisyPatches,
+    flow_losses,
+    patch_noise,
+)
+
+KEY = np.array([7, 9], np.uint32)
+
+
+def test_noise_belongs_to_the_patch_and_not_to_its_place():
+    patches = np.arange(40, dtype=np.int32)
+    made = jax.jit(lambda keys, patches: patch_noise(keys, patches, 12))
+    noise = np.asarray(made(np.tile(KEY, (40, 1)), patches))
+    order = np.random.default_rng(0).permutation(40)[:17]
+    elsewhere = np.asarray(made(np.tile(KEY, (17, 1)), patches[order]))
+    np.testing.assert_array_equal(elsewhere, noise[order])
+    assert abs(noise.mean()) < 0.15 and abs(noise.std() - 1) < 0.1
+    assert len(np.unique(noise)) == noise.size
+    other = np.asarray(made(np.tile(KEY[::-1], (40, 1)), patches))
+    assert not np.isin(other, noise).any()
+
+
+def patches_at(times, seed=0):
+    """Patches of one row, with the images that they were made of."""
+    random = np.random.default_rng(seed)
+    image, noise = random.normal(size=(2, 1, len(times), 6))
+    time = np.asarray(times)[None]
+    noisy = (1 - time[..., None]) * image + time[..., None] * noise
+    return image, NoisyPatches(*map(jnp.asarray, (noisy, noise - image, time)))
+
+
+def test_right_predictions_of_either_kind_have_no_loss():
+    image, patches = patches_at([0.0, 0.01, 0.3, 1.0])
+    counted = jnp.ones((1, 4), bool)
+    np.testing.assert_allclose(flow_losses("velocity", patches.velocity, patches, counted), 0)
+    np.testing.assert_allclose(
+        flow_losses("sample", jnp.asarray(image), patches, counted), 0, atol=1e-9
+    )
+
+
+def test_an_error_of_the_image_is_one_of_the_velocity_over_the_time():
+    image, patches = patches_at([0.02, 0.5, 0.8])
+    counted = jnp.array([[True, True, False]])
+    error = 0.1
+    losses = flow_losses("sample", jnp.asarray(image + error), patches, counted)
+    expected = [(error / LEAST_TIME) ** 2, (error / 0.5) ** 2, 0]
+    np.testing.assert_allclose(losses[0], expected, rtol=1e-4)
+    velocity = flow_losses("velocity", patches.velocity + error, patches, counted)
+    np.testing.assert_allclose(velocity[0], [error**2, error**2, 0], rtol=1e-4)

@@ -1,0 +1,220 @@
+"""A model that sees and draws pictures: what must not change the mathematics."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.data.rows.fill import HostStep
+from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled
+from tests.training.drawing import drawing_config, make_pictures, perturbed
+
+EXAMPLES = np.random.default_rng(1).permutation(24)[:16]
+# Only what reads states learns from them, and what they come from
+DRAWING_ALONE = {"model__vision": None, "objective__language__weight": 0.0}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    make_pictures(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory):
+    """The same without pictures that are shown."""
+    folder = tmp_path_factory.mktemp("captions")
+    make_pictures(folder, shown=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawing(captions) -> Setup:
+    """Text to pictures on one rank: the decoder learns from pictures alone."""
+    return assemble(drawing_config(captions, **DRAWING_ALONE), 1)
+
+
+@pytest.fixture(scope="module")
+def both(pictures) -> Setup:
+    """Pictures are seen, too, and the decoder has its own loss: the reference of all plans and meshes."""
+    return assemble(drawing_config(pictures), 1)
+
+
+def computed(setup: Setup, step: HostStep):
+    """Gradients, and sums by source."""
+    grads, sums, failed = jax.device_get(
+        setup.programs.gradients(perturbed(setup.params), setup.put(step))
+    )
+    assert failed == len(step.failures) == 0
+    return grads, jax.tree.map(lambda by_rank: by_rank.sum(0), sums)
+
+
+def assert_as(actual, expected, tolerance=1e-5):
+    assert_close(actual[0], expected[0], tolerance)
+    for got, want in zip(*map(jax.tree.leaves, (actual[1], expected[1])), strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+def without_pictures(setup: Setup) -> list[int]:
+    corpus = setup.corpus
+    return [i for i in range(len(corpus)) if not corpus.example(i).media]
+
+
+# ---------------------------------------------------------------------------- one rank
+
+
+def test_packed_equals_each_item_alone(drawing):
+    """Gradients of the decoder come from the pictures alone, by way of its states."""
+    examples = [i for i in EXAMPLES if drawing.corpus.example(i).media][:3]
+    packed = drawing.step(examples)
+    assert max(row["owners"].max() for row in packed.rows["diffusion"]) >= 3
+    whole = computed(drawing, packed)
+    parts, patches = [], 0
+    for i in examples:
+        step = drawing.step([i])
+        grads, sums = computed(drawing, step)
+        source = drawing.corpus.source_of(i)
+        assert sums.drawn.patches[source] == step.patches == whole[1].drawn.patches[source]
+        np.testing.assert_allclose(sums.drawn.loss[source], whole[1].drawn.loss[source], rtol=1e-5)
+        parts.append(scaled(grads, step.patches))
+        patches += step.patches
+    assert patches == packed.patches
+    assert set(whole[0]) == {"language", "projector.language", "diffusion"}
+    learned = {name: dict(tree) for name, tree in scaled(whole[0], patches).items()}
+    assert not np.any(learned["language"].pop("head")), "it is not in the program"
+    summed = added(parts)
+    summed["language"].pop("head")
+    assert_close(learned, summed, 2e-5)
+
+
+def test_steps_without_pictures_and_without_text_just_work(drawing):
+    text = drawing.step(without_pictures(drawing))
+    assert text.patches == 0 and not text.rows["diffusion"]
+    grads, sums = computed(drawing, text)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+    assert sums.drawn.patches.sum() == 0
+
+
+def test_hidden_conditions_and_noise_are_those_of_the_item_in_any_batch(drawing):
+    """At one step, whatever else is in the batch; at another step they differ."""
+
+    def draws(step: HostStep):
+        found = {}
+        for row in step.rows["diffusion"]:
+            for q, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
+                of_item = row["owners"][q] == segment + 1
+                seen = bool((row["segments"][q][of_item & (row["conditions"][q] >= 0)] > 0).all())
+                key = tuple(row["noise"][q, segment])
+                found[key] = (row["times"][q, segment], seen, row["sources"][q, segment])
+        return found
+
+    all_examples = draws(drawing.step(range(24)))
+    some = draws(drawing.step(EXAMPLES))
+    assert some.items() <= all_examples.items()
+    assert {seen for _, seen, _ in all_examples.values()} == {True, False}
+
+
+def test_a_picture_that_does_not_decode_masks_itself_and_is_counted(drawing):
+    examples = [i for i in EXAMPLES if drawing.corpus.example(i).media][:3]
+    whole = computed(drawing, drawing.step(examples))
+    broken = drawing.corpus.example(examples[0]).media[0].reference.path
+    kept = broken.read_bytes()
+    try:
+        broken.write_bytes(kept[: len(kept) // 2])
+        step = drawing.step(examples)
+        assert len(step.failures) == 1 and broken.name in step.failures[0]
+        _, sums, failed = jax.device_get(
+            drawing.programs.gradients(perturbed(drawing.params), drawing.put(step))
+        )
+    finally:
+        broken.write_bytes(kept)
+    assert failed == 1
+    patches = jax.tree.map(lambda x: x.sum(0), sums).drawn.patches
+    others = [drawing.corpus.source_of(i) for i in examples[1:]]
+    np.testing.assert_array_equal(patches[others], whole[1].drawn.patches[others])
+    assert patches.sum() < step.patches
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_both_losses(both):
+    """Against the slope of what an evaluation measures, in the direction of each component's gradient."""
+    step = both.step(EXAMPLES)
+    params = perturbed(both.params)
+    grads, _ = computed(both, step)
+
+    def objective(params) -> float:
+        sums = jax.device_get(both.programs.evaluate(params, both.put(step)).sums)
+        text = np.float64(sums.loss).sum() / step.targets
+        return text + np.float64(sums.drawn.loss).sum() / step.patches
+
+    for name, gradient in grads.items():
+        norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(gradient)))
+        length = 0.02 / norm
+
+        def moved(sign: int, name=name, gradient=gradient, length=length):
+            put = lambda p, g: jax.device_put(p + np.float32(sign * length) * g, p.sharding)  # noqa: E731
+            return params | {name: jax.tree.map(put, params[name], gradient)}
+
+        slope = (objective(moved(1)) - objective(moved(-1))) / (2 * length)
+        assert slope == pytest.approx(norm**2, rel=0.03), name
+
+
+# ---------------------------------------------------------------------------- any plan on any mesh
+
+
+@pytest.fixture(scope="module")
+def whole(both):
+    return computed(both, both.step(EXAMPLES))
+
+
+WIDE = {f"components__{name}__layout": ENCODER_LAYOUT for name in ("vision", "diffusion")}
+SMALL_ROWS = {  # and small pools
+    "phases__vision": {"block": 32, "capacities": [96, 64]},
+    "phases__language": {"block": 32, "capacities": [128, 64]},
+    "phases__diffusion": {"block": 32, "capacities": [160, 96]},
+    "balance__pool_slots": 288,
+    "balance__pair_slots": 12,
+}
+CASES = {  # devices, further changes
+    "small-rows-and-pools": (2, {"mesh": {"data": 2}, **SMALL_ROWS}),
+    "context2": (2, {"mesh": {"data": 1, "context": 2}}),
+    "wide": (8, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, **WIDE}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, case):
+    devices, changes = CASES[case]
+    setup = assemble(drawing_config(pictures, **changes), devices)
+    for mode in ("phases", "none"):
+        step = setup.step(EXAMPLES, mode=mode)
+        if case.startswith("small") and mode == "none":
+            assert len(set(step.capacities["language"])) == 2
+            assert len(step.rounds["diffusion"]) == max(step.pools["diffusion"]) + 1 == 2
+        assert_as(computed(setup, step), whole)
+
+
+FROZEN = {"freeze": True}
+TRAINED = {  # changes, components that train
+    "frozen-text": ({"components__language": FROZEN}, {"projector.language", "diffusion"}),
+    "projector-alone": (
+        {"components__language": FROZEN, "components__diffusion": FROZEN},
+        {"projector.language"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED)
+def test_what_is_frozen_changes_no_other_gradient(captions, drawing, case):
+    changes, trained = TRAINED[case]
+    setup = assemble(drawing_config(captions, **DRAWING_ALONE, **changes), 1)
+    functions = {name.function for name in setup.programs.jobs}
+    assert "language_loss_and_grad" not in functions and "deliver_back" not in functions
+    grads, sums = computed(setup, setup.step(EXAMPLES))
+    expected, expected_sums = computed(drawing, drawing.step(EXAMPLES))
+    assert grads.keys() == trained
+    assert_as(
+        (grads, sums.drawn), ({name: expected[name] for name in trained}, expected_sums.drawn)
+    )
