@@ -38,7 +38,14 @@ from jaxmllm.cluster.sends import devices_along, leaves
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.ahead import HOPS, CheckedProgram, check_job, target_mesh, whole_axes
+from jaxmllm.setup.ahead import (
+    HOPS,
+    OUTSIDE_STEPS,
+    CheckedProgram,
+    check_job,
+    target_mesh,
+    whole_axes,
+)
 from jaxmllm.setup.chips import Chip, ChipError, chip_of
 from jaxmllm.setup.hlo import SENT
 from jaxmllm.tools.check import in_words, only_compile
@@ -79,8 +86,6 @@ CAPACITIES: Final = {"vision": 16_384, "audio": 8_192, LANGUAGE: 8_192}
 # Examples of several images are longer than a row
 MIX: Final = {task: weight for task, weight in DEFAULT_MIX.items() if task != "multi_image"}
 PER_DEVICE: Final = 2  # examples
-# Once for every configuration; buffers of zeros and sums tell nothing
-LEFT_OUT: Final = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
 FORWARD: Final = ("encode", "evaluate")
 BOTH_PASSES: Final = ("encode_grad", "language_loss_and_grad")
 BACKWARD: Final = (*BOTH_PASSES, "encode_grad_kept")
@@ -252,7 +257,7 @@ def measure(
     }
     rows = []
     for name, job in programs.jobs.items():
-        if name.function in LEFT_OUT or (only and name.function not in only):
+        if name.function in OUTSIDE_STEPS or (only and name.function not in only):
             continue
         began = time.perf_counter()
         try:

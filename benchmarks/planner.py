@@ -3,6 +3,7 @@
     python -m benchmarks.planner --json planner.json               published runs and batches, a minute
     python -m benchmarks.planner --kinds measured                  eight CPU devices of this machine, ten minutes
     python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
+    python -m benchmarks.planner --kinds memory                    compiled for H100s that are not there, an hour
     python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
 
 The runs are those of benchmarks/published_runs.jsonl, one JSON object a line with its source. `--rows` takes more of
@@ -19,6 +20,7 @@ device-seconds).
 
 Other kinds stand in files of their own, which say how they are made:
 
+    kinds memory, collectives      of programs, beside what a compiler for H100s says (planner_ahead.py)
     kind bmin              how large batches must be (planner_batches.py): `loads`, `samples`, `splits` that 59 batches
                            ask for, `settled`, `worst_regret`, `enough` (the first from which on regret stays small),
                            `bad_splits` (time of splits of 8 devices over the best one's)
@@ -40,7 +42,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import planner_batches, planner_measured, planner_simulated
+from benchmarks import planner_ahead, planner_batches, planner_measured, planner_simulated
 from benchmarks.published_fit import Fit, Published, difference, fit
 from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
@@ -64,6 +66,9 @@ COLUMNS: Final = [
     "error",
 ]
 OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]] = {
+    planner_ahead.MEMORY: lambda options: planner_ahead.ahead_rows(
+        options.seed, compiled=planner_ahead.stored(options.compiled)
+    ),
     planner_batches.BMIN: lambda options: planner_batches.batch_rows(options.seed, options.data),
     planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),
@@ -198,6 +203,9 @@ def main(command: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="bmin: of these files, too")
     parser.add_argument("--turns", type=int, default=5, help="measured: of each setting")
+    parser.add_argument(
+        "--compiled", type=Path, metavar="PATH", help="memory: JSON of benchmarks.planner_ahead"
+    )
     options = parser.parse_args(command)
     if options.turns < 2:
         parser.error("--turns must be at least 2: spreads are taken from them")

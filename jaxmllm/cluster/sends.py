@@ -194,6 +194,16 @@ class _Phase:
         """Devices that split layers inside."""
         return devices_along(self.layout, self.layout.mesh_axes("mlp"))
 
+    @property
+    def _on_cpus(self) -> bool:
+        """Whether programs are compiled for CPUs; what has no devices yet is not."""
+        from jax.sharding import Mesh
+
+        from sharding.mesh import platform_of
+
+        mesh = self.layout.mesh
+        return isinstance(mesh, Mesh) and platform_of(mesh) == "cpu"
+
     def sends(self) -> Iterator[Send]:
         for component in self.components:
             yield from self._weights(component)
@@ -213,6 +223,10 @@ class _Phase:
             table = "embedding" in path
             if table and self.function == "language_loss_and_grad":
                 yield from self._lookups(leaf, layout, itemsize, path in trained)
+                if ("head",) in by_path:
+                    continue
+            elif table:  # gathered as it lies
+                yield _send(layout, GATHER, leaf.gathered, SUM_BYTES * leaf.size / leaf.split)
                 if ("head",) in by_path:
                     continue
             whole = leaf.size / leaf.split / leaf.stacked
@@ -261,15 +275,17 @@ class _Phase:
         layers = self.shapes.layers
         size = self.tokens / layout.parts * self.shapes.width * self.itemsize
         language = self.phase == LANGUAGE
-        # Queries, keys, values; of a decoder two matrices before the activation
-        reading = 3 + (2 if language else 1)
+        # Queries, keys, values; of a decoder two matrices before the activation. What reads the same is added up
+        # first, but for the compiler for CPUs
+        reading = 3 + (2 if language else 1) if self._on_cpus else 2
         again = (
             self.settings.settings.remat == "full"
         )  # what attention adds; the MLP's is not needed
         times = self.forward * 2 * layers + self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if language:
-            yield _send(layout, ALL_REDUCE, axes, size, 1)  # the lookup
+            lookup = size / self.itemsize * SUM_BYTES  # in the type of the table
+            yield _send(layout, ALL_REDUCE, axes, lookup, 1)
             yield _send(layout, ALL_REDUCE, axes, size, self.backward, by_data=True)  # the head
             return
         merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2

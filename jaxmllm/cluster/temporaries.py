@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from jaxmllm.cluster.held import resident
+from jaxmllm.cluster.held import device_bytes, resident
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM, Component
     from jaxmllm.training.programs.base import ProgramName, Programs
+    from jaxmllm.training.programs.staged import StagedPrograms
 
 FORWARD: Final = ("encode", "evaluate")
 WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
@@ -31,10 +32,10 @@ WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits
 RUNNING: Final = {
     ("decoder", "full"): (10.0, 4.0, 2.25),
     ("decoder", "dots"): (8.0, 4.0, 2.5),
-    ("decoder", "none"): (8.0, 4.0, 2.5),
+    ("decoder", "none"): (4.0, 2.0, 1.0),
     ("tower", "full"): (7.0, 3.0, 4.0),
     ("tower", "dots"): (4.0, 4.0, 4.25),
-    ("tower", "none"): (4.0, 4.0, 4.25),
+    ("tower", "none"): (4.0, 2.0, 1.0),
 }
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
 # Of a layer's gradients, the widest matrix has so many more in float32: the next layer's are made while those of the
@@ -69,14 +70,12 @@ class Peak:
     moment: str  # of the program
 
 
-def step_peak(
-    held: int, temporaries: Mapping[ProgramName, Temporaries | int], *, moment: str = "compiled"
-) -> Peak:
+def step_peak(held: int, temporaries: Mapping[ProgramName, Temporaries | int]) -> Peak:
     """The peak of a step over its programs.
 
     Args:
       held: bytes that lie between programs, such as `resident(programs).total`.
-      temporaries: of the step's programs: estimates, or bytes that a compiler tells (then `moment` names them).
+      temporaries: of the step's programs: estimates, or bytes that a compiler tells (of moment "compiled").
     """
 
     def total(name: ProgramName) -> int:
@@ -85,36 +84,83 @@ def step_peak(
 
     largest = max(temporaries, key=total)
     of_program = temporaries[largest]
-    if isinstance(of_program, Temporaries):
-        moment = of_program.moment
+    moment = of_program.moment if isinstance(of_program, Temporaries) else "compiled"
     return Peak(held + total(largest), largest, moment)
 
 
 def programs_peak(programs: Programs, compiled: Mapping[ProgramName, int] | None = None) -> Peak:
-    """The peak of a step of these programs, which need not be compiled.
+    """The peak of a step of these programs, which need not be compiled. Of what `encode` leaves for the backward pass,
+    features of a frozen tower count for one microbatch.
 
     Args:
       compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
     """
+    from jaxmllm.setup.ahead import OUTSIDE_STEPS
+
+    kept: dict[str, int] = {}  # by phase
+    totals: dict[ProgramName, Temporaries | int] = {}
+    for name, job in programs.jobs.items():
+        if name.function in OUTSIDE_STEPS:
+            continue
+        donated = device_bytes([job.arguments[index] for index in job.donated])
+        fresh = device_bytes(job.result) - donated
+        if name.function == "encode":  # lies there until the phase's backward pass
+            microbatches = programs.kept_residuals.get(name.subject, 1)
+            kept[name.subject] = max(kept.get(name.subject, 0), microbatches * fresh)
+            fresh = 0
+        if compiled and name in compiled:
+            totals[name] = compiled[name] + fresh
+        else:
+            moments = job_temporaries(programs, name).moments or {"results": 0}
+            totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
+    return step_peak(resident(programs).total + sum(kept.values()), totals)
+
+
+def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
+    """What one of `programs.jobs` takes for itself, also where a model is in stages."""
+    if name.function == "gradients":
+        return _staged(programs)  # type: ignore[arg-type]  # no other programs have this one
+    keeps = bool(programs.kept_residuals.get(name.subject))
+    return program_temporaries(programs.functions.model, name, keeps)
+
+
+def _staged(programs: StagedPrograms) -> Temporaries:
+    """What the loop over a schedule carries, the largest operation, and once more the boxes of backward operations: a
+    branch writes into its own, those that are filled from slots or the largest."""
+    from jaxmllm.training.programs.base import ProgramName
+    from sharding.pipeline.graph import Pool
+
+    held = programs.held
     model = programs.functions.model
-    estimates: dict[ProgramName, Temporaries | int] = {
-        name: program_temporaries(model, name) for name in programs.jobs
-    }
-    return step_peak(resident(programs).total, estimates | (compiled or {}))
+    boxes = {key: size for key, size in held.boxes.items() if key[0] == Pool.RESIDUAL}
+    filled = sum(size for key, size in boxes.items() if key in held.pools)
+    copied = max(filled, max(boxes.values(), default=0))
+    carried = held.total + programs.held_sums + copied
+    moments: dict[str, int] = {}
+    for phase, spec in programs.spec.phases.items():
+        for capacity, span in spec.classes:
+            operations = _PhaseProgram(
+                model, ProgramName("gradients", phase, capacity, span)
+            ).staged()
+            for operation, size in operations.items():
+                moment = f"{phase} {operation}"
+                moments[moment] = max(moments.get(moment, 0), round(carried + size))
+    return Temporaries(moments)
 
 
-def program_temporaries(model: MLLM, name: ProgramName) -> Temporaries:
+def program_temporaries(model: MLLM, name: ProgramName, keeps: bool = False) -> Temporaries:
     """What a program of a phase takes for itself; programs of no phase take next to nothing.
 
     Args:
       model: on any mesh, which may be abstract.
       name: of `encode`, `encode_grad`, `encode_grad_kept`, `evaluate` or `language_loss_and_grad`, with capacity and
         span of its rows.
+      keeps: whether `encode` leaves residuals. They lie in its results, and so does what else it works on.
     """
-    if name.function not in (*FORWARD, *BACKWARD):
+    if name.function not in (*FORWARD, *BACKWARD) or not name.subject:
         return Temporaries({})
     phase = _PhaseProgram(model, name)
-    moments = phase.backward() if name.function in BACKWARD else phase.forward()
+    moments = phase.backward() if name.function in BACKWARD else phase.forward(keeps)
     return Temporaries({moment: round(size) for moment, size in moments.items()})
 
 
@@ -178,6 +224,7 @@ class _PhaseProgram:
         self.tokens = name.capacity * name.span / stride / self.layout.parts
         self.projector = None if self.decoder else f"projector.{self.phase}"
         trained = model.trainable.components
+        self.given = name.function == "encode_grad_kept"
         self.features = name.function in BACKWARD and not self.decoder and self.phase not in trained
         shapes, layout = self.shapes, self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
@@ -199,7 +246,9 @@ class _PhaseProgram:
 
     @property
     def kept(self) -> float:
-        """What forward leaves for the backward pass of all layers."""
+        """What forward leaves for the backward pass of all layers; an argument where another program ran forward."""
+        if self.given:
+            return 0.0
         return self.shapes.layers * (self.slots * self.kept_values + self.kept_weights)
 
     @property
@@ -215,8 +264,8 @@ class _PhaseProgram:
             names: Iterable[str] = ()
         elif remat == "dots":
             names = ("projections", "mlp")
-        elif remat == "none":
-            names = of_name
+        elif remat == "none":  # and what norms and activations are made of
+            return 6 * self.mlp + 10 * self.width + 3 * self.queries + 2 * self.keys
         else:
             names = remat
         return self.width + sum(of_name[name] for name in names)
@@ -226,14 +275,15 @@ class _PhaseProgram:
         """Where nothing is made again, what was gathered for a layer stays."""
         if self.component.settings.remat != "none":
             return 0.0
-        return self.itemsize * sum(
-            weight.numbers for weight in self.weights if weight.layers and weight.parts > 1
-        )
+        return self.itemsize * sum(weight.numbers for weight in self.weights if weight.layers)
 
     @property
     def turned(self) -> float:
-        """Shards of all layers once more, in the order in which they are gathered."""
-        return sum(weight.shards for weight in self.weights if weight.layers and weight.turned)
+        """Shards of all layers once more, in the order in which they are gathered, or of kept weights those."""
+        turned = [weight for weight in self.weights if weight.layers and weight.turned]
+        if self.component.settings.remat == "none":
+            return self.itemsize * sum(weight.layers * weight.numbers for weight in turned)
+        return sum(weight.shards for weight in turned)
 
     @property
     def sums(self) -> float:
@@ -249,7 +299,19 @@ class _PhaseProgram:
         moments = {"layer backward": self.kept + self.turned + self._layer() + projected}
         if self.decoder:
             moments["layer backward"] += self.stays * self._head_gradient()
-            moments["head"] = self.kept + self.turned + self.stays * self.sums + self._head()
+            # Kept weights are turned after it
+            turned = 0.0 if self.kept_weights else self.turned
+            moments["head"] = self.kept + turned + self.stays * self.sums + self._head()
+            if self.kept_weights:
+                between = self.kept + self.turned + self.sums + self._head_gradient()
+                moments["between passes"] = between + self.slots * self.mlp
+        return moments
+
+    def staged(self) -> dict[str, float]:
+        """Of one backward operation in a pipeline, beside what the loop over its schedule carries."""
+        moments = {"layer backward": self._layer() - self.sums + self._projected()}
+        if self.decoder:
+            moments["head"] = self._head()
         return moments
 
     @property
@@ -307,11 +369,11 @@ class _PhaseProgram:
         tokens = self.slots / merge * self.model.config.language.width
         return gradients + 2 * tokens
 
-    def forward(self) -> dict[str, float]:
+    def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
-        values = width * self.width + mlp * self.mlp + queries * self.queries
+        values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
-        gathered = sorted(gathered)[-2 - self.decoder :]  # the MLP's
+        gathered = [] if keeps else sorted(gathered)[-2 - self.decoder :]  # the MLP's
         if self.projector:
             outer = (weight.numbers for weight in _weights(self.model, self.projector))
             gathered.append(sorted(outer)[-2])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
@@ -25,6 +26,8 @@ from sharding.mesh import make_mesh, whole_axis
 
 RAGGED = "ragged-all-to-all"
 HOPS = ("hop", "hop_back")
+# Once for every run, or next to nothing
+OUTSIDE_STEPS = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class CheckedProgram:
     fallbacks: tuple[str, ...]  # what did not become what was asked, in words
 
 
+@dataclass(frozen=True)
+class FailedProgram:
+    """A program that does not compile."""
+
+    name: ProgramName
+    reason: str  # in one line
+
+
 def target_mesh(config: Config, chip: Chip, devices: int) -> Mesh:
     """The config's mesh over devices of a chip.
 
@@ -114,6 +125,33 @@ def check_job(
             *_other_exchange(programs, name, module),
         ),
     )
+
+
+def check_jobs(
+    config: Config, programs: Programs, names: Iterable[ProgramName], chip: Chip
+) -> Iterator[CheckedProgram | FailedProgram]:
+    """Compile some of `programs.jobs`, one after another; what does not compile is said so."""
+    for name in names:
+        try:
+            yield check_job(config, programs, name, programs.jobs[name], chip)
+        except jax.errors.JaxRuntimeError as error:  # too large for a TPU, or a kernel for a GPU
+            yield FailedProgram(name, str(error).splitlines()[0])
+
+
+def compiled_memory(
+    config: Config, programs: Programs, chip: Chip
+) -> dict[ProgramName, Memory | FailedProgram]:
+    """What the compiler says that each program of a step takes on a device.
+
+    Args:
+      programs: on `target_mesh(config, chip, devices)`.
+      chip: of the mesh.
+    """
+    names = [name for name in programs.jobs if name.function not in OUTSIDE_STEPS]
+    return {
+        checked.name: checked if isinstance(checked, FailedProgram) else checked.memory
+        for checked in check_jobs(config, programs, names, chip)
+    }
 
 
 def memory_of(compiled: Compiled) -> Memory | None:

@@ -40,7 +40,7 @@ from jax.sharding import Mesh
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.families.resolved import load_run_config
-from jaxmllm.setup.ahead import CheckedProgram, check_job, target_mesh
+from jaxmllm.setup.ahead import CheckedProgram, FailedProgram, check_jobs, target_mesh
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.chips import CHIPS, ChipError, chip_of
 from jaxmllm.setup.prepare import prepare
@@ -97,15 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     checked = []
     failed = False
-    for name in names:
-        try:
-            program = check_job(config, programs, name, programs.jobs[name], chip)
-        except jax.errors.JaxRuntimeError as error:  # too large for a TPU, or a kernel for a GPU
-            print(f"error: {in_words(name)}: {str(error).splitlines()[0]}", file=sys.stderr)
+    for program in check_jobs(config, programs, names, chip):
+        if isinstance(program, FailedProgram):
+            print(f"error: {in_words(program.name)}: {program.reason}", file=sys.stderr)
             failed = True
             continue
         checked.append(program)
-        print(f"{in_words(name)}: {program.compile_seconds:.1f} s", file=sys.stderr)
+        print(f"{in_words(program.name)}: {program.compile_seconds:.1f} s", file=sys.stderr)
     title = f"{options.config} on {mesh.size} of {chip.name}"
     print_table(f"{title}: memory of one device", MEMORY, map(_memory_row, checked), left_aligned=1)
     rows = [row for program in checked for row in _sent_rows(program)]

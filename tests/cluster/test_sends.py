@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.ahead import MIX
 from jaxmllm.cluster.sends import program_sends, ring_bytes
 from jaxmllm.setup.ahead import check_job
 from jaxmllm.setup.chips import CHIPS
+from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
-from tests.cluster.programs import tiny
+from sharding.mesh import abstract_mesh
+from tests.cluster.programs import tiny, tiny_lengths
 
 CLOSE = 0.02
 SMALL = 1000  # bytes: sums of single numbers
@@ -98,3 +101,20 @@ def test_what_the_routes_decide_is_not_known():
     _, programs = tiny(mesh={"data": 2, "fsdp": 4})
     hops = [name for name in programs.jobs if name.function == "hop"]
     assert hops and all(program_sends(programs, name) is None for name in hops)
+
+
+@pytest.mark.slow
+def test_gradients_of_what_reads_the_same_are_added_before_they_are_reduced_but_for_cpus():
+    lengths = tiny_lengths(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    elsewhere = generated_lengths(
+        lengths.config, abstract_mesh(lengths.config.mesh_sizes, 8), 0, MIX
+    )
+    name = ProgramName("language_loss_and_grad", "language", 4096)
+    here, there = (
+        ring_bytes(send for send in program_sends(one.programs(), name) or [] if not send.by_data)[
+            "all-reduce", ("tensor",)
+        ]
+        for one in (lengths, elsewhere)
+    )
+    # Of two layers: two sums forward, one again, of five products' inputs or of two; and the lookup
+    assert there / here == pytest.approx((2 * (2 + 1 + 2) + 1) / (2 * (2 + 1 + 5) + 1))

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import jax
 import pytest
 
 from benchmarks.omni import omni_config
-from jaxmllm.cluster.temporaries import Temporaries, program_temporaries, step_peak
+from jaxmllm.cluster.held import resident
+from jaxmllm.cluster.temporaries import (
+    Temporaries,
+    job_temporaries,
+    program_temporaries,
+    programs_peak,
+    step_peak,
+)
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.models.mllm import build_model
+from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
-from sharding.mesh import abstract_mesh
+from sharding.mesh import abstract_mesh, make_mesh
+from tests.cluster.programs import tiny
 
 LOSS, GRAD = "language_loss_and_grad", "encode_grad"
 FSDP = (("data", 1), ("fsdp", 64))
@@ -76,3 +86,34 @@ def test_a_step_takes_what_its_largest_program_does():
     peak = step_peak(100, estimates)
     assert (peak.bytes, peak.program, peak.moment) == (107, second, "head")
     assert step_peak(100, estimates | {first: 9}).moment == "compiled"
+
+
+def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell():
+    _, programs = tiny(mesh={"data": 2, "fsdp": 4})
+    estimated = programs_peak(programs)
+    held = resident(programs).total
+    language = next(name for name in programs.jobs if name.function == LOSS)
+    assert estimated.bytes >= held + program_temporaries(programs.functions.model, language).total
+    compiled = programs_peak(programs, {language: 10 * estimated.bytes})
+    assert compiled.program == language and compiled.moment == "compiled"
+    assert compiled.bytes >= held + 10 * estimated.bytes
+
+
+@pytest.mark.slow
+def test_stages_hold_what_their_schedule_does():
+    devices = make_mesh(
+        {"stage": 2, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}, jax.devices()
+    )
+    config = parse_config(
+        config_tree(
+            omni_config(
+                "tiny", mesh={"data": 1, "fsdp": 4}, pipeline={"stages": 2}, data={"batch_size": 16}
+            )
+        )
+    )
+    programs = generated_lengths(config, devices, 0).programs()
+    carried = programs.held.total + programs.held_sums
+    estimate = job_temporaries(programs, ProgramName("gradients"))
+    assert estimate.total > carried
+    assert {moment.split()[0] for moment in estimate.moments} == {"vision", "audio", "language"}
+    assert programs_peak(programs).program == ProgramName("gradients")

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.setup import chips
+from jaxmllm.setup import ahead, chips
 from jaxmllm.setup.ahead import check_job, target_mesh, transfers, whole_axes
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.chips import CHIPS
 from jaxmllm.setup.hlo import Collective
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
@@ -257,3 +259,19 @@ def test_shared_rows_and_stages_compile_for_gpus(data, changes, functions):
     else:
         spans = {row_class.span for row_class in programs.spec.phases["language"].classes}
         assert spans <= {1, 2}
+
+
+def test_the_programs_of_a_step_are_compiled_and_failures_named(monkeypatch):
+    memory = ahead.Memory(arguments=1, outputs=2, aliased=0, temporaries=3, code=4)
+
+    def check(config, programs, name, job, chip):
+        if name.function == "update":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 TB\nand more")
+        return SimpleNamespace(name=name, memory=memory)
+
+    monkeypatch.setattr(ahead, "check_job", check)
+    names = [ProgramName(function) for function in ("zero", "evaluate", "update", "to_saved")]
+    programs = SimpleNamespace(jobs=dict.fromkeys(names))
+    found = ahead.compiled_memory(None, programs, CHIPS["cpu"])
+    failed = ahead.FailedProgram(names[2], "RESOURCE_EXHAUSTED: 3 TB")
+    assert found == {names[1]: memory, names[2]: failed}

@@ -9,6 +9,7 @@ import jax
 import pytest
 import yaml
 
+from jaxmllm.setup import ahead
 from jaxmllm.setup.chips import CHIPS
 from jaxmllm.tools import check as tools_check
 from jaxmllm.tools.check import amount, main
@@ -93,7 +94,7 @@ def test_mistakes_are_one_line(config_file, capsys, arguments, chip, devices, co
 
 def test_programs_that_do_not_compile_and_fallbacks_are_named(config_file, capsys, monkeypatch):
     path = config_file.with_name("failed.json")
-    check_job = tools_check.check_job
+    check_job = ahead.check_job
 
     def half(config, programs, name, job, chip):
         if name.function == "totals":
@@ -101,7 +102,7 @@ def test_programs_that_do_not_compile_and_fallbacks_are_named(config_file, capsy
         program = check_job(config, programs, name, job, chip)
         return dataclasses.replace(program, fallbacks=("attention of nobody",))
 
-    monkeypatch.setattr(tools_check, "check_job", half)
+    monkeypatch.setattr(ahead, "check_job", half)
     assert check(config_file, "--only", "totals,hop", "--json", str(path)) == 1
     err = capsys.readouterr().err
     assert "error: totals: RESOURCE_EXHAUSTED: 3 TB\n" in err
