@@ -43,7 +43,7 @@ VERBS = {
         "take published model folders in, write them, compare with a reference",
     ),
     "plan": Verb(
-        "jaxmllm.tools.plan",
+        "jaxmllm.tools.plan_layout",
         "choose mesh, layouts, remat and rows for a cluster, from the batches of a config",
     ),
     "sample-data": Verb(

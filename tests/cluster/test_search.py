@@ -12,7 +12,7 @@ from jaxmllm.cluster.layouts import EQUAL, ranked
 from jaxmllm.cluster.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
-from jaxmllm.tools.plan import make_planner
+from jaxmllm.tools.plan_layout import make_planner
 
 H100 = CLUSTERS["h100"]
 

@@ -14,8 +14,8 @@ from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.setup.spans import mesh_spans
-from jaxmllm.tools.plan import main
 from jaxmllm.tools.plan_figures import plan_record
+from jaxmllm.tools.plan_layout import main
 from jaxmllm.tools.sample_data import make_sample
 from sharding.mesh import make_mesh
 
@@ -166,6 +166,7 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
     assert "let it run longer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_balance_mode_is_simulated(config_file, tmp_path):
     record = tmp_path / "modes.json"
     words = ["--generated", "--simulate", "--json", str(record), "mesh={data: 8}"]
