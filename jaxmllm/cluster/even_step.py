@@ -1,7 +1,7 @@
 """Step time in closed form: one microbatch of each phase with an even share of the batch, times how many there are.
 
 Sums of lengths are all that is known of the batch, so nothing waits for a slower rank and rows have no padding. It
-ranks layouts whose steps are then planned (search.py).
+ranks layouts whose steps are then planned (sieves.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from jaxmllm.models.mllm import laid_out
 from sharding.mesh import MeshError
 
 if TYPE_CHECKING:
-    from jaxmllm.cluster.search import Planner
+    from jaxmllm.cluster.sieves import Planner
 
 GROWTH: Final = 6  # doublings of the devices that are tried
 

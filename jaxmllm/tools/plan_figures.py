@@ -7,7 +7,7 @@ from typing import Any, Final
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout
-from jaxmllm.cluster.search import Planner
+from jaxmllm.cluster.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
 COLUMNS: Final = ["mesh", "remat", "rows", *SPEED, "why not"]

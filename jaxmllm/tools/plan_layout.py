@@ -39,7 +39,7 @@ from jaxmllm.cluster.clusters import CLUSTERS, Cluster, ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.layouts import Found, LengthsOf, PlannedLayout
 from jaxmllm.cluster.mesh_choices import AXES, MeshChoice
-from jaxmllm.cluster.search import Planner
+from jaxmllm.cluster.sieves import Planner
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import config_tree, dump_config, parse_config
