@@ -237,7 +237,7 @@ def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> d
     return _mean(found) | {
         "sizing_s": chosen - began,
         "plan_s": (planned - chosen) / len(found),
-        "capacities": {name: phase.capacities[0] for name, phase in sizes.spec.phases.items()},
+        "capacities": {name: list(phase.capacities) for name, phase in sizes.spec.phases.items()},
         "chunks": {
             chain.name: chain.chunks_per_rank for chain in sizes.training.tables.ring.chains
         },
@@ -258,7 +258,8 @@ def _figures(
         for chain in graph.ring.chains:
             rows, items = run.rows.phases[chain.name], batch.phases[chain.name]
             phase = spec.phases[chain.name]
-            slots[chain.name] += rows.count * phase.ranks * phase.capacities[0]
+            of_rows = np.array(phase.capacities)[rows.row_class]
+            slots[chain.name] += int(of_rows.sum()) * phase.ranks
             real, squares = (
                 sums_by(rows.row, values[rows.item], rows.count)
                 for values in (items.real, phase.cost.squares(items.length, items.extra)[0])
@@ -311,9 +312,11 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
             owner, flops[name].squares(items.length, items.extra)[0], REPLICAS * count
         )
     capacities = {name: max(1, int(of_cells.mean())) for name, of_cells in slots.items()}
-    layers = ChainLayers(instance.model, instance.trained, capacities, FORWARD_TWICE)
+    rows = {name: (capacity,) for name, capacity in capacities.items()}
+    layers = ChainLayers(instance.model, instance.trained, rows, FORWARD_TWICE)
     mean_squares = {name: (int(of_cells.mean()), 0) for name, of_cells in squares.items()}
-    ring = partition(layers.layers(mean_squares), instance.stages, "chain", cut_by="parameters")
+    of_layers = layers.layers(mean_squares, capacities)
+    ring = partition(of_layers, instance.stages, "chain", cut_by="parameters")
     costs = layers.costs(ring)
     schedules = []
     work = np.zeros(instance.stages)
@@ -386,7 +389,7 @@ def slot_work(costs: ChainCosts, slots: Any, squares: Any) -> Any:
       slots: [M] with data.
       squares: [1, M] of the lengths of their items.
     """
-    linear = costs.linear[:, :, None].astype(float) * slots / costs.capacity
+    linear = costs.linear[0][:, :, None].astype(float) * slots / costs.capacity
     return linear + costs.attention[0][:, :, None].astype(float) * squares[0] / costs.capacity**2
 
 

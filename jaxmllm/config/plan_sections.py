@@ -32,7 +32,7 @@ class PhaseConfig(Section):
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: those of 1, 2, 4 and 8 that divide the ranks and stay on a node (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: up to 3; with pipeline.stages 1
+    # auto: up to 3
     row_classes: Annotated[int, Field(ge=1, le=4)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
@@ -118,7 +118,7 @@ class PipelineConfig(Section):
     """Stages that layers are cut into (docs/pipelines.md); `stages` is the outermost mesh axis.
 
     Numbers are per replica. What a batch needs beyond these bounds is computed in further runs within
-    the step. All rows of a phase are of one class.
+    the step.
     """
 
     stages: PositiveInt = 1  # 1: no pipeline

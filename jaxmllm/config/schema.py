@@ -138,11 +138,6 @@ class Config(Section):
                     )
         for name in self.model.phases:
             rows = getattr(self.phases, name)
-            if self.pipeline.stages > 1 and rows.row_classes not in ("auto", 1):
-                raise ValueError(
-                    f"phases.{name}.row_classes ({rows.row_classes}): with pipeline.stages "
-                    f"({self.pipeline.stages}), a phase has rows of one class; leave it out, or set it to 1"
-                )
             if rows.kept_residuals not in ("auto", 0):
                 self._check_kept_residuals(name, rows.kept_residuals)
             spans = rows.spans

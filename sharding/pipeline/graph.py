@@ -9,6 +9,7 @@ microbatches of the language model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -69,18 +70,32 @@ class ChainWork:
 
     `forward` is positive. Nothing is done backward where `input_gradient` and `weight_gradient` are
     both zero. A chunk sends a gradient to the chunk before if that one does anything backward. The
-    backward operation pays `recompute` unless the forward kept its residuals.
+    backward operation pays `recompute` unless the forward kept its residuals. `row_class` [M] are the
+    classes of the microbatches' rows, 0 the largest; None: all are of one class.
     """
 
     forward: Longs
     recompute: Longs
     input_gradient: Longs
     weight_gradient: Longs
+    row_class: Longs | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(D, M)."""
         return self.forward.shape[0], self.forward.shape[1]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The row of each microbatch: its class, and its number among the rows of that class."""
+        if self.row_class is None:
+            return tuple((0, number) for number in range(self.shape[1]))
+        counts: Counter[int] = Counter()
+        rows = []
+        for row_class in self.row_class.tolist():
+            rows.append((row_class, counts[row_class]))
+            counts[row_class] += 1
+        return tuple(rows)
 
 
 @dataclass(frozen=True)
@@ -176,6 +191,10 @@ class Graph:
     def rank_work(self) -> Longs:
         """[S] summed durations of each rank's operations."""
         return np.bincount(self.stage, self.duration, self.ring.stages).astype(np.int64)
+
+    def row_of(self, chain: int, microbatch: int) -> tuple[int, int]:
+        """Class of a microbatch's row, and the row's number among those of its class."""
+        return self.workload.chains[chain].rows[microbatch]
 
     def followers(self, operation: int) -> Iterator[int]:
         """The operations that wait for one directly."""

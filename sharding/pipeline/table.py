@@ -21,8 +21,9 @@ from sharding.pipeline.table_spec import IDLE, TableSpec, Wire, action_of
 class Table:
     """Rows of all ranks, padded to the spec's ticks with idle ones, of which `count` are run.
 
-    `wire_active[t, w]` says that something travels on wire w in tick t: the same on all ranks,
-    unlike anything in `rows`.
+    `wire_active[t, w]` says what travels on wire w in tick t: 0 nothing, else one more than the
+    class of the largest row among all that does. It is the same on all ranks, unlike anything in
+    `rows`.
     """
 
     spec: TableSpec
@@ -41,6 +42,7 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     if graph.ring != spec.ring:
         raise PipelineError("a schedule of another ring than the tables'")
     _check_rows_read(graph, spec)
+    _check_classes(graph, spec)
     writer = _Writer(spec, schedule)
     for life, slot in allocate(lives_of(schedule)):
         if slot >= spec.room(*life.buffer.pool_key):
@@ -83,6 +85,15 @@ def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
                 )
 
 
+def _check_classes(graph: Graph, spec: TableSpec) -> None:
+    for number, chain in enumerate(spec.ring.chains):
+        most = max((row_class for row_class, _ in graph.workload.chains[number].rows), default=0)
+        if most >= spec.classes(number):
+            raise PipelineError(
+                f"a row of {chain.name} of class {most}, the tables have {spec.classes(number)} classes"
+            )
+
+
 def _too_many(spec: TableSpec, buffer: Buffer) -> str:
     return (
         f"the schedule needs more than {spec.room(*buffer.pool_key)} {buffer.pool.words} slots of "
@@ -112,7 +123,9 @@ class _Writer:
         if arrival == Moment.RECEIVE:
             wire = self._wire_number[buffer.pool_key]
             self._put_at(tick, buffer.rank, f"receive.{self.spec.wires[wire].name}", slot)
-            self.wire_active[tick, wire] = 1
+            row_class, _ = self.graph.row_of(buffer.chain, buffer.microbatch)
+            others = self.wire_active[tick, wire]
+            self.wire_active[tick, wire] = min(others or row_class + 1, row_class + 1)
         last_tick, departure = tick_of(life.end)
         if departure == Moment.SEND:
             self._put_at(
@@ -202,6 +215,7 @@ class _Writer:
         last = depth == chain.depth - 1
         fused = (Kind.FORWARD, c, depth, graph.microbatch[n]) not in graph.number
         ends_language = c == len(self.spec.ring.chains) - 1 and last
+        row_class, row = graph.row_of(c, graph.microbatch[n])
         computes_loss = kind == Kind.FORWARD or (fused and kind != Kind.WEIGHT_GRADIENT)
         values = {
             "action": action_of(c, kind),
@@ -210,6 +224,8 @@ class _Writer:
             "first": int(depth == 0),
             "last": int(last),
             "microbatch": graph.microbatch[n],
+            "row_class": row_class,
+            "row": row,
             "count_loss": int(ends_language and computes_loss),
         }
         for column, value in values.items():

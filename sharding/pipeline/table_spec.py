@@ -17,6 +17,8 @@ OPERATION_COLUMNS = (
     "first",
     "last",
     "microbatch",
+    "row_class",
+    "row",
     "input",
     "gradient",
     "read_residual",
@@ -63,13 +65,15 @@ class TableSpec:
     """All that tables of one compiled program share.
 
     `rows_read` is the most rows of each encoder that one language microbatch consumes;
-    `ticks` the most ticks of a table.
+    `ticks` the most ticks of a table; `row_classes` how many classes the rows of each component
+    have, one where it is empty.
     """
 
     ring: Ring
     slots: Slots
     ticks: int
     rows_read: tuple[int, ...]
+    row_classes: tuple[int, ...] = ()
 
     @cached_property
     def wires(self) -> tuple[Wire, ...]:
@@ -92,6 +96,7 @@ class TableSpec:
 
         action: 0, or 1 + 4 * component + kind.
         chunk: number on its rank; layers, first, last: of the chunk.
+        row_class, row: class of the microbatch's row, and the row's number among those of its class.
         input, gradient: slots read.
         read_residual: residuals read instead of recomputed; write_residual: residuals kept.
         pending: what a weight gradient needs.
@@ -109,6 +114,10 @@ class TableSpec:
         for what in ("receive", "send"):
             names += [f"{what}.{wire.name}" for wire in self.wires]
         return {name: number for number, name in enumerate(names)}
+
+    def classes(self, chain: int) -> int:
+        """How many classes the rows of a component have."""
+        return self.row_classes[chain] if self.row_classes else 1
 
     def room(self, pool: Pool, chain: int) -> int:
         """Slots of a pool on each rank, 0 where the tables have none."""

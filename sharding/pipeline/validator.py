@@ -148,9 +148,16 @@ class _Proof:
                 continue
             source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
             label = sent[source][number]
-            if label is None or not self.table.wire_active[tick, number]:
+            active = self.table.wire_active[tick, number]
+            if label is None or not active:
                 self._fail(
                     f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it",
+                )
+            row_class, _ = self.graph.row_of(label.chain, label.microbatch)
+            if active > row_class + 1:
+                self._fail(
+                    f"receives {self._describe(label)}, of a row of class {row_class}, but {wire.name} "
+                    f"carries rows of class {active - 1}",
                 )
             self._write((wire.pool, wire.chain, rank, slot), label)
 
@@ -204,7 +211,10 @@ class _Proof:
             last=d == chain.depth - 1,
             language=c == len(self.ring.chains) - 1,
         )
+        row_class, number = self.graph.row_of(c, m)
         expected = {
+            "row_class": row_class,
+            "row": number,
             "layers": chain.layers[d],
             "first": operation.first,
             "last": operation.last,

@@ -246,15 +246,6 @@ def test_with_stages_the_compiler_adds_gradients(path):
             )
 
 
-def test_with_stages_rows_have_one_class(path):
-    two = "phases.vision.row_classes=2"
-    assert load_config(path, [two]).phases.vision.row_classes == 2
-    assert "phases.vision.row_classes (2): with pipeline.stages (4)" in refusal(
-        path, two, "pipeline.stages=4"
-    )
-    load_config(path, ["phases.vision.row_classes=1", "pipeline.stages=4"])
-
-
 DRAWS = "model.diffusion={width: 32, layers: 1, heads: 2, mlp_width: 64}"
 
 

@@ -29,18 +29,23 @@ class ChainCosts:
     """What the chunks of a chain cost for one row: forward, input gradient, weight gradient,
     recompute, each [4, D].
 
-    `linear` is paid for every slot, filled or not. `attention` [kinds, 4, D] is what attention
-    adds, by kind of its squares (`ItemCost.squares`), where these are as many as of one item that
-    fills the row.
+    `linear` [classes, 4, D] is paid for every slot of a row of each class, filled or not. `attention`
+    [kinds, 4, D] is what attention adds, by kind of its squares (`ItemCost.squares`), where these are
+    as many as of one item that fills a row of the first class, the largest.
     """
 
-    capacity: int
+    capacities: tuple[int, ...]
     linear: Longs
     attention: Longs
 
-    def work(self, squares: Longs, backward: bool = True) -> ChainWork:
-        """The work of M rows whose items have squares of these sums [kinds, M]."""
-        costs = self.linear[:, :, None]
+    @property
+    def capacity(self) -> int:
+        """Slots of the largest rows."""
+        return self.capacities[0]
+
+    def work(self, squares: Longs, row_class: Longs, backward: bool = True) -> ChainWork:
+        """The work of M rows of these classes [M] whose items have squares of these sums [kinds, M]."""
+        costs = np.moveaxis(self.linear[row_class], 0, -1)
         for attention, attended in zip(
             self.attention,
             squares * ATTENTION_PARTS // self.capacity**2,
@@ -50,20 +55,23 @@ class ChainCosts:
         forward, input_gradient, weight_gradient, recompute = costs
         if not backward:
             input_gradient = weight_gradient = recompute = np.zeros_like(forward)
-        return ChainWork(np.maximum(forward, 1), recompute, input_gradient, weight_gradient)
+        forward = np.maximum(forward, 1)
+        return ChainWork(forward, recompute, input_gradient, weight_gradient, row_class)
 
 
 @dataclass(frozen=True)
 class ChainLayers:
-    """Layers of all chains with their costs for rows of the given capacities."""
+    """Layers of all chains with their costs for rows of the given capacities, the largest first."""
 
     model: ModelConfig
     trained: Mapping[str, Fraction | int]  # share of the parameters, by component of which any is
-    capacities: Mapping[str, int]
+    capacities: Mapping[str, tuple[int, ...]]
     remat: Mapping[str, Remat]  # by phase, of its tower or decoder; full where it is not said
 
-    def layers(self, squares: Mapping[str, Sequence[int]]) -> dict[str, list[Layer]]:
-        """By phase, for rows whose items have squares of these sums [kinds]."""
+    def layers(
+        self, squares: Mapping[str, Sequence[int]], slots: Mapping[str, int]
+    ) -> dict[str, list[Layer]]:
+        """By phase, for rows of so many slots whose items have squares of these sums [kinds]."""
         return {
             name: [
                 Layer(
@@ -77,7 +85,7 @@ class ChainLayers:
                 )
                 for layer, again in self._with_recomputation(name)
             ]
-            for name, capacity in self.capacities.items()
+            for name, capacity in slots.items()
         }
 
     def _with_recomputation(self, phase: str) -> Iterator[tuple[FlopsLayer, dict[str, Any]]]:
@@ -93,22 +101,25 @@ class ChainLayers:
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:
         """Costs of the chunks of every chain."""
         kinds = len(NO_SQUARES)
-        without_attention = layer_costs(self.layers(dict.fromkeys(self.capacities, (0,) * kinds)))
+        largest = {name: capacities[0] for name, capacities in self.capacities.items()}
         one_item = []
         for unit in np.eye(kinds, dtype=int).tolist():
             full = {
-                name: [capacity**2 * share for share in unit]
-                for name, capacity in self.capacities.items()
+                name: [capacity**2 * share for share in unit] for name, capacity in largest.items()
             }
-            one_item.append(layer_costs(self.layers(full)))
+            one_item.append(layer_costs(self.layers(full, largest)))
+        nothing = dict.fromkeys(self.capacities, (0,) * kinds)
         costs = {}
         for chain in ring.chains:
-            linear = _columns(chunk_costs(chain, without_attention[chain.name]))
+            capacities = self.capacities[chain.name]
+            without_attention = [
+                layer_costs(self.layers(nothing, {chain.name: capacity}))[chain.name]
+                for capacity in capacities
+            ]
+            linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]
             totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
             costs[chain.name] = ChainCosts(
-                self.capacities[chain.name],
-                linear,
-                np.array(totals) - linear,
+                capacities, np.array(linear), np.array(totals) - linear[0]
             )
         return costs
 

@@ -5,6 +5,10 @@ same on every host.
     rows     --ChainCosts.work-> operations     what they cost                     chain_costs.py
              --schedule, table-> PipelineRun    who does what in which tick        sharding/pipeline/
 
+Where language rows have several classes, microbatches are made for each that holds the longest
+example: many that are short, or fewer that are fuller. Those whose greedy schedule takes least time
+are kept.
+
 A run of the executor has bounds: rows of each phase, rows that one microbatch reads, slots, ticks.
 A batch that needs more is split, and its parts run one after another; gradients add up, so nothing
 is dropped.
@@ -12,10 +16,12 @@ is dropped.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -29,7 +35,7 @@ from jaxmllm.balance.records import (
     StepPlan,
 )
 from jaxmllm.balance.stages.chain_costs import ChainCosts
-from jaxmllm.balance.stages.run_rows import RunRows, pack_run
+from jaxmllm.balance.stages.run_rows import RunRows, capacities_to_try, pack_run
 from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig
 from jaxmllm.phases import LANGUAGE
@@ -44,6 +50,8 @@ from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
 from sharding.pipeline.validator import validate
 
+QUICK_POWERS: Final = (4, 3)  # of greedy schedules that only compare sizes
+
 
 @dataclass(frozen=True)
 class PipelineSpec:
@@ -51,7 +59,7 @@ class PipelineSpec:
 
     config: PipelineConfig
     tables: TableSpec  # ring, slots, ticks and encoder rows read, of one run
-    rows: Mapping[str, int]  # most rows of each phase in one run
+    rows: Mapping[str, tuple[int, ...]]  # most rows of each phase in one run, by class
     costs: Mapping[str, ChainCosts]  # by phase
     # Of the language model that a batch of `examples` shall have; none: as few as hold them
     microbatches: int | None
@@ -144,17 +152,74 @@ def _run_of(
     pipeline: PipelineSpec,
 ) -> PlannedRun:
     """Raises `PipelineError` when a run cannot hold the examples."""
-    share = round((pipeline.microbatches or 0) * len(examples) / pipeline.examples)
-    microbatches = max(1, min(share, pipeline.rows[LANGUAGE]))
-    deferral = pipeline.config.deferral
-    rows = pack_run(examples, items, spec, microbatches, deferral, pipeline.tables.rows_read)
-    _check_bounds(rows, spec, pipeline)
-    graph = graph_of(rows, pipeline)
+    possible = _possible_rows(examples, items, spec, pipeline)
     began = time.perf_counter()
+    rows = best_rows(possible, pipeline)
+    graph = graph_of(rows, pipeline)
     schedule, table, fallback = _scheduled(graph, pipeline)
     search_ms = 1e3 * (time.perf_counter() - began)
     validate(table, graph)
     return PlannedRun(rows, schedule, table, fallback, search_ms)
+
+
+def _possible_rows(
+    examples: Longs,
+    items: BatchItems,
+    spec: PlanSpec,
+    pipeline: PipelineSpec,
+) -> list[RunRows]:
+    """The rows that a run may have which holds all these examples. Raises `PipelineError` when there
+    are none."""
+    share = round((pipeline.microbatches or 0) * len(examples) / pipeline.examples)
+    microbatches = max(1, min(share, *pipeline.rows[LANGUAGE]))
+    fitting = []
+    for capacity in capacities_to_try(examples, items, spec):
+        rows = pack_run(
+            examples,
+            items,
+            spec,
+            microbatches,
+            pipeline.config.deferral,
+            pipeline.tables.rows_read,
+            capacity=capacity,
+        )
+        try:
+            _check_bounds(rows, spec, pipeline)
+            fitting.append(rows)
+        except PipelineError as error:  # other rows may do
+            problem = error
+        if rows.phases[LANGUAGE].count <= microbatches:
+            break  # larger rows hold the same microbatches
+    if not fitting:
+        raise problem
+    return fitting
+
+
+def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
+    """Of the rows that some examples may have, those whose steps are predicted to take least time."""
+    if len(rows) == 1:
+        return rows[0]
+    costs = [predicted_cost(graph_of(each, pipeline), pipeline) for each in rows]
+    return rows[costs.index(min(costs))]
+
+
+def predicted_cost(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> float:
+    """FLOPs of a run, tick by tick those of the slowest rank, by a schedule that is found fast.
+    Infinite where there is none, or where its ranks have no less work by themselves than a bound."""
+    if graph.rank_work.max() >= bound:
+        return math.inf
+    try:
+        return lockstep(quick_schedule(graph, pipeline))
+    except PipelineError:
+        return math.inf
+
+
+def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
+    """The configured order, or a greedy schedule in place of the best of many. Raises
+    `PipelineError` where it cannot be kept."""
+    if not pipeline.backward or pipeline.config.schedule in ("greedy", "search"):
+        return greedy(graph, pipeline.tables.slots, powers=QUICK_POWERS)
+    return schedule_of(graph, pipeline)
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:
@@ -170,15 +235,16 @@ def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None
                 f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities",
             )
     for name, phase_rows in rows.phases.items():
-        if phase_rows.count > pipeline.rows[name]:
-            key = (
-                "pipeline.microbatches"
-                if spec.phases[name].has_loss
-                else f"phases.{name}.capacities"
-            )
-            raise PipelineError(
-                f"{phase_rows.count} rows of {name}, a run has {pipeline.rows[name]}: raise {key}",
-            )
+        phase = spec.phases[name]
+        counts = phase_rows.counts(len(phase.capacities))
+        for capacity, count, most in zip(
+            phase.capacities, counts, pipeline.rows[name], strict=True
+        ):
+            if count > most:
+                key = "pipeline.microbatches" if phase.has_loss else f"phases.{name}.capacities"
+                raise PipelineError(
+                    f"{count} rows of {name} of {capacity} slots, a run has {most}: raise {key}",
+                )
 
 
 # ---------------------------------------------------------------------------- schedules
@@ -188,8 +254,9 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
     """The operations of one run."""
     ring = pipeline.tables.ring
     work = tuple(
-        pipeline.costs[chain.name].work(rows.phases[chain.name].squares, pipeline.backward)
+        pipeline.costs[chain.name].work(of_phase.squares, of_phase.row_class, pipeline.backward)
         for chain in ring.chains
+        for of_phase in (rows.phases[chain.name],)
     )
     config = pipeline.config
     return build_graph(
@@ -263,10 +330,10 @@ def _joined(
             segment[rows.item] = rows.segment
             arrival[rows.item] = run.arrivals.get(name, 0)
             begin += rows.count
-        # All rows of a phase are of one class.
+        row_class = np.concatenate([run.phases[name].row_class for run in runs])
         zeros = np.zeros(begin, np.int32)
         plans[name] = PhasePlan(
-            zeros + phase.capacities[0],
+            np.array(phase.capacities, np.int32)[row_class],
             zeros + 1,
             zeros,
             zeros,

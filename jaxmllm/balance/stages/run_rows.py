@@ -6,8 +6,8 @@ encoder rows --> inputs: the rows that every microbatch reads; arrivals: where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 b
 class PhaseRows:
     """Items of a phase in the rows of one run: numbers [n] of the items, and where each lies."""
 
-    count: int  # rows of every replica
+    row_class: Longs  # [count] of the rows of every replica
     item: Longs
     row: Longs
     rank: Longs
@@ -33,6 +33,15 @@ class PhaseRows:
     squares: (
         Longs  # [kinds, count] sums of the items' `ItemCost.squares`, of the replica that has most
     )
+
+    @property
+    def count(self) -> int:
+        """Rows of every replica."""
+        return len(self.row_class)
+
+    def counts(self, classes: int) -> tuple[int, ...]:
+        """Rows of every class."""
+        return tuple(np.bincount(self.row_class, minlength=classes).tolist())
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ def pack_run(
     deferral: bool,
     rows_read: tuple[int, ...] | None = None,
     plan: MicrobatchPlan | None = None,
+    capacity: int | None = None,
 ) -> RunRows:
     """Put some examples of a batch into rows, in about `microbatches` language microbatches per
     replica: more where their rows do not hold the examples, so 1 asks for as few as hold them.
@@ -65,9 +75,11 @@ def pack_run(
       rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them;
         none: as many as needed.
       plan: what `examples_in_microbatches` made of the same; none: it is asked.
+      capacity: most slots of a language microbatch on a replica; none: those of the largest rows.
+        Whatever it is, a row is of the smallest class that holds what lies in it.
     """
     if plan is None:
-        plan = examples_in_microbatches(examples, items, spec, microbatches, deferral)
+        plan = examples_in_microbatches(examples, items, spec, microbatches, deferral, capacity)
     members, owner, chosen = _items_of(examples, items)
     encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
     ranks = spec.phases[LANGUAGE].ranks
@@ -79,13 +91,21 @@ def pack_run(
         rank = replica[owner[name]]
         row_on_rank = row * ranks + rank
         offset, segment = lay_out(row_on_rank, chosen[name].length)
-        squares = [
-            sums_by(row_on_rank, of_items, count * ranks)
-            .reshape(count, ranks)
-            .max(axis=1, initial=0)
-            for of_items in spec.phases[name].cost.squares(chosen[name].length, chosen[name].extra)
-        ]
-        return PhaseRows(count, members[name], row, rank, offset, segment, np.array(squares))
+
+        def most(of_items: Longs) -> Longs:
+            sums = sums_by(row_on_rank, of_items, count * ranks).reshape(count, ranks)
+            return np.asarray(sums.max(axis=1, initial=0))
+
+        squares = spec.phases[name].cost.squares(chosen[name].length, chosen[name].extra)
+        return PhaseRows(
+            classes_holding(most(chosen[name].length), spec.phases[name].capacities),
+            members[name],
+            row,
+            rank,
+            offset,
+            segment,
+            np.array([most(of_items) for of_items in squares]),
+        )
 
     phases = {}
     for name in encoders:
@@ -93,7 +113,7 @@ def pack_run(
             plan,
             owner[name],
             chosen[name].length,
-            spec.phases[name].capacities[0],
+            spec.phases[name].capacities,
             ranks,
         )
         phases[name] = phase_rows(name, row, count)
@@ -112,14 +132,32 @@ def examples_in_microbatches(
     spec: PlanSpec,
     microbatches: int,
     deferral: bool,
+    capacity: int | None = None,
 ) -> MicrobatchPlan:
-    """Replica and microbatches of these examples; of all sizes, the capacity of language rows alone
-    matters."""
+    """Replica and microbatches of these examples; of all sizes, the slots of a language microbatch
+    alone matter: `capacity`, or none for those of the largest rows."""
     _, owner, chosen = _items_of(examples, items)
     loads = _loads(items, spec, chosen, owner, len(examples))
+    if capacity is not None:
+        loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity)
     language = loads.pop(LANGUAGE)
     ranks = spec.phases[LANGUAGE].ranks
     return plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
+
+
+def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> list[int]:
+    """Capacities of language rows that hold the longest of these examples, ascending; the largest
+    where none does."""
+    phase = spec.phases[LANGUAGE]
+    *_, chosen = _items_of(examples, items)
+    longest = int(chosen[LANGUAGE].length.max(initial=0))
+    holding = [capacity for capacity in phase.capacities if capacity >= longest]
+    return sorted(holding or phase.capacities[:1])
+
+
+def classes_holding(slots: Longs, capacities: Sequence[int]) -> Longs:
+    """Of rows with so many slots filled [M], the smallest class that holds each."""
+    return np.asarray((slots[:, None] <= np.array(capacities)).sum(axis=1) - 1)
 
 
 def _items_of(
@@ -208,48 +246,70 @@ def _encoder_rows(
     plan: MicrobatchPlan,
     owner: Longs,
     length: Longs,
-    capacity: int,
+    capacities: tuple[int, ...],
     ranks: int,
 ) -> tuple[Longs, int]:
     """Row [N] of every item of an encoder, and the number of rows: shared by groups of microbatches,
-    or one after another, whichever are fewer."""
+    or one after another, begun as the largest rows or as what just holds the item; whichever have
+    fewest slots."""
     replica = plan.replica.astype(np.int64)[owner]
     microbatch = plan.encoder[owner]
-    in_turn = rows_in_turn(microbatch, replica, length, capacity, ranks)
-    grouped = _grouped_rows(plan, microbatch, replica, length, capacity, ranks)
-    return min(grouped, in_turn, key=lambda rows: rows[1])
+    packed = [
+        _grouped_rows(plan, microbatch, replica, length, capacities[0], ranks),
+        rows_in_turn(microbatch, replica, length, capacities[:1], ranks),
+    ]
+    if len(capacities) > 1:
+        packed.append(rows_in_turn(microbatch, replica, length, capacities, ranks))
+
+    def slots(rows: tuple[Longs, int]) -> tuple[int, int]:
+        row, count = rows
+        filled = sums_by(row * ranks + replica, length, count * ranks).reshape(count, ranks)
+        row_class = classes_holding(filled.max(axis=1, initial=0), capacities)
+        return int(np.array(capacities)[row_class].sum()), count
+
+    return min(packed, key=slots)
 
 
 def rows_in_turn(
     microbatch: Ints,
     replica: Longs,
     length: Longs,
-    capacity: int,
+    capacities: tuple[int, ...],
     ranks: int,
 ) -> tuple[Longs, int]:
     """Rows filled in the order in which microbatches run, so that the last ones of a microbatch
-    also hold items of the next: row [N] of every item, and the number of rows."""
+    also hold items of the next: row [N] of every item, and the number of rows. A row is begun with the
+    least capacity that holds its first item; those of one capacity have consecutive numbers."""
+    row_class = classes_holding(length, capacities)
     row = np.zeros(len(length), np.int64)
-    free: list[list[int]] = [[] for _ in range(ranks)]
+    # By replica and class
+    free: list[list[list[int]]] = [[[] for _ in capacities] for _ in range(ranks)]
     # Rows before these were begun for a microbatch before the last one, and take nothing more.
-    first = [0] * ranks
-    begun = [0] * ranks
+    first = [[0 for _ in capacities] for _ in range(ranks)]
+    begun = [[0 for _ in capacities] for _ in range(ranks)]
     last = [-1] * ranks
     for item in np.lexsort((-length, microbatch)).tolist():
         number, of = int(replica[item]), int(microbatch[item])
         rows = free[number]
         if of != last[number]:
-            first[number] = begun[number] if of == last[number] + 1 else len(rows)
-            begun[number], last[number] = len(rows), of
+            lengths = [len(of_class) for of_class in rows]
+            first[number] = begun[number] if of == last[number] + 1 else lengths
+            begun[number], last[number] = lengths, of
         size = int(length[item])
-        chosen = first[number]
-        while chosen < len(rows) and rows[chosen] < size:
-            chosen += 1
-        if chosen == len(rows):
-            rows.append(capacity)
-        rows[chosen] -= size
+        smallest = int(row_class[item])
+        for k in range(smallest + 1):
+            chosen = first[number][k]
+            while chosen < len(rows[k]) and rows[k][chosen] < size:
+                chosen += 1
+            if chosen < len(rows[k]):
+                break
+        else:
+            rows[smallest].append(capacities[smallest])
+        rows[k][chosen] -= size
         row[item] = chosen
-    return row, max((len(rows) for rows in free), default=0)
+        row_class[item] = k
+    most = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
+    return (np.cumsum(most) - most)[row_class] + row, int(most.sum())
 
 
 def _grouped_rows(

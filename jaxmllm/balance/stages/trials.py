@@ -6,7 +6,9 @@ take least time.
 A row costs its capacity and must hold the longest item, so long items leave few rows that are full,
 or many that are not; few rows keep few stages busy; finer chunks keep more of them busy, in more
 ticks. No formula weighs all of that up, so candidates are packed and scheduled as a step would be.
-Coordinate by coordinate: layout and chunks; then the capacity of the language model, of each
+Smaller rows beside those that hold the longest item are full where these are not, and more of them
+keep more stages busy; each class of rows is code of its own in the compiled program.
+Coordinate by coordinate: layout and chunks; then the capacities of the language model, of each
 encoder, and once more layout and chunks, twice.
 """
 
@@ -20,21 +22,24 @@ from typing import Final
 import numpy as np
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
+from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, row_classes
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan
-from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
-from jaxmllm.balance.stages.run_rows import RunRows, examples_in_microbatches, pack_run
-from jaxmllm.config.schema import ConfigError, PipelineConfig
+from jaxmllm.balance.stages.plan import PipelineSpec, best_rows, graph_of, predicted_cost
+from jaxmllm.balance.stages.run_rows import (
+    RunRows,
+    capacities_to_try,
+    examples_in_microbatches,
+    pack_run,
+)
+from jaxmllm.config.schema import PipelineConfig
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.cuts import LayoutName, partition
-from sharding.pipeline.graph import Graph, Pool, Slots
+from sharding.pipeline.graph import Pool, Slots
 from sharding.pipeline.ring import Chain, PipelineError, Ring
 from sharding.pipeline.schedules.by_name import scheduler_of
-from sharding.pipeline.schedules.greedy import greedy
-from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.table_spec import TableSpec
 
 
@@ -55,6 +60,10 @@ class Choice:
     row_shares: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5, 0.3)
     rows_per_stage: int = 8  # of language, at most
     slacks: tuple[float, ...] = (1.04, 1.15)
+    # Further classes of rows have the slots of the largest divided by these; each must gain some
+    # hundredths, for it is more to compile.
+    divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
+    class_worth: float = 0.97
     # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
     # time besides its operations.
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
@@ -69,7 +78,6 @@ class Choice:
 
 
 CHOICE: Final = Choice()
-QUICK_POWERS: Final = (4, 3)  # of the greedy schedules of a trial
 
 
 @dataclass(frozen=True)
@@ -85,25 +93,29 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Batches in rows, and the pipeline that they make, with slots and ticks that are more than
-    enough."""
+    """Batches in rows, each in those that it may have, and the pipeline that they make, with slots and
+    ticks that are more than enough."""
 
     spec: PlanSpec
     pipeline: PipelineSpec
-    runs: list[RunRows]
+    runs: list[list[RunRows]]
 
     @property
     def fitting(self) -> list[RunRows]:
-        """The runs whose microbatches read no more rows than there is room for."""
+        """The best of each batch whose microbatches read no more rows than there is room for."""
         most = self.pipeline.tables.rows_read
-        return [
-            run
-            for run in self.runs
-            if all(need <= room for need, room in zip(run.rows_read, most, strict=True))
+        fitting = [
+            [
+                run
+                for run in of_batch
+                if all(need <= room for need, room in zip(run.rows_read, most, strict=True))
+            ]
+            for of_batch in self.runs
         ]
+        return [best_rows(of_batch, self.pipeline) for of_batch in fitting if of_batch]
 
 
-Capacities = Mapping[str, int]
+Capacities = Mapping[str, tuple[int, ...]]  # of the rows of a phase by class, the largest first
 Layers = Callable[[Capacities], ChainLayers]
 # (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
 Keeps = Callable[[str, int, int], int]
@@ -146,7 +158,7 @@ class Trials:
         self.encoders = self.inputs[LANGUAGE].phase.reads
         self.microbatches = None if config.microbatches == "auto" else config.microbatches
         self._plans: dict[tuple[int, int], MicrobatchPlan] = {}
-        self._runs: dict[tuple[int, ...], list[RunRows]] = {}
+        self._runs: dict[tuple[tuple[int, ...], ...], list[list[RunRows]]] = {}
 
     def with_some(self) -> Trials:
         """The same with fewer samples, of fewer replicas, on which candidates are tried."""
@@ -172,17 +184,12 @@ class Trials:
             {},
         )
 
-    def given(self, name: str) -> int | None:
-        """The capacity that the config gives a phase; none: it is to be chosen."""
+    def given(self, name: str) -> tuple[int, ...] | None:
+        """The capacities that the config gives a phase; none: they are to be chosen."""
         inputs = self.inputs[name]
         if inputs.config.capacities == "auto":
             return None
-        capacities = checked_capacities(inputs.config.capacities, inputs)
-        if len(capacities) > 1:
-            raise ConfigError(
-                f"phases.{name}.capacities: a pipeline has rows of one capacity, not {list(capacities)}",
-            )
-        return capacities[0]
+        return checked_capacities(inputs.config.capacities, inputs)
 
     def capacity(self, name: str, rows: float, slack: float) -> int:
         """The capacity with which so many rows hold `slack` times a replica's mean load, if they
@@ -214,6 +221,17 @@ class Trials:
         }
         return sorted(tried)
 
+    def further(self, name: str, capacities: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The same with one more class, to try, and the largest rows such that they just hold the
+        longest item."""
+        largest = self.least(name)
+        alignment = self.inputs[name].alignment
+        shares = {round_up(int(largest / divisor), alignment) for divisor in CHOICE.divisors}
+        return [
+            tuple(sorted({largest, *capacities[1:], share}, reverse=True))
+            for share in sorted(shares - {largest, *capacities[1:]})
+        ]
+
     def load(self, name: str) -> int:
         """Slots of a phase of a replica, in the mean of the samples."""
         loads = [int(batch.phases[name].length.sum()) for batch in self.samples]
@@ -229,25 +247,31 @@ class Trials:
         """
         spec = self.spec(capacities)
         runs = self.runs(capacities)
-        rows_read = _rows_read(runs, _alone(self.largest, spec), len(self.encoders), self.config)
+        of_samples = [run for of_batch in runs for run in of_batch]
+        alone = _alone(self.largest, spec)
+        rows_read = _rows_read(of_samples, alone, len(self.encoders), self.config)
         rows = {
-            name: with_head_room(max((run.phases[name].count for run in runs), default=1), 1)
-            for name in spec.phases
+            name: _most_rows([*of_samples, *alone], name, len(phase.classes))
+            for name, phase in spec.phases.items()
         }
         # One microbatch may read as many rows as that, so a run has them.
-        rows |= {
-            name: max(rows[name], count)
-            for name, count in zip(self.encoders, rows_read, strict=True)
-        }
+        for name, fewest in zip(self.encoders, rows_read, strict=True):
+            rows[name] = tuple(max(count, fewest) for count in rows[name])
+        # All language rows of a step may be of one class, and they hold integers alone.
+        load = with_head_room(self.load(LANGUAGE), 1)
+        rows[LANGUAGE] = tuple(
+            max(*rows[LANGUAGE], ceil_divide(load, capacity)) for capacity in capacities[LANGUAGE]
+        )
         layers = self.layers(capacities)
-        ring = _ring(layers, runs, self.config.stages, cut)
+        ring = _ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
         costs = layers.costs(ring)
-        ticks = len(ring.chains) * sum(rows.values()) * CHOICE.ticks_per_row
+        ticks = len(ring.chains) * sum(map(sum, rows.values())) * CHOICE.ticks_per_row
         # Until a schedule is chosen
         schedule = "greedy" if self.config.schedule == "auto" else self.config.schedule
         config = self.config.model_copy(update={"layout": cut.layout, "schedule": schedule})
         slots = _slot_budget(ring, costs, rows_read, config, rows, self.keeps)
-        tables = TableSpec(ring, slots, ticks, rows_read)
+        classes = tuple(len(spec.phases[chain.name].classes) for chain in ring.chains)
+        tables = TableSpec(ring, slots, ticks, rows_read, classes)
         pipeline = PipelineSpec(config, tables, rows, costs, self.microbatches, self.examples)
         return Sampled(spec, pipeline, runs)
 
@@ -266,47 +290,49 @@ class Trials:
         schedule can be kept, or where they are no fewer than a bound."""
         try:
             sampled = self.sampled(capacities, cut)
-            graphs = [graph_of(run, sampled.pipeline) for run in sampled.runs]
-            # The ranks' own work is cheap to know, and most candidates end here.
-            if sum(int(graph.rank_work.max()) for graph in graphs) >= bound:
-                return None
-            return sum(lockstep(quick_schedule(graph, sampled.pipeline)) for graph in graphs)
         except PipelineError:
             return None
+        # The ranks' own work is cheap to know, and most candidates end here.
+        graphs = [[graph_of(run, sampled.pipeline) for run in runs] for runs in sampled.runs]
+        if sum(min(int(graph.rank_work.max()) for graph in each) for each in graphs) >= bound:
+            return None
+        total: float = 0
+        for of_batch in graphs:
+            least = math.inf
+            for graph in of_batch:
+                least = min(least, predicted_cost(graph, sampled.pipeline, least))
+            total += least
+        return None if total == math.inf else int(total)
 
-    def runs(self, capacities: Capacities) -> list[RunRows]:
-        """The samples in rows of these capacities."""
-        key = tuple(capacities[name] for name in self.inputs)
+    def runs(self, capacities: Capacities) -> list[list[RunRows]]:
+        """The samples in rows of these capacities, each in those that it may have."""
+        key = tuple(tuple(capacities[name]) for name in self.inputs)
         if key not in self._runs:
             spec = self.spec(capacities)
             self._runs[key] = [
-                self._packed_sample(number, capacities[LANGUAGE], spec)
-                for number in range(len(self.samples))
+                [
+                    self._packed_sample(number, capacity, spec)
+                    for capacity in capacities_to_try(np.arange(len(batch.examples)), batch, spec)
+                ]
+                for number, batch in enumerate(self.samples)
             ]
         return self._runs[key]
 
-    def _packed_sample(self, number: int, language: int, spec: PlanSpec) -> RunRows:
+    def _packed_sample(self, number: int, capacity: int, spec: PlanSpec) -> RunRows:
         """Which examples run together depends on language rows alone, and takes most of the time."""
         batch = self.samples[number]
         request = (np.arange(len(batch.examples)), batch, spec, self.microbatches or 1)
         deferral = self.config.deferral
-        if (number, language) not in self._plans:
-            self._plans[number, language] = examples_in_microbatches(*request, deferral)
-        return pack_run(*request, deferral, plan=self._plans[number, language])
-
-
-def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
-    """The configured order, or a greedy schedule in place of the best of many. Raises
-    `PipelineError` where it cannot be kept."""
-    if pipeline.config.schedule in ("greedy", "search"):
-        return greedy(graph, pipeline.tables.slots, powers=QUICK_POWERS)
-    return schedule_of(graph, pipeline)
+        if (number, capacity) not in self._plans:
+            plan = examples_in_microbatches(*request, deferral, capacity)
+            self._plans[number, capacity] = plan
+        return pack_run(*request, deferral, plan=self._plans[number, capacity])
 
 
 # ---------------------------------------------------------------------------- the search
 
 
-def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, int], Cut]:
+def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, tuple[int, ...]], Cut]:
     """Capacities and stages of least predicted step time. Where the number of microbatches is
     given, an average one fills a row of every phase.
 
@@ -328,19 +354,18 @@ def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, int], Cut]:
     return best.capacities, best.cut
 
 
-def _first_capacities(trials: Trials) -> dict[str, int]:
+def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
     """Rows that an average microbatch fills, of as many microbatches as the config says or the
     longest example allows."""
     microbatches = trials.microbatches
     if microbatches is None:
-        language = trials.given(LANGUAGE) or trials.capacity(
-            LANGUAGE,
-            CHOICE.per_stage * trials.config.stages,
-            1 / CHOICE.fill,
+        most = CHOICE.per_stage * trials.config.stages
+        (*_, language) = trials.given(LANGUAGE) or (
+            trials.capacity(LANGUAGE, most, 1 / CHOICE.fill),
         )
         microbatches = max(1, ceil_divide(trials.load(LANGUAGE), language))
     return {
-        name: trials.given(name) or trials.capacity(name, microbatches, 1 / CHOICE.fill)
+        name: trials.given(name) or (trials.capacity(name, microbatches, 1 / CHOICE.fill),)
         for name in trials.inputs
     }
 
@@ -353,18 +378,27 @@ def _first_cut(trials: Trials) -> Cut:
 class _Best:
     """The best sizes so far."""
 
-    def __init__(self, trials: Trials, capacities: dict[str, int], cut: Cut):
+    def __init__(self, trials: Trials, capacities: dict[str, tuple[int, ...]], cut: Cut):
         self.trials = trials
         self.capacities = capacities
         self.cut = cut
         self.cost = trials.predicted(capacities, cut)
 
     def choose_capacity(self, name: str) -> None:
+        """Rows of one class, and of one more as long as that gains enough."""
         rows = max(
-            (run.phases[LANGUAGE].count for run in self.trials.runs(self.capacities)), default=1
+            (run.phases[LANGUAGE].count for run, *_ in self.trials.runs(self.capacities)), default=1
         )
-        for capacity in self.trials.candidates(name, rows):
-            self._try(self.capacities | {name: capacity}, self.cut)
+        if len(self.capacities[name]) == 1:
+            for capacity in self.trials.candidates(name, rows):
+                self._try(self.capacities | {name: (capacity,)}, self.cut)
+        for count in range(1, self.trials.inputs[name].row_classes):
+            worth = CHOICE.class_worth if len(self.capacities[name]) == count else 1.0
+            for capacities in self.trials.further(name, self.capacities[name][:count]):
+                if self._try(self.capacities | {name: capacities}, self.cut, worth):
+                    worth = 1.0
+            if len(self.capacities[name]) == count:
+                break
 
     def choose_cut(self) -> None:
         """Layouts, then chunks of every component, each in turn."""
@@ -378,13 +412,16 @@ class _Best:
             for count in CHOICE.chunks if name == LANGUAGE else CHOICE.encoder_chunks:
                 self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
 
-    def _try(self, capacities: dict[str, int], cut: Cut, worth: float = 1.0) -> None:
+    def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:
+        """Whether these cost less, and are the best now."""
         if (capacities, cut) == (self.capacities, self.cut):
-            return
+            return False
         bound = math.inf if self.cost is None else worth * self.cost
         cost = self.trials.predicted(capacities, cut, bound)
         if cost is not None and cost < bound:
             self.capacities, self.cut, self.cost = capacities, cut, cost
+            return True
+        return False
 
 
 # ---------------------------------------------------------------------------- rows
@@ -399,12 +436,12 @@ def _first_examples(batch: BatchItems, count: int) -> BatchItems:
     return BatchItems(batch.examples[:count], batch.targets, phases)
 
 
-def _phase_spec(inputs: SizingInputs, capacity: int, examples: int) -> PhaseSpec:
+def _phase_spec(inputs: SizingInputs, capacities: tuple[int, ...], examples: int) -> PhaseSpec:
     config = inputs.config
     # A replica gets its share of the examples, so a row never has more of them.
     examples_per_replica = ceil_divide(examples, inputs.ranks)
     segments = examples_per_replica if config.max_segments == "auto" else config.max_segments
-    return phase_spec(inputs, (RowClass(capacity),), max(segments, examples_per_replica))
+    return phase_spec(inputs, row_classes(capacities), max(segments, examples_per_replica))
 
 
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
@@ -414,6 +451,14 @@ def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
         for batch in largest
         for number in range(len(batch.examples))
     ]
+
+
+def _most_rows(runs: Sequence[RunRows], name: str, classes: int) -> tuple[int, ...]:
+    """Rows of each class of a phase that hold each of these runs, with some to spare; as many of a
+    class as of larger ones, which become some of it where less lies in them."""
+    counts = [np.cumsum(run.phases[name].counts(classes)) for run in runs]
+    most = np.max([np.ones(classes, np.int64), *counts], axis=0).tolist()
+    return tuple(with_head_room(count, 1) for count in most)
 
 
 def _rows_read(
@@ -442,14 +487,18 @@ def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut
     """Stages for the average row of every phase."""
     squares = {}
     count = {}
-    for name in layers.capacities:
+    slots = {}
+    for name, capacities in layers.capacities.items():
         rows = [run.phases[name] for run in sampled]
         count[name] = sum(phase_rows.count for phase_rows in rows)
         sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
         squares[name] = (sums // max(count[name], 1)).tolist()
+        of_rows = sum(int(np.array(capacities)[each.row_class].sum()) for each in rows)
+        slots[name] = of_rows // count[name] if count[name] else capacities[0]
     rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
     chunks = dict(cut.chunks) if cut.layout == "segments" else None
-    return partition(layers.layers(squares), stages, cut.layout, rows_per_microbatch, chunks=chunks)
+    of_layers = layers.layers(squares, slots)
+    return partition(of_layers, stages, cut.layout, rows_per_microbatch, chunks=chunks)
 
 
 # ---------------------------------------------------------------------------- slots
@@ -460,7 +509,7 @@ def _slot_budget(
     costs: Mapping[str, ChainCosts],
     rows_read: Sequence[int],
     config: PipelineConfig,
-    rows: Mapping[str, int],
+    rows: Mapping[str, tuple[int, ...]],
     keeps: Keeps,
 ) -> Slots:
     """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
@@ -468,7 +517,7 @@ def _slot_budget(
     in_flight = config.microbatches_in_flight
     if in_flight == "auto":
         all_at_once = scheduler_of(config.schedule).all_in_flight
-        in_flight = rows[LANGUAGE] if all_at_once else CHOICE.per_stage * config.stages
+        in_flight = sum(rows[LANGUAGE]) if all_at_once else CHOICE.per_stage * config.stages
     slots: Slots = {}
     for number, chain in enumerate(ring.chains):
         encoder = number < len(rows_read)
@@ -477,7 +526,7 @@ def _slot_budget(
             slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
         if encoder:
             slots[Pool.TOKENS, number] = rows_in_flight
-        goes_back = bool(costs[chain.name].linear[1:].any())
+        goes_back = bool(costs[chain.name].linear[:, 1:].any())
         if goes_back:
             slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
             most = rows_in_flight * chain.chunks_per_rank

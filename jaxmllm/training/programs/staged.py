@@ -1,7 +1,7 @@
 """The programs of a run whose layers are cut into pipeline stages; the loop uses them like any
 others.
 
-    HostStep --put--> rows [M, R, ...] and schedule table of every run
+    HostStep --put--> rows [M, R, ...] of each class, and schedule table, of every run
     state    --gradients: the executor, once per run--> gradients, sums --update--> state
 
 Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage. Other parameters (embedding,
@@ -376,26 +376,20 @@ class StagedPrograms(Programs):
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
             layout = self.layouts[phase]
-            capacity = spec.capacities[0]
             block = self.attention.blocks[phase]
             windows = phase in self.attention.windows
-            microbatch: Any
-            if spec.has_loss:
-                microbatch = abstract_language_rows(
-                    layout,
-                    capacity,
-                    spec.max_segments,
-                    block,
-                    windows,
-                )
-            else:
-                microbatch = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
-            rows[phase] = jax.tree.map(partial(self._stacked, phase), microbatch)
+            counts = self.sizes.training.rows[phase]
+            of_classes = []
+            for capacity, count in zip(spec.capacities, counts, strict=True):
+                row: Any
+                if spec.has_loss:
+                    most = spec.max_segments
+                    row = abstract_language_rows(layout, capacity, most, block, windows)
+                else:
+                    row = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
+                of_classes.append(jax.tree.map(partial(_stacked, count), row))
+            rows[phase] = tuple(of_classes)
         return rows
-
-    def _stacked(self, phase: str, leaf: Any) -> Any:
-        shape = (self.sizes.training.rows[phase], *leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_stacked_sharding(leaf.sharding))
 
     def _abstract_table(self, pipeline: PipelineSpec) -> TableArrays:
         tables = pipeline.tables
@@ -411,9 +405,18 @@ class StagedPrograms(Programs):
         for phase, layout in self.layouts.items():
             kind: Any = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
             begin, count = run.microbatches[phase]
-            filled = [kind.of(dict(row)) for row in batch.rows[phase][begin : begin + count]]
             local = len(local_ranks(layout.rows, layout.ranks))
-            rows[phase] = jax.tree.map(partial(_put_stacked, local), self.rows[phase], *filled)
+            put = partial(_put_stacked, local)
+            of_classes = []
+            capacities = self.spec.phases[phase].capacities
+            for capacity, shapes in zip(capacities, self.rows[phase], strict=True):
+                filled = [
+                    kind.of(dict(batch.rows[phase][number]))
+                    for number in range(begin, begin + count)
+                    if batch.capacities[phase][number] == capacity
+                ]
+                of_classes.append(jax.tree.map(put, shapes, *filled))
+            rows[phase] = tuple(of_classes)
         return rows
 
     def _put_table(self, run: PipelineRun) -> TableArrays:
@@ -441,7 +444,11 @@ class StagedPrograms(Programs):
 def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Array:
     """Media items of all encoder rows that could not be decoded."""
     return sum(
-        (rows[phase].failed.sum(dtype=jnp.int32) for phase in stage_functions.encoders),
+        (
+            of_class.failed.sum(dtype=jnp.int32)
+            for phase in stage_functions.encoders
+            for of_class in rows[phase]
+        ),
         jnp.int32(0),
     )
 
@@ -455,9 +462,10 @@ def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
     return put_ranks(stack, leaf.sharding, ranks, axis=1)
 
 
-def _stacked_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of such arrays stacked along a new first axis."""
-    return NamedSharding(sharding.mesh, P(None, *sharding.spec))
+def _stacked(count: int, leaf: Any) -> Any:
+    """The shape of so many such arrays stacked along a new first axis."""
+    sharding = NamedSharding(leaf.sharding.mesh, P(None, *leaf.sharding.spec))
+    return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
 
 
 def _size(count: float) -> str:

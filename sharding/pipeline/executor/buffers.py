@@ -22,6 +22,7 @@ from sharding.pipeline.executor.component import Component, Inputs
 from sharding.pipeline.executor.trees import (
     Tree,
     constrained,
+    fits,
     once,
     read,
     stacked_shapes,
@@ -30,6 +31,7 @@ from sharding.pipeline.executor.trees import (
     zeros,
 )
 from sharding.pipeline.graph import Kind, Pool, PoolKey
+from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.table_spec import TableSpec, action_of
 
 Row = dict[str, Array]  # of this rank in this tick, by column
@@ -80,8 +82,10 @@ class Shapes:
     """The shapes of all that components compute, found by tracing them. Make it while the program
     is traced.
 
-    By component: `x` between layers, `gradients` of a layer. `tokens` by encoder. `layers` have one
-    leading axis for chunks and layers, so that a chunk's parameters are never copied as a whole.
+    By component and class of row: `x` between layers, `gradients` of a layer. `tokens` by encoder and
+    class. `layers` have one leading axis for chunks and layers, so that a chunk's parameters are never
+    copied as a whole. Slots and scratch hold what rows of the first class need, the largest; what
+    others need lies in their corners.
     """
 
     def __init__(self, spec: TableSpec, components: tuple[Component, ...], inputs: Inputs):
@@ -95,26 +99,47 @@ class Shapes:
             jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), tree)
             for tree in inputs.layers
         ]
-        data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows]
-        self.x: list[Tree] = []
-        self.tokens: list[Tree] = []
+        self.x: list[list[Tree]] = []
+        self.tokens: list[list[Tree]] = []
+        self.gradients: list[list[LayerGradient]] = []
         for c, component in enumerate(components):
-            self.x.append(jax.eval_shape(component.first, self.outer[c], data[c], self.media(c)))
-            output = jax.eval_shape(component.last, self.outer[c], self.x[c], data[c])
-            if c == self.language:
-                self.sums = output[1]
-            else:
-                self.tokens.append(output)
-        self.gradients = [
-            LayerGradient(
-                component.layer,
-                jax.eval_shape(lambda stack: read(stack, 0), layers),
-                x,
-                row,
+            data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows[c]]
+            layer = jax.eval_shape(lambda stack: read(stack, 0), self.layers[c])
+            media = self.media(c)
+            self.x.append(
+                [jax.eval_shape(component.first, self.outer[c], row, media) for row in data]
             )
-            for component, layers, x, row in zip(components, self.layers, self.x, data, strict=True)
-        ]
-        self._splits: dict[int, SplitGradient] = {}
+            outputs = [
+                jax.eval_shape(component.last, self.outer[c], x, row)
+                for x, row in zip(self.x[c], data, strict=True)
+            ]
+            if c == self.language:
+                self.sums = outputs[0][1]
+            else:
+                self.tokens.append(outputs)
+            self.gradients.append(
+                [
+                    LayerGradient(component.layer, layer, x, row)
+                    for x, row in zip(self.x[c], data, strict=True)
+                ]
+            )
+            self._check_classes(c)
+        self._splits: dict[tuple[int, int], SplitGradient] = {}
+
+    def _check_classes(self, c: int) -> None:
+        """Whatever a smaller row needs fits into the corner of what the largest one does."""
+        held = [self.x[c], [gradient.residuals for gradient in self.gradients[c]]]
+        held += [] if c == self.language else [self.tokens[c]]
+        for largest, *others in held:
+            for other in others:
+                self._check_fits(c, other, largest)
+
+    def _check_fits(self, c: int, value: Tree, largest: Tree) -> None:
+        if not fits(value, largest):
+            raise PipelineError(
+                f"a row of {self.chains[c].name} holds {value}, which does not fit where the largest "
+                f"one has {largest}: give its rows one class"
+            )
 
     def has(self, pool: Pool, c: int) -> bool:
         """Whether tables of this spec know slots of a pool."""
@@ -132,11 +157,14 @@ class Shapes:
             trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in range(c))
         )
 
-    def split(self, c: int) -> SplitGradient:
+    def split(self, c: int, row_class: int = 0) -> SplitGradient:
         """The two halves of the backward pass of a component's layer."""
-        if c not in self._splits:
-            self._splits[c] = self.gradients[c].split()
-        return self._splits[c]
+        key = (c, row_class)
+        if key not in self._splits:
+            self._splits[key] = self.gradients[c][row_class].split()
+            if row_class:
+                self._check_fits(c, self._splits[key].pending, self.split(c).pending)
+        return self._splits[key]
 
     def media(self, c: int) -> Tree:
         """Tokens that a component's first chunk reads: of all encoders for language, none for an
@@ -144,7 +172,7 @@ class Shapes:
         if c < self.language:
             return ()
         return tuple(
-            stacked_shapes(tokens, rows_read)
+            stacked_shapes(tokens[0], rows_read)
             for rows_read, tokens in zip(self.spec.rows_read, self.tokens, strict=True)
         )
 
@@ -152,11 +180,12 @@ class Shapes:
         """What one slot of a pool holds."""
         match pool:
             case Pool.TOKENS | Pool.TOKEN_GRADIENT:
-                return self.tokens[c]
+                return self.tokens[c][0]
             case Pool.INPUT | Pool.GRADIENT:
-                return self.x[c]
+                return self.x[c][0]
             case Pool.RESIDUAL:
-                return stacked_shapes(self.gradients[c].residuals, self.per_chunk[c]), self.x[c]
+                residuals = self.gradients[c][0].residuals
+                return stacked_shapes(residuals, self.per_chunk[c]), self.x[c][0]
         return stacked_shapes(self.split(c).pending, self.per_chunk[c])
 
     def specs(self, pool: Pool, c: int) -> list[PartitionSpec | None]:
@@ -169,7 +198,7 @@ class Shapes:
             case Pool.RESIDUAL:
                 stack, x = self.slot(pool, c)
                 of_stack = None
-                if self.gradients[c].keeps_input_alone and activation is not None:
+                if self.gradients[c][0].keeps_input_alone and activation is not None:
                     of_stack = PartitionSpec(None, *activation)
                 return [of_stack] * len(stack) + [activation] * len(jax.tree.leaves(x))
             case Pool.PENDING:

@@ -41,13 +41,13 @@ class Inputs(NamedTuple):
     """What one step computes on, each a tuple by component: encoders, then language.
 
     layers: leaves [S, K, L, ...], K chunks per rank with up to L layers, sharded over `stage`.
-    outer: parameters outside the layers, the same on all stages. rows: leaves [M, ...], the same on
-    all stages; M may exceed what a table uses.
+    outer: parameters outside the layers, the same on all stages. rows: by class, the largest first,
+    leaves [M, ...], the same on all stages; M may exceed what a table uses.
     """
 
     layers: tuple[Params, ...]
     outer: tuple[Params, ...]
-    rows: tuple[Tree, ...]
+    rows: tuple[tuple[Tree, ...], ...]
 
 
 class Outputs(NamedTuple):

@@ -19,6 +19,7 @@ operations. Traps that shape the code:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ from sharding.pipeline.executor.buffers import Buffers, Pools, Row, Shapes, Stat
 from sharding.pipeline.executor.carry import Held
 from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
 from sharding.pipeline.executor.program import Program
-from sharding.pipeline.executor.trees import Tree, read, unchanged, write
+from sharding.pipeline.executor.trees import Tree, corner, read, unchanged, with_corner, write
+from sharding.pipeline.graph import Pool
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.table_spec import TableSpec
 
@@ -129,6 +131,11 @@ def _run(
     inputs: Inputs,
 ) -> Outputs:
     """The program of one stage rank."""
+    for c, rows in enumerate(inputs.rows):
+        if len(rows) != spec.classes(c):
+            raise PipelineError(
+                f"rows of {len(rows)} classes of {spec.ring.chains[c].name}, the tables have {spec.classes(c)}"
+            )
     shapes = Shapes(spec, components, inputs)
     buffers = Buffers(shapes)
     program = Program(shapes, inputs.rows)
@@ -138,7 +145,7 @@ def _run(
         pools, work = buffers.load(state, row)
         work = program.operate(pools, work, row)
         pools = buffers.store(pools, work, row)
-        return State(_move_edges(spec, axis, pools, row, table.wire_active[tick]), work)
+        return State(_move_edges(shapes, axis, pools, row, table.wire_active[tick]), work)
 
     work = lax.fori_loop(0, table.ticks, run_tick, buffers.start()).work
     layers = tuple(
@@ -149,9 +156,10 @@ def _run(
     return Outputs(loss, sums, lax.psum(layers, replicas) if replicas else layers, outer)
 
 
-def _move_edges(spec: TableSpec, axis: str, pools: Pools, row: Row, wire_active: Array) -> Pools:
+def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: Array) -> Pools:
     """Edges move one place. All ranks agree on `wire_active`, so a ppermute may be left out where
-    nothing travels."""
+    nothing travels, and sends no more than the largest row that does."""
+    spec = shapes.spec
     stages = spec.ring.stages
     for number, wire in enumerate(spec.wires):
         key = wire.pool_key
@@ -164,11 +172,18 @@ def _move_edges(spec: TableSpec, axis: str, pools: Pools, row: Row, wire_active:
         send = row[f"send.{wire.name}"]
         receive = row[f"receive.{wire.name}"]
 
-        def move(value: Tree, neighbours: list[tuple[int, int]] = neighbours) -> Tree:
-            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, neighbours), value)
+        def move(
+            value: Tree, neighbours: list[tuple[int, int]] = neighbours, shape: Tree = None
+        ) -> Tree:
+            sent = corner(value, shape)
+            sent = jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, neighbours), sent)
+            return with_corner(value, sent)
 
         value = read(pools[key], jnp.where(send >= 0, send, unknown_slot))
-        value = lax.cond(wire_active[number] > 0, move, unchanged, value)
+        sizes = shapes.tokens if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT) else shapes.x
+        for row_class, shape in enumerate(sizes[wire.chain]):
+            travels = wire_active[number] == row_class + 1
+            value = lax.cond(travels, partial(move, shape=shape), unchanged, value)
         pools = pools | {
             key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value),
         }

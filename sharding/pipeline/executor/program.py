@@ -1,4 +1,4 @@
-"""The operations of one stage rank: forward, backward, and its two halves.
+"""The operations of one stage rank: forward, backward, and its two halves, for rows of each class.
 
 A switch over operations is written as conditions whose other side does nothing, because XLA copies
 what a switch passes through any branch but the first (openxla/xla#46314).
@@ -17,16 +17,28 @@ from jaxtyping import Array
 
 from sharding.gradient import Params, used_leaves
 from sharding.pipeline.executor.buffers import Pools, Row, Shapes, Values, Work, does
-from sharding.pipeline.executor.trees import Tree, add_at, read, replaced, unchanged, write
+from sharding.pipeline.executor.trees import (
+    Tree,
+    add_at,
+    corner,
+    read,
+    replaced,
+    unchanged,
+    with_corner,
+    write,
+)
 from sharding.pipeline.graph import Kind, Pool
 
 Branch = Callable[[Work, Values], Work]
 
 
 class Program:
-    """What a rank computes. `rows` are leaves [M, ...] by component."""
+    """What a rank computes. `rows` are leaves [M, ...] by component and class.
 
-    def __init__(self, shapes: Shapes, rows: tuple[Tree, ...]):
+    Letters: c the component of an operation, k the class of its row.
+    """
+
+    def __init__(self, shapes: Shapes, rows: tuple[tuple[Tree, ...], ...]):
         self.shapes = shapes
         self.components = shapes.components
         self.chains = shapes.chains
@@ -38,7 +50,12 @@ class Program:
     def operate(self, pools: Pools, work: Work, row: Row) -> Work:
         """Do the operation of a row."""
         for c in range(len(self.components)):
-            branches = [(kind, branch) for kind in Kind if (branch := self._branch(c, kind, row))]
+            branches = [
+                (kind, k, branch)
+                for kind in Kind
+                for k in range(len(self.rows[c]))
+                if (branch := self._branch(c, k, kind, row))
+            ]
             values = self._values(pools, work, c, row)
 
             def component(
@@ -47,8 +64,8 @@ class Program:
                 branches: Any = branches,
                 values: Values = values,
             ) -> Work:
-                for kind, branch in branches:
-                    chosen = does(row, c, kind)
+                for kind, k, branch in branches:
+                    chosen = does(row, c, kind) & (row["row_class"] == k)
                     work = lax.cond(
                         chosen,
                         lambda work, branch=branch: branch(work, values),
@@ -60,19 +77,19 @@ class Program:
             work = lax.cond(does(row, c, *Kind), component, unchanged, work)
         return work
 
-    def _branch(self, c: int, kind: Kind, row: Row) -> Branch | None:
+    def _branch(self, c: int, k: int, kind: Kind, row: Row) -> Branch | None:
         """The code of a kind of operation, none where no table of the spec can hold one."""
         goes_back = self.shapes.goes_back(c)
         split = self.shapes.has(Pool.PENDING, c)
         match kind:
             case Kind.FORWARD:
-                return lambda work, values: self._forward(c, work, row, values)
+                return lambda work, values: self._forward(c, k, work, row, values)
             case Kind.BACKWARD if goes_back:
-                return lambda work, values: self._backward(c, work, row, values, split=False)
+                return lambda work, values: self._backward(c, k, work, row, values, split=False)
             case Kind.INPUT_GRADIENT if goes_back and split:
-                return lambda work, values: self._backward(c, work, row, values, split=True)
+                return lambda work, values: self._backward(c, k, work, row, values, split=True)
             case Kind.WEIGHT_GRADIENT if split:
-                return lambda work, values: self._weight_gradient(c, work, row)
+                return lambda work, values: self._weight_gradient(c, k, work, row)
         return None
 
     def _values(self, pools: Pools, work: Work, c: int, row: Row) -> Values:
@@ -86,30 +103,36 @@ class Program:
             media=tuple(work.media) if c == self.language else (),
         )
 
+    def _of_class(self, c: int, k: int, values: Values) -> Values:
+        """As much of the values as a row of class k has."""
+        x, tokens = self.shapes.x[c][k], () if c == self.language else self.shapes.tokens[c][k]
+
+        def part(value: Tree, shape: Tree) -> Tree:
+            return None if value is None else corner(value, shape)
+
+        return values._replace(
+            x=part(values.x, x), dy=part(values.dy, x), d_tokens=part(values.d_tokens, tokens)
+        )
+
     # ------------------------------------------------------------------------ operations
 
-    def _forward(self, c: int, work: Work, row: Row, values: Values) -> Work:
-        data = read(self.rows[c], row["microbatch"])
+    def _forward(self, c: int, k: int, work: Work, row: Row, values: Values) -> Work:
+        data = read(self.rows[c][k], row["row"])
+        values = self._of_class(c, k, values)
         scratch = dict(work.scratch)
         y = self._input(c, row, data, values)
         residual_key = (Pool.RESIDUAL, c)
         if self.shapes.has(*residual_key) and not self.chains[c].head_only:
             # Two loops, one of them of no turns: a condition would copy the residuals.
             keeps = row["write_residual"] >= 0
-            stack, y = self._forward_with_residuals(
-                c,
-                row,
-                data,
-                y,
-                scratch[residual_key][0],
-                keeps,
-            )
+            stack, y_box = scratch[residual_key]
+            stack, y = self._forward_with_residuals(c, k, row, data, y, stack, keeps)
             y = self._through_layers(c, row, data, y, ~keeps)
-            scratch[residual_key] = (stack, y)
+            scratch[residual_key] = (stack, with_corner(y_box, y))
         else:
             y = self._through_layers(c, row, data, y)
         if (Pool.INPUT, c) in scratch:
-            scratch[Pool.INPUT, c] = y
+            scratch[Pool.INPUT, c] = with_corner(scratch[Pool.INPUT, c], y)
         last = self.components[c].last
         if c == self.language:
 
@@ -121,23 +144,25 @@ class Program:
         scratch[Pool.TOKENS, c] = self._if_last(
             c,
             row,
-            lambda _: last(self.outer[c], y, data),
+            lambda tokens: with_corner(tokens, last(self.outer[c], y, data)),
             scratch[Pool.TOKENS, c],
         )
         return work._replace(scratch=scratch)
 
-    def _backward(self, c: int, work: Work, row: Row, values: Values, split: bool) -> Work:
-        data = read(self.rows[c], row["microbatch"])
+    def _backward(self, c: int, k: int, work: Work, row: Row, values: Values, split: bool) -> Work:
+        data = read(self.rows[c][k], row["row"])
+        values = self._of_class(c, k, values)
         if self.chains[c].head_only:
             y = self._features(c, row, data, values)
             return self._back_through_last(c, row, data, y, values, (values.dy, work))[1]
         residual_key = (Pool.RESIDUAL, c)
-        stack, y = work.scratch[residual_key]
+        stack, y_box = work.scratch[residual_key]
         recomputes = row["read_residual"] < 0
         x = self._input(c, row, data, values)
         is_last = True if self.chains[c].depth == 1 else row["last"] > 0
-        stack, computed = self._forward_with_residuals(
+        stack, y = self._forward_with_residuals(
             c,
+            k,
             row,
             data,
             x,
@@ -146,10 +171,9 @@ class Program:
             needs_y=is_last,
         )
         if self.shapes.has(*residual_key):
-            y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), computed, y)
-        else:
-            y = computed
-        work = work._replace(scratch=work.scratch | {residual_key: (stack, y)})
+            kept = corner(y_box, self.shapes.x[c][k])
+            y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), y, kept)
+        work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy
         dy, work = self._if_last(
@@ -158,9 +182,11 @@ class Program:
             lambda carry: self._back_through_last(c, row, data, y, values, carry),
             (dy, work),
         )
-        dx, work = self._back_through_layers(c, work, row, data, stack, dy, split)
-        if (Pool.GRADIENT, c) in work.scratch:
-            work = work._replace(scratch=work.scratch | {(Pool.GRADIENT, c): dx})
+        dx, work = self._back_through_layers(c, k, work, row, data, stack, dy, split)
+        gradient_key = (Pool.GRADIENT, c)
+        if gradient_key in work.scratch:
+            box = with_corner(work.scratch[gradient_key], dx)
+            work = work._replace(scratch=work.scratch | {gradient_key: box})
 
         def through_first(work: Work) -> Work:
             return self._back_through_first(c, work, data, dx, values)
@@ -169,19 +195,17 @@ class Program:
             return through_first(work)
         return lax.cond(row["first"] > 0, through_first, unchanged, work)
 
-    def _weight_gradient(self, c: int, work: Work, row: Row) -> Work:
-        data = read(self.rows[c], row["microbatch"])
+    def _weight_gradient(self, c: int, k: int, work: Work, row: Row) -> Work:
+        data = read(self.rows[c][k], row["row"])
         pending_key = (Pool.PENDING, c)
         stack = work.scratch[pending_key]
+        split_gradient = self.shapes.split(c, k)
 
         def step(index: Array, gradients: Tree) -> Tree:
             layer = self._layer(c, row, index)
             params = read(self.layers[c], layer)
-            return add_at(
-                gradients,
-                layer,
-                self.shapes.split(c).weight_gradient(params, data, read(stack, index)),
-            )
+            pending = read(stack, index, split_gradient.pending)
+            return add_at(gradients, layer, split_gradient.weight_gradient(params, data, pending))
 
         layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
         # XLA would copy a stack that is only read here in the branches that write it, so write
@@ -250,6 +274,7 @@ class Program:
     def _forward_with_residuals(
         self,
         c: int,
+        k: int,
         row: Row,
         data: Tree,
         x: Tree,
@@ -262,7 +287,7 @@ class Program:
         Where those are the inputs of layers and y is not needed, the last layer does not run, and y
         means nothing.
         """
-        gradient = self.shapes.gradients[c]
+        gradient = self.shapes.gradients[c][k]
 
         def through(index: Array, x: Tree) -> Tree:
             params = read(self.layers[c], self._layer(c, row, index))
@@ -285,6 +310,7 @@ class Program:
     def _back_through_layers(
         self,
         c: int,
+        k: int,
         work: Work,
         row: Row,
         data: Tree,
@@ -293,18 +319,19 @@ class Program:
         split: bool,
     ) -> tuple[Tree, Work]:
         """dx, and gradients of the layers: added up or, split, left pending."""
-        split_gradient = self.shapes.split(c) if split else None
+        gradient = self.shapes.gradients[c][k]
+        split_gradient = self.shapes.split(c, k) if split else None
 
         def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             dx, gradients = carry
             index = row["layers"] - 1 - index
             layer = self._layer(c, row, index)
             params = read(self.layers[c], layer)
-            residuals = read(stack, index)
+            residuals = read(stack, index, gradient.residuals)
             if split_gradient:
                 dx, pending = split_gradient.input_gradient(params, data, residuals, dx)
                 return dx, write(gradients, index, pending)
-            dw, dx = self.shapes.gradients[c].backward(params, data, residuals, dx)
+            dw, dx = gradient.backward(params, data, residuals, dx)
             return dx, add_at(gradients, layer, dw)
 
         pending_key = (Pool.PENDING, c)

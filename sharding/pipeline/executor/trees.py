@@ -14,17 +14,55 @@ from jaxtyping import Array
 Tree = Any
 
 
-def read(tree: Tree, index: Array | int) -> Tree:
-    """The element of every leaf at an index."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+def read(tree: Tree, index: Array | int, shapes: Tree | None = None) -> Tree:
+    """The element of every leaf at an index; of that, as much as such shapes hold."""
+    if shapes is None:
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
+        )
+
+    def part(leaf: Array, shape: Any) -> Array:
+        begin = (index, *(0 for _ in shape.shape))
+        return lax.dynamic_slice(leaf, begin, (1, *shape.shape))[0]
+
+    return jax.tree.map(part, tree, shapes)
 
 
 def write(tree: Tree, index: Array | int, value: Tree) -> Tree:
-    """The tree with another element at an index."""
+    """The tree with a value in the element at an index, which may be larger and keeps the rest."""
+
+    def changed(leaf: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice(leaf, new[None], (index, *(0 for _ in new.shape)))
+
+    return jax.tree.map(changed, tree, value)
+
+
+def corner(tree: Tree, shapes: Tree) -> Tree:
+    """Of every leaf, as much as such shapes hold."""
     return jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, index, 0),
-        tree,
-        value,
+        lambda leaf, shape: lax.slice(leaf, (0,) * leaf.ndim, shape.shape), tree, shapes
+    )
+
+
+def with_corner(tree: Tree, value: Tree) -> Tree:
+    """The tree with a value in the corner of every leaf, which may be larger and keeps the rest."""
+
+    def changed(leaf: Array, new: Array) -> Array:
+        if leaf.shape == new.shape:
+            return new
+        return lax.dynamic_update_slice(leaf, new, (0,) * leaf.ndim)
+
+    return jax.tree.map(changed, tree, value)
+
+
+def fits(value: Tree, tree: Tree) -> bool:
+    """Whether a value of such shapes can lie in the corners of such a tree."""
+    new, old = jax.tree.leaves(value), jax.tree.leaves(tree)
+    return len(new) == len(old) and all(
+        part.dtype == leaf.dtype
+        and len(part.shape) == len(leaf.shape)
+        and all(few <= many for few, many in zip(part.shape, leaf.shape, strict=True))
+        for part, leaf in zip(new, old, strict=True)
     )
 
 

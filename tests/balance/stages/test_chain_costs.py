@@ -27,17 +27,17 @@ AGAIN = {
 
 def language_costs(remat, layers):
     """Of the decoder's chunks, in a row of `SLOTS`."""
-    costs = ChainLayers(MODEL, TRAINED, {"language": SLOTS}, {"language": remat})
+    costs = ChainLayers(MODEL, TRAINED, {"language": (SLOTS,)}, {"language": remat})
     ring = Ring(1, (Chain("language", (0,) * len(layers), layers),))
-    return costs.costs(ring)["language"].linear
+    return costs.costs(ring)["language"].linear[0]
 
 
 @pytest.mark.parametrize("remat", AGAIN)
 def test_layers_compute_again_what_remat_does_not_keep(remat):
     linear, attention = AGAIN[remat]
-    costs = ChainLayers(MODEL, TRAINED, {"language": SLOTS}, {"language": remat})
+    costs = ChainLayers(MODEL, TRAINED, {"language": (SLOTS,)}, {"language": remat})
     squares = {"language": KINDS}
-    stem, *layers, head = costs.layers(squares)["language"]
+    stem, *layers, head = costs.layers(squares, {"language": SLOTS})["language"]
     assert (stem.linear_again, head.linear_again, head.attention_again) == (0, 0, 0)
     assert len(layers) == len(phase_layers(MODEL, "language")) - 2
     assert {(layer.linear_again, layer.attention_again) for layer in layers} == {

@@ -74,8 +74,11 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
     )
 
 
-def sizing(replicas: int, model: ModelConfig = MODEL, trained=TRAINED) -> list[SizingInputs]:
-    """Everything but samples that sizes are chosen from."""
+def sizing(
+    replicas: int, model: ModelConfig = MODEL, trained=TRAINED, capacities=None
+) -> list[SizingInputs]:
+    """Everything but samples that sizes are chosen from: rows of one class, or of given capacities."""
+    given = capacities or {}
     return [
         SizingInputs(
             phase,
@@ -84,19 +87,25 @@ def sizing(replicas: int, model: ModelConfig = MODEL, trained=TRAINED) -> list[S
             slots_per_token=PER_TOKEN if name == "vision" else 1,
             longest=LONGEST[name],
             flops=phase_flops(model, name, trained),
-            config=PhaseConfig(),
+            config=PhaseConfig(row_classes=1, capacities=given.get(name, "auto")),
         )
         for name, phase in make_phases(model).items()
     ]
 
 
 def sizes(
-    replicas: int = 2, examples: int = 24, samples=None, largest=(), trained=TRAINED, **config
+    replicas: int = 2,
+    examples: int = 24,
+    samples=None,
+    largest=(),
+    trained=TRAINED,
+    capacities=None,
+    **config,
 ):
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
     return choose_pipeline(
         samples,
-        sizing(replicas, trained=trained),
+        sizing(replicas, trained=trained, capacities=capacities),
         PipelineConfig(**{"stages": 2} | config),
         MODEL,
         trained,
@@ -115,6 +124,7 @@ CASES = {
     ),
     "one-replica": sizes(replicas=1, microbatches=3, layout="segments"),
     "no-deferral": sizes(deferral=False, microbatches=8, layout="segments"),
+    "classes": sizes(layout="segments", capacities={"vision": (96, 64, 32), "language": (128, 96)}),
 }
 
 
@@ -140,13 +150,16 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
             for m, rank, offset, size in zip(
                 where.microbatch, where.rank, where.offset, length, strict=True
             ):
-                assert offset + size <= spec.capacities[0]
+                assert offset + size <= where.capacity[m]
                 taken[m, rank, offset : offset + size] += 1
             assert taken.max(initial=0) <= 1
             first = 0
             for run in plan.runs:
                 assert run.microbatches[name][0] == first
-                assert run.microbatches[name][1] <= pipeline.rows[name]
+                begin, count = run.microbatches[name]
+                held = where.capacity[begin : begin + count].tolist()
+                for capacity, most in zip(spec.capacities, pipeline.rows[name], strict=True):
+                    assert held.count(capacity) <= most
                 first += run.microbatches[name][1]
             assert first == where.microbatches
         columns = pipeline.tables.columns
@@ -204,7 +217,7 @@ def test_equal_batches_have_equal_plans_and_other_batches_others():
 def test_what_a_run_does_not_hold_goes_into_another():
     made, items = CASES["segments"], random_batch(3)
     whole = plan_pipeline(items, made.spec, made.training)
-    most = {name: place.microbatches - 1 for name, place in whole.phases.items()}
+    most = {name: (place.microbatches - 1,) for name, place in whole.phases.items()}
     small = dataclasses.replace(made.training, rows=most)
     plan = plan_pipeline(items, made.spec, small)
     assert len(whole.runs) == 1 and len(plan.runs) >= 2
@@ -252,3 +265,21 @@ def test_what_is_trained_after_its_layers_alone_keeps_no_residuals():
     assert [chain.head_only for chain in ring.chains] == [True, False]
     assert (Pool.RESIDUAL, 0) not in slots and slots[Pool.RESIDUAL, 1] == 2
     assert plan_pipeline(random_batch(1), made.spec, made.training).runs
+
+
+def test_a_step_takes_the_rows_that_its_longest_example_asks_for():
+    """Rows of one capacity would hold the longest of all data, in every step."""
+    made = sizes(layout="segments", capacities={"language": (192, 48)})
+    short = batch([(20, [])] * 24)
+    long = batch([(90, []), *[(20, [])] * 23])
+    held = [
+        plan_pipeline(items, made.spec, made.training).phases["language"].capacity
+        for items in (short, long)
+    ]
+    assert set(held[0].tolist()) == {48} and 192 in held[1]
+    one = sizes(layout="segments", capacities={"language": (192,)})
+    costs = [
+        plan_pipeline(short, each.spec, each.training).statistics["pipeline/cost"]
+        for each in (made, one)
+    ]
+    assert costs[0] < costs[1]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmllm.balance.stages.run_rows import pack_rows, rows_in_turn
+from jaxmllm.balance.stages.run_rows import classes_holding, pack_rows, rows_in_turn
 
 
 def test_rows_hold_items_side_by_side():
@@ -29,7 +29,7 @@ def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone():
     microbatch = np.repeat(np.arange(16), 6)
     replica = np.tile([0, 1], 48)
     slots = random.integers(1, 8, 96)
-    row, count = rows_in_turn(microbatch, replica, slots, 10, 2)
+    row, count = rows_in_turn(microbatch, replica, slots, (10,), 2)
     assert row.max() + 1 == count
     for number in (0, 1):
         mine = replica == number
@@ -39,3 +39,12 @@ def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone():
         for one in range(count):
             held = microbatch[mine & (row == one)]
             assert len(held) == 0 or held.max() - held.min() <= 1
+
+
+def test_rows_begun_for_short_items_are_small():
+    """Those of one capacity are numbered together, and long rows take short items where there is room."""
+    microbatch, replica = np.zeros(6, np.int64), np.array([0, 0, 0, 0, 1, 1])
+    slots = np.array([9, 3, 3, 3, 2, 1])
+    row, count = rows_in_turn(microbatch, replica, slots, (12, 6), 2)
+    assert row.tolist() == [0, 0, 1, 1, 1, 1] and count == 2
+    assert classes_holding(np.array([12, 6, 7, 0]), (12, 6)).tolist() == [0, 1, 0, 1]

@@ -13,10 +13,10 @@ from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.balance.stages.trials import Cut, Keeps, Trials, keeps_none
-from jaxmllm.config.schema import PipelineConfig
+from jaxmllm.config.schema import PhaseConfig, PipelineConfig
 from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.schedule import lockstep
-from tests.balance.stages.test_plan import MODEL, TRAINED, random_batch, sizes, sizing
+from tests.balance.stages.test_plan import LONGEST, MODEL, TRAINED, random_batch, sizes, sizing
 
 DEEP = MODEL.model_copy(
     update={
@@ -72,10 +72,30 @@ def test_rows_hold_the_longest_item_whatever_is_tried():
         assert all(capacity % inputs.alignment == 0 for capacity in found)
 
 
+def test_where_the_longest_example_is_rare_rows_have_several_classes():
+    """It is four times as long as the longest of any sample."""
+    samples = [random_batch(seed) for seed in range(4)]
+    config = PipelineConfig(stages=2, layout="chain")
+
+    def chosen_with(row_classes: int):
+        inputs = [
+            replace(of, longest=4 * of.longest, config=PhaseConfig(row_classes=row_classes))
+            for of in sizing(2)
+        ]
+        return choose_pipeline(samples, inputs, config, MODEL, TRAINED, 24)
+
+    one, several = chosen_with(1), chosen_with(2)
+    largest, smaller = several.spec.phases["language"].capacities
+    assert largest >= 4 * LONGEST["language"] > smaller
+    assert len(one.spec.phases["language"].capacities) == 1
+    batches = [random_batch(100 + seed) for seed in range(3)]
+    assert cost(several, batches) < 0.9 * cost(one, batches)
+
+
 def test_layout_and_chunks_are_no_worse_than_any_single_one():
     """On the samples that they are chosen on, and by the same schedules."""
     made, tried = chosen(microbatches=8), trials(microbatches=8)
-    capacities = {name: phase.capacities[0] for name, phase in made.spec.phases.items()}
+    capacities = {name: phase.capacities for name, phase in made.spec.phases.items()}
     ring = made.training.tables.ring
     counts = {chain.name: chain.chunks_per_rank for chain in ring.chains}
     cut = Cut(made.training.config.layout, tuple(sorted(counts.items())))
@@ -89,7 +109,7 @@ def test_layout_and_chunks_are_no_worse_than_any_single_one():
 
 def test_a_bound_ends_a_trial_and_changes_no_figure():
     tried, cut = trials(), Cut("segments")
-    capacities = {name: tried.least(name) for name in tried.inputs}
+    capacities = {name: (tried.least(name),) for name in tried.inputs}
     found = tried.predicted(capacities, cut)
     assert found is not None
     assert tried.predicted(capacities, cut, INT64_MAX) == found
@@ -115,8 +135,8 @@ def test_the_automatic_schedule_is_no_worse_than_greedy(split):
     assert pipeline.config.schedule in ("1f1b", "interleaved", "greedy", "search")
     assert split or pipeline.config.split_backward is False
     tried = trials(microbatches=8)
-    capacities = {name: phase.capacities[0] for name, phase in auto.spec.phases.items()}
-    runs = tried.runs(capacities)[:3]
+    capacities = {name: phase.capacities for name, phase in auto.spec.phases.items()}
+    runs = [run for run, *_ in tried.runs(capacities)[:3]]
     costs = [
         sum(lockstep(schedule_of(graph_of(run, each), each)) for run in runs)
         for each in (pipeline, replace(greedy.training, tables=pipeline.tables))

@@ -22,9 +22,10 @@ from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
 from sharding.pipeline.validator import validate
 
-REPLICAS, PATCHES, TEXT, VOCABULARY = 2, 4, 8, 11
+REPLICAS, VOCABULARY = 2, 11
+PATCHES, TEXT = (4, 2), (8, 5)  # of a row, by its class
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
-SLOTS = PATCHES // 2  # tokens of an encoder row on a replica
+SLOTS = PATCHES[0] // 2  # tokens of an encoder row of the first class on a replica
 
 
 def layer(params: Params, x, row):
@@ -40,9 +41,8 @@ def encoder() -> Component:
         return row["patches"] @ (outer.trained | outer.frozen)["stem"]
 
     def last(outer: Params, x, row):
-        return jnp.tanh(
-            x.reshape(*x.shape[:-2], SLOTS, -1) @ (outer.trained | outer.frozen)["project"]
-        )
+        pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, -1)
+        return jnp.tanh(pairs @ (outer.trained | outer.frozen)["project"])
 
     return Component(first, layer, last)
 
@@ -123,35 +123,53 @@ def parameters(
 def rows(
     ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int, ...], seed: int = 0
 ):
-    """Rows of all components, padded to `sizes` microbatches; every consumed token replaces one of the text."""
+    """Rows of all components by class, padded to `sizes` microbatches of each; every consumed token replaces one of
+    the text."""
     random = np.random.default_rng(seed)
     found = []
-    for size in sizes[:-1]:
+    for work, size in zip(workload.chains, sizes[:-1], strict=False):
         found.append(
-            {
-                "patches": random.normal(size=(size, REPLICAS, PATCHES, 5)).astype(np.float32),
-                "level": random.uniform(1, 2, (size, REPLICAS, 1)).astype(np.float32),
-            }
+            tuple(
+                {
+                    "patches": random.normal(size=(size, REPLICAS, patches, 5)).astype(np.float32),
+                    "level": random.uniform(1, 2, (size, REPLICAS, 1)).astype(np.float32),
+                }
+                for patches in PATCHES[: classes_of(work)]
+            )
         )
-    media = [np.full((sizes[-1], REPLICAS, TEXT), -1, np.int32) for _ in ring.encoders]
+    texts = TEXT[: classes_of(workload.chains[-1])]
+    media = [
+        [np.full((sizes[-1], REPLICAS, text), -1, np.int32) for _ in ring.encoders]
+        for text in texts
+    ]
     for m, inputs in enumerate(workload.inputs):
+        row_class, row = workload.chains[-1].rows[m]
         places = [0] * len(ring.encoders)
         for encoder_, sub in inputs:
             users = [other for other, of in enumerate(workload.inputs) if (encoder_, sub) in of]
             # Deferral: each takes some tokens
-            half = range(SLOTS) if len(users) == 1 else [users.index(m) % SLOTS]
+            tokens = PATCHES[workload.chains[encoder_].rows[sub][0]] // 2
+            half = range(tokens) if len(users) == 1 else [users.index(m) % tokens]
             for replica in range(REPLICAS):
                 for token in half:
-                    at = random.integers(TEXT)
-                    media[encoder_][m, replica, at] = places[encoder_] * SLOTS + token
+                    at = random.integers(TEXT[row_class])
+                    media[row_class][encoder_][row, replica, at] = places[encoder_] * SLOTS + token
             places[encoder_] += 1
-    text = {
-        "ids": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, TEXT)).astype(np.int32),
-        "targets": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, TEXT)).astype(np.int32),
-        "level": random.uniform(1, 2, (sizes[-1], REPLICAS, 1)).astype(np.float32),
-        "media": tuple(media),
-    }
-    return (*found, text)
+    rows_of_text = tuple(
+        {
+            "ids": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, text)).astype(np.int32),
+            "targets": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, text)).astype(np.int32),
+            "level": random.uniform(1, 2, (sizes[-1], REPLICAS, 1)).astype(np.float32),
+            "media": tuple(of_class),
+        }
+        for text, of_class in zip(texts, media, strict=True)
+    )
+    return (*found, rows_of_text)
+
+
+def classes_of(work: ChainWork) -> int:
+    """As many classes as rows are given: one where none is said."""
+    return 1 if work.row_class is None else len(TEXT)
 
 
 def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, outer, rows):
@@ -163,7 +181,8 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
         outers = [Params(t, p.frozen) for t, p in zip(trained[1], outer, strict=True)]
 
         def through(c: int, m: int, media):
-            row = jax.tree.map(lambda leaf: leaf[m], rows[c])
+            row_class, number = workload.chains[c].rows[m]
+            row = jax.tree.map(lambda leaf: leaf[number], rows[c][row_class])
             x = parts[c].first(outers[c], row, media)
             for number in range(sum(ring.chains[c].layers)):
                 x = parts[c].layer(jax.tree.map(lambda leaf, n=number: leaf[n], weights[c]), x, row)
@@ -177,7 +196,7 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
         for m, inputs in enumerate(workload.inputs):
             media = []
             for c, places in enumerate(fan):
-                of = [tokens[c][sub] for e, sub in inputs if e == c]
+                of = [padded(tokens[c][sub]) for e, sub in inputs if e == c]
                 of += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (places - len(of))
                 media.append(
                     jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"]))
@@ -188,6 +207,11 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
 
     trained = [[p.trained for p in layers], [p.trained for p in outer]]
     return jax.value_and_grad(run, has_aux=True)(trained)
+
+
+def padded(tokens):
+    """Tokens of a row of any class as many as those of the first."""
+    return jnp.pad(tokens, ((0, 0), (0, SLOTS - tokens.shape[1]), (0, 0)))
 
 
 def stacked(ring: Ring, c: int, tree):
@@ -246,9 +270,10 @@ def workload_of(
     seed: int = 0,
     most: int | tuple[int, ...] = 2,
     defer: bool = True,
+    classes: bool = False,
 ) -> Workload:
     """Random numbers of encoder rows, none for some microbatches; with deferral some feed the next one too.
-    `most` of an encoder for one microbatch."""
+    `most` of an encoder for one microbatch; `classes`: rows of two, at random."""
     most = most if isinstance(most, tuple) else (most,) * len(ring.encoders)
     random = np.random.default_rng(seed)
     trained = trained or (ALL,) * len(ring.chains)
@@ -273,7 +298,10 @@ def workload_of(
         weight = back * int(of.layers)
         if of.last:
             weight[-1] = 1
-        works.append(ChainWork(forward, forward * (back > 0), forward * back, weight * forward))
+        row_class = random.integers(0, len(TEXT), count) if classes else None
+        works.append(
+            ChainWork(forward, forward * (back > 0), forward * back, weight * forward, row_class)
+        )
     return Workload(tuple(works), tuple(map(tuple, inputs)))
 
 
@@ -282,8 +310,11 @@ def padded_table_of(graph: Graph) -> Table:
     schedule = greedy(graph)
     slots = slots_needed([schedule]) | {(Pool.RESIDUAL, 1): 2}
     schedule = keep_residuals(schedule, slots)
-    spec = TableSpec(graph.ring, slots, len(schedule.ticks) + 3, (4,) * len(graph.ring.encoders))
-    return make_table(schedule, spec)
+    classes = tuple(map(classes_of, graph.workload.chains))
+    reads = (4,) * len(graph.ring.encoders)
+    return make_table(
+        schedule, TableSpec(graph.ring, slots, len(schedule.ticks) + 3, reads, classes)
+    )
 
 
 # ---------------------------------------------------------------------------- running
@@ -333,8 +364,10 @@ def program(
     pools: tuple[Pool, ...] = (),
     ticks: int = 400,
     policy: Callable[..., bool] | None = None,
+    classes: bool = False,
 ) -> Program:
-    """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2."""
+    """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2.
+    `classes`: for rows of two of them."""
     places = {
         (pool, c): slots for pool in Pool for c in range(len(ring.chains)) if pool < Pool.RESIDUAL
     }
@@ -347,7 +380,8 @@ def program(
         for pool in pools
         for c in range(len(ring.chains))
     }
-    spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders))
+    row_classes = (len(TEXT),) * len(ring.chains) if classes else ()
+    spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders), row_classes)
     mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
     run = jax.jit(make_executor(spec, components(ring, policy), mesh))
     return Program(spec, trained, sizes, run, *parameters(ring, trained))

@@ -16,7 +16,7 @@ from sharding.pipeline.validator import validate
 from tests.sharding.pipeline.models import padded_table_of, ring_of, workload_of
 
 RING = ring_of("segments", 4)
-GRAPH = build_graph(RING, workload_of(RING, 6, seed=1), split=True)
+GRAPH = build_graph(RING, workload_of(RING, 6, seed=1, classes=True), split=True)
 
 
 TABLE = padded_table_of(GRAPH)
@@ -67,6 +67,13 @@ WRONG = {
     ),
     "no such microbatch": ({"action": FORWARD}, "microbatch", 40, "not in this batch"),
     "done twice": ({"action": FORWARD, "microbatch": 1}, "microbatch", 0, "was done before"),
+    "class of another row": (
+        {"action": FORWARD, "row_class": 1},
+        "row_class",
+        0,
+        "row_class 0 instead of 1",
+    ),
+    "row of another microbatch": ({"action": FORWARD, "row": 1}, "row", 0, "row 0 instead of 1"),
     "layers": ({"action": FORWARD}, "layers", 9, "layers 9 instead of"),
     "first": ({"action": FORWARD, "first": 1}, "first", 0, "first 0 instead of 1"),
     "last": ({"action": TOWER, "last": 1}, "last", 0, "last 0 instead of 1"),
@@ -177,6 +184,14 @@ def test_a_wire_that_does_not_move():
     tick, wire = np.argwhere(moves)[0]
     moves[tick, wire] = 0
     with pytest.raises(PipelineError, match=f"tick {tick}, rank .* sends nothing on it"):
+        validate(dataclasses.replace(TABLE, wire_active=moves), GRAPH)
+
+
+def test_a_wire_that_moves_smaller_rows_alone():
+    moves = TABLE.wire_active.copy()
+    tick, wire = np.argwhere(moves == 1)[0]
+    moves[tick, wire] = 2
+    with pytest.raises(PipelineError, match=r"of a row of class 0, but .* carries rows of class 1"):
         validate(dataclasses.replace(TABLE, wire_active=moves), GRAPH)
 
 

@@ -58,10 +58,18 @@ def used(result: Result) -> dict:
     }
 
 
+# Rows of two sizes for images and for text
+CLASSES = {"phases__vision__capacities": [96, 32], "phases__language__capacities": [160, 96]}
+SPLIT_CLASSES = {
+    "phases__vision__capacities": [128, 64],
+    "phases__language__capacities": [192, 128],
+}
+
+
 @pytest.fixture(scope="module")
 def piped(setups, by_example):
     pipeline = {"stages": 2, "layout": "chain", "microbatches": 8}
-    return setups(by_example(mesh={"data": 2}, pipeline=pipeline), 4)
+    return setups(by_example(mesh={"data": 2}, pipeline=pipeline, **CLASSES), 4)
 
 
 # ---------------------------------------------------------------------------- the same mathematics
@@ -222,6 +230,16 @@ def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
     )
 
 
+def test_rows_of_several_classes_in_a_step(piped, alone):
+    """A step has both in a phase; which rows have which is data, and each step is the same without stages."""
+    mixes = set()
+    for batch in (EXAMPLES, range(8)):
+        step = piped.step(batch)
+        mixes |= {(name, frozenset(held)) for name, held in step.capacities.items()}
+        assert_same(computed(piped, step), alone.gradients(alone.step(batch)), 1e-5)
+    assert {("vision", frozenset({96, 32})), ("language", frozenset({160, 96}))} <= mixes
+
+
 def test_batches_of_every_composition_use_the_same_program(piped, alone):
     random = np.random.default_rng(1)
     batches = [alone.of_kind(kind)[:12] for kind in KINDS]
@@ -229,15 +247,16 @@ def test_batches_of_every_composition_use_the_same_program(piped, alone):
         batches.append(random.permutation(96)[: random.integers(1, 25)].tolist())
     state = piped.programs.init(0)
     state, _ = piped.programs.train(state, piped.put(piped.step(EXAMPLES)))
-    tables = set()
+    tables, mixes = set(), set()
     counter = CompilationCounter()
     for batch in batches:
         step = piped.step(batch)
         tables |= {run.table.tobytes() for run in step.runs}
+        mixes |= {tuple(sorted(held)) for held in step.capacities.values()}
         state, metrics = piped.programs.train(state, piped.put(step))
         metrics = jax.device_get(metrics)
         assert metrics["targets_by_source"].sum() == step.targets and metrics["skipped"] == 0
-    assert counter.names == [] and len(tables) >= 20
+    assert counter.names == [] and len(tables) >= 20 and len(mixes) >= 20
     counter.close()
 
 
@@ -283,7 +302,9 @@ CASES = {  # devices, mesh, pipeline
     "devices, mesh, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()]
 )
 def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline):
-    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
+    """On meshes of several axes with rows of several classes."""
+    classes = SPLIT_CLASSES if len(mesh) > 1 else {}
+    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **classes, **DEEP), devices)
     assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
 
 
@@ -439,17 +460,17 @@ def held_by_device(leaf) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "pipeline"),
+    ("mesh", "pipeline", "classes"),
     [
-        ({"data": 2}, CHAIN),
-        ({"data": 2, "fsdp": 2}, SEGMENTS | {"kept_residuals": 2}),
-        ({"data": 1, "fsdp": 2}, CHAIN | {"split_backward": True}),
+        ({"data": 2}, CHAIN, {}),
+        ({"data": 2, "fsdp": 2}, SEGMENTS | {"kept_residuals": 2}, CLASSES),
+        ({"data": 1, "fsdp": 2}, CHAIN | {"split_backward": True}, {}),
     ],
-    ids=["data", "data x fsdp, kept", "fsdp, split"],
+    ids=["data", "data x fsdp, kept, rows of several classes", "fsdp, split"],
 )
-def test_the_compiled_loop_holds_what_is_stated(setups, by_example, mesh, pipeline):
+def test_the_compiled_loop_holds_what_is_stated(setups, by_example, mesh, pipeline, classes):
     devices = 2 * mesh["data"] * mesh.get("fsdp", 1)
-    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
+    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **classes, **DEEP), devices)
     text = setup.programs.compiled[ProgramName("gradients")].as_text()
     found = max(carried_bytes(parse(text)))
     assert found == pytest.approx(setup.programs.held.total + setup.programs.held_sums, rel=0.05)

@@ -172,6 +172,28 @@ def test_three_components(layout, most):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["all", "inputs"])
+def test_rows_of_several_classes_in_a_step(keep):
+    """Any mix of them, in one program: whole and split backwards, residuals kept and not, rows that two microbatches
+    read."""
+    ring = ring_of("parallel" if keep == "all" else "segments", 2)
+    of = program(
+        ring,
+        (ALL, ALL),
+        SIZES,
+        slots=24,
+        pools=(Pool.RESIDUAL, Pool.PENDING),
+        policy=None if keep == "all" else POLICIES[keep],
+        classes=True,
+    )
+    for seed in range(4 if keep == "all" else 2):
+        work = workload_of(ring, 3 + seed, seed=20 + seed, classes=True)
+        schedule = greedy(build_graph(ring, work, split=seed % 2 > 0))
+        of.check(keep_residuals(schedule, of.spec.slots) if seed % 3 else schedule, seed)
+    assert of.run._cache_size() == 1
+
+
 def test_eight_stages():
     of = program(ring_of("segments", 8), (ALL, ALL), (12, 5))
     of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=5))))
