@@ -138,6 +138,14 @@ class Config(Section):
                     )
         for name in self.model.phases:
             rows = getattr(self.phases, name)
+            several = rows.row_classes not in ("auto", 1)
+            if rows.capacities != "auto":
+                several = len(rows.capacities) > 1
+            if self.pipeline.stages > 1 and self.mesh.context != 1 and several:
+                raise ValueError(
+                    f"phases.{name}.row_classes: with pipeline.stages ({self.pipeline.stages}) and mesh.context "
+                    f"({self.mesh.context}), a phase has rows of one class; set it to 1, and give one of capacities"
+                )
             if rows.kept_residuals not in ("auto", 0):
                 self._check_kept_residuals(name, rows.kept_residuals)
             spans = rows.spans

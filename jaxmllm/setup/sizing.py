@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,11 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
     """Rows, stages and slots of a pipeline."""
+    phases = _sizing_inputs_of(config, inputs)
+    if config.mesh.context != 1:  # smaller rows would be split over the devices in another way
+        phases = [
+            replace(of, config=of.config.model_copy(update={"row_classes": 1})) for of in phases
+        ]
     largest = [
         largest_examples(corpus, phase)
         for corpus in inputs.corpora
@@ -57,7 +63,7 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
     ]
     return choose_pipeline(
         inputs.samples,
-        _sizing_inputs_of(config, inputs),
+        phases,
         config.pipeline,
         resolved_shapes(config, inputs.model),
         inputs.model.trainable.shares,
