@@ -91,6 +91,9 @@ class PreparedTexts:
     def source_of(self, i: int) -> int:
         return i
 
+    def id(self, i: int) -> str:
+        return str(i)
+
     def gather(self, examples: Longs) -> BatchItems:
         length = np.array([len(self.tokens[i]) for i in examples], np.int64)
         numbers = np.arange(len(examples), dtype=np.int32)
