@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.arrays import Floats, Ints
 from jaxmllm.balance.records import BatchItems, PipelineRun, StepPlan
@@ -57,12 +58,14 @@ def staged_work(
     once = _once(programs, network)
     total = Worked({})
     for run in plan.runs:
-        total = total.plus(_run(programs, run, operations, squares, device, network)).plus(once)
+        ticks = _run(programs, plan, run, operations, squares, device, network)
+        total = total.plus(ticks).plus(once)
     return total
 
 
 def _run(
     programs: StagedPrograms,
+    plan: StepPlan,
     run: PipelineRun,
     operations: list[_Operations],
     squares: dict[str, Floats],
@@ -77,7 +80,9 @@ def _run(
     parts: dict[str, float] = {}
     for of_chain in operations:
         first, count = run.microbatches[of_chain.phase]
-        done = of_chain.ticks(columns, squares[of_chain.phase][:, first : first + count])
+        rows = slice(first, first + count)
+        capacity = plan.phases[of_chain.phase].capacity[rows]
+        done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], capacity)
         totals += done
         exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
         for name, seconds in zip(
@@ -88,8 +93,11 @@ def _run(
     layers = compute + inside
     busy = _together(device, layers, weights)
     ticks = _slowest(device, busy)
-    edges = np.array([network.seconds([send]) for send in _edges(programs)])
-    sent = (run.wire_active * edges).sum(axis=1)
+    sent = np.zeros(len(ticks))
+    for wire, sends in enumerate(_edges(programs)):
+        # By one more than the class of the largest row that moves; nothing does at 0
+        seconds = np.array([0.0, *(network.seconds([send]) for send in sends)])
+        sent += seconds[run.wire_active[:, wire]]
     parts |= {"bubble": float((ticks - busy.mean(axis=1)).sum()), "sends": float(sent.sum())}
     least = np.vectorize(device.least_together, otypes=[float])
     return Worked(
@@ -126,8 +134,9 @@ class _Operations:
         self.itemsize = model.components[self.phase].dtype.itemsize
         self.inner = devices_along(self.layout, self.layout.mesh_axes("mlp"))
         self.parts = devices_along(self.layout, self.layout.part_axes)
-        self.slots = programs.spec.phases[self.phase].capacities[0] / self.parts
-        self.tokens = self.slots / getattr(self.shapes, "stem_stride", 1)
+        # Of the rows of each class, on a device
+        self.slots = [capacity / self.parts for capacity in self.costs.capacities]
+        self.tokens = [slots / getattr(self.shapes, "stem_stride", 1) for slots in self.slots]
         self.key_values = model.key_value_bytes(self.phase) / self.shapes.layers
         parameters = model.abstract(programs.param_dtype)
         self.leaves = {
@@ -135,13 +144,15 @@ class _Operations:
             for component in model.phases[self.phase].components
         }
 
-    def ticks(self, columns: Mapping[str, Ints], squares: Floats) -> Floats:
+    def ticks(self, columns: Mapping[str, Ints], squares: Floats, capacity: Ints) -> Floats:
         """Seconds of computing, inside of layers and of weights, and FLOPs, of every stage in every tick: [4, T, S].
 
         Args:
           squares: of the rows of the run, [kinds, M].
+          capacity: theirs, [M], in slots.
         """
-        of_parts = np.stack(self._parts(squares))  # [4, part, D, M]
+        row_class = np.array([self.costs.capacities.index(slots) for slots in capacity], np.intp)
+        of_parts = np.stack(self._parts(squares, row_class))  # [4, part, D, M]
         done = np.zeros((4, *columns["action"].shape))
         for kind, gradients in GRADIENTS.items():
             tick, stage = np.nonzero(columns["action"] == action_of(self.number, kind))
@@ -167,30 +178,39 @@ class _Operations:
             depths[stage, self.chain.local(depth)] = depth
         return depths
 
-    def _parts(self, squares: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    def _parts(
+        self, squares: Floats, row_class: NDArray[np.intp]
+    ) -> tuple[Floats, Floats, Floats, Floats]:
         """Of the parts of operations, by chunk and row: what `ticks` adds up."""
         shares = self.parts * self.inner
-        products = self.costs.linear[:, :, None] / shares
+        products = np.moveaxis(self.costs.linear[row_class], 0, -1) / shares
         filled = squares / self.costs.capacity**2
         pairs = np.tensordot(self.costs.attention, filled, (0, 0)) / shares
         happens = (products + pairs) > 0  # not all of what is frozen
         layers = np.array(self.chain.layers)[None, :, None]
-        rate = self.device.product_rate(self.slots, self.shapes.width / self.inner)
-        moved = self.device.memory_seconds(1.0) * self._traffic()[:, None, None] * layers
-        compute = products / rate + pairs / self.device.attention_rate + moved
-        inside = np.array([self.network.seconds(self._inside(part)) for part in range(4)])
+        width = self.shapes.width / self.inner
+        rates = np.array([self.device.product_rate(slots, width) for slots in self.slots])
+        traffic = np.stack([self._traffic(tokens) for tokens in self.tokens], axis=1)
+        moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
+        compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
+        inside = np.array(
+            [
+                [self.network.seconds(self._inside(part, tokens)) for tokens in self.tokens]
+                for part in range(4)
+            ]
+        )
         return (
             compute * happens,
-            inside[:, None, None] * layers * happens,
+            inside[:, None, row_class] * layers * happens,
             self._weights(layers) * happens,
             products + pairs,
         )
 
-    def _traffic(self) -> Floats:
+    def _traffic(self, tokens: float) -> Floats:
         """Bytes that go through memory in a layer, by part."""
         matrices = 3 if self.phase == LANGUAGE else 2
         stored = stored_bytes(self.shapes.width, matrices * self.shapes.mlp_width, self.inner)
-        once = self.tokens * stored * self.device.rates.traffic
+        once = tokens * stored * self.device.rates.traffic
         held = sum(
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
             for leaf in self.leaves[self.phase]
@@ -219,13 +239,13 @@ class _Operations:
         operation = SCATTER if part == WEIGHT else GATHER
         return Send(operation, leaf.gathered, devices_along(self.layout, leaf.gathered), whole, 1)
 
-    def _inside(self, part: int) -> list[Send]:
+    def _inside(self, part: int, tokens: float) -> list[Send]:
         """What a layer waits for: keys and values of the other parts of a row, and sums over devices that split it."""
         axes = self.layout.mesh_axes("sequence")
-        keys = self.tokens * self.parts * self.key_values / self.layout.size("kv_heads")
+        keys = tokens * self.parts * self.key_values / self.layout.size("kv_heads")
         split = self.layout.mesh_axes("mlp")
         sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
-        activations = self.tokens * self.shapes.width * self.itemsize
+        activations = tokens * self.shapes.width * self.itemsize
         sends = [Send(ALL_REDUCE, split, self.inner, activations, sums)]
         if part != WEIGHT:
             operation = SCATTER if part == INPUT else GATHER
@@ -233,8 +253,8 @@ class _Operations:
         return sends
 
 
-def _edges(programs: StagedPrograms) -> Iterator[Send]:
-    """What moves one place along the ring, by wire."""
+def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
+    """What moves one place along the ring, by wire and class of rows."""
     tables = programs.sizes.training.tables
     model = programs.functions.model
     for wire in tables.wires:
@@ -242,11 +262,14 @@ def _edges(programs: StagedPrograms) -> Iterator[Send]:
         spec, layout = programs.spec.phases[phase], model.layout(phase)
         shapes = getattr(model.config, phase)
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
-            tokens, width = spec.capacities[0] / spec.slots_per_token, model.config.language.width
+            slots, width = spec.slots_per_token, model.config.language.width
         else:
-            tokens, width = spec.capacities[0] / getattr(shapes, "stem_stride", 1), shapes.width
-        moved = tokens / layout.parts * width * model.components[phase].dtype.itemsize
-        yield Send(PERMUTE, (STAGE,), tables.ring.stages, moved, 1)
+            slots, width = getattr(shapes, "stem_stride", 1), shapes.width
+        of_slot = width / slots / layout.parts * model.components[phase].dtype.itemsize
+        yield [
+            Send(PERMUTE, (STAGE,), tables.ring.stages, capacity * of_slot, 1)
+            for capacity in spec.capacities
+        ]
 
 
 def _once(programs: StagedPrograms, network: Network) -> Worked:

@@ -10,7 +10,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
 from jaxmllm.cluster.simulate import simulate
-from tests.cluster.programs import tiny_lengths
+from tests.cluster.programs import CAPACITIES, tiny_lengths
 
 DEVICE = Device(CLUSTERS["h100"], 0.8)
 
@@ -18,8 +18,8 @@ DEVICE = Device(CLUSTERS["h100"], 0.8)
 class Staged:
     """A planned batch on two stages, simulated on any device."""
 
-    def __init__(self, **sections):
-        self.lengths = tiny_lengths(pipeline={"stages": 2}, **sections)
+    def __init__(self, pipeline=(), **sections):
+        self.lengths = tiny_lengths(pipeline={"stages": 2, **dict(pipeline)}, **sections)
         self.programs = self.lengths.programs()
         sizes = self.programs.sizes
         self.plan = plan_pipeline(self.lengths.items, sizes.spec, sizes.training)
@@ -42,6 +42,17 @@ def test_parts_lie_between_both_ends(staged):
 
 
 def test_ticks_take_what_the_schedule_costs(staged):
+    check_ticks(staged)
+
+
+def test_rows_of_several_classes_take_what_the_schedule_costs():
+    several = CAPACITIES | {"language": [4096, 1024]}
+    staged = Staged({"microbatches": 3}, mesh={"data": 4}, capacities=several)
+    assert set(staged.plan.phases["language"].capacity.tolist()) == {4096, 1024}
+    check_ticks(staged)
+
+
+def check_ticks(staged):
     """At rates without loss and links that take no time, ticks are the schedule's FLOPs over the peak."""
     cluster = DEVICE.cluster
     link = cluster.in_node.model_copy(
