@@ -1,6 +1,7 @@
 """A row that several ranks hold together against the same row on one rank, by the step's functions."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -188,7 +189,9 @@ def language_gradients(step, row, pool, ranks):
 
     @jax.jit
     def program(params, rows, pool, sums):
-        step_of_row = step.language_loss_and_grad(params, rows, pool, 0.01, params, sums)
+        step_of_row = step.language_loss_and_grad(
+            params, rows, pool, jnp.asarray(0.01), params, sums
+        )
         return *step_of_row, step.evaluate(params, rows, pool, sums)
 
     return jax.device_get(program(params, LanguageRows.of(row), pool, sums))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -173,8 +174,7 @@ def test_evaluation_counts_the_same(piped, alone):
         sums, failed = setup.programs.evaluate(setup.params, setup.put(step))
         assert failed == 0
         results.append(jax.device_get(setup.programs.totals(sums)))
-    for name, expected in results[1]._asdict().items():
-        np.testing.assert_allclose(getattr(results[0], name), expected, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *results)
 
 
 def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
