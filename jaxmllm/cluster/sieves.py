@@ -384,8 +384,8 @@ class Planner:
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Lengths where every rank holds its rows alone."""
-        return self.lengths(self.config, self.model, dict.fromkeys(self.model.phases, (1,)))
+        """Lengths where every rank holds its rows alone, but for spans that the config names."""
+        return self.lengths(self.config, self.model, self._named_spans)
 
     @cached_property
     def loads(self) -> dict[str, PhaseLoad]:
@@ -399,9 +399,15 @@ class Planner:
     @cached_property
     def _inputs_anywhere(self) -> list[SizingInputs]:
         """What sizes are chosen by, on any mesh."""
-        alone: Spans = dict.fromkeys(self.model.phases, (1,))
         sampled = self.sampled
-        return sizing_inputs(self.config, self.model, sampled.formats, sampled.longest, alone)
+        return sizing_inputs(
+            self.config, self.model, sampled.formats, sampled.longest, self._named_spans
+        )
+
+    @property
+    def _named_spans(self) -> Spans:
+        spans = {phase: getattr(self.config.phases, phase).spans for phase in self.model.phases}
+        return {phase: (1,) if named == "auto" else named for phase, named in spans.items()}
 
     def _even_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
         """The same on a mesh."""
