@@ -12,13 +12,17 @@ import numpy as np
 
 from jaxmllm.balance.records import BatchItems, PlanSpec, StepPlan
 from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.cluster.clusters import GB
+from jaxmllm.cluster.device_peak import Peak
 from jaxmllm.cluster.even_step import EvenRows
 from jaxmllm.cluster.mesh_choices import MeshChoice
 from jaxmllm.cluster.simulate import StepTime
 from jaxmllm.config.schema import Config, Remat
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.spans import Spans
+from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.phased import PhasedPrograms
 
 EQUAL: Final = 0.02  # times closer than that are not told apart
@@ -103,7 +107,7 @@ class PlannedLayout:
     programs: PhasedPrograms
     plans: tuple[StepPlan, ...]
     times: tuple[StepTime, ...]
-    peak: Mapping[str, float]  # bytes of a device while programs of a phase run
+    peak: Peak  # of a device
     even_seconds: float  # in closed form
 
     @cached_property
@@ -133,8 +137,16 @@ class PlannedLayout:
         )
 
     @property
-    def peak_bytes(self) -> float:
-        return max(self.peak.values())
+    def microbatches(self) -> dict[str, int]:
+        """The most that a step has, by phase."""
+        return {
+            phase: max(plan.phases[phase].microbatches for plan in self.plans)
+            for phase in self.spec.phases
+        }
+
+    def over(self, budget: float) -> Closest:
+        """What lacks where it takes more than a budget."""
+        return Closest(self.choice, program_words(self.peak.program), self.peak.bytes - budget)
 
     def statistic(self, name: str) -> float:
         """Of the plans, the mean; 0 where no plan has it."""
@@ -150,8 +162,13 @@ class Closest:
     """The layout that lacks least memory."""
 
     choice: MeshChoice
-    phase: str  # whose programs need most
+    place: str  # the phase whose programs need most, or the program
     lacking: float  # bytes
+
+    @property
+    def words(self) -> str:
+        """Why it is not chosen."""
+        return f"{OVER_MEMORY} by {self.lacking / GB:.2g} GB in {self.place}"
 
 
 @dataclass
@@ -166,15 +183,22 @@ class Found:
     fewest_ranks: int | None = None
     estimates: list[Estimate] = field(default_factory=list)
     ranked: list[PlannedLayout] = field(default_factory=list)
+    # Planned, and then not taken: each with the reason in words
+    struck: list[tuple[PlannedLayout, str]] = field(default_factory=list)
 
     def reject(self, reason: str) -> None:
         self.rejected[reason] += 1
 
     def lacks(self, closest: Closest) -> None:
         """Count a layout that is over memory."""
-        self.reject(f"{OVER_MEMORY} in {closest.phase}")
+        self.reject(f"{OVER_MEMORY} in {closest.place}")
         if self.closest is None or closest.lacking < self.closest.lacking:
             self.closest = closest
+
+
+def program_words(name: ProgramName) -> str:
+    """What a program does, and for what."""
+    return f"{name.function} {name.subject}".strip() if name.subject != LANGUAGE else name.function
 
 
 def ranked(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:

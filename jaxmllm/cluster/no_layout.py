@@ -29,7 +29,7 @@ def why_none(planner: Planner, found: Found, devices: int) -> str:
         )
         return (
             f"nothing fits {devices} devices of {planner.cluster.name} with {planner.budget / GB:.0f} GB each: "
-            f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.phase}; {remedy}"
+            f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.place}; {remedy}"
         )
     if found.fewest_ranks is not None:
         return (

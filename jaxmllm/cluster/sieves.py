@@ -3,7 +3,8 @@
     meshes, component layouts                    mesh_choices.py
         --legal, and its bytes fit-->            rejections, counted by reason
         --time in closed form, remat by phase--> the fastest                              even_step.py
-        --whole plans of sampled batches-->      ranked layouts, the first is chosen      simulate.py
+        --whole plans of sampled batches-->      their programs' bytes, rejections        device_peak.py
+                                                 ranked layouts, the first is chosen      simulate.py
 
 Times within `EQUAL` count as equal: then the mesh with fewer axes is preferred. The same input gives the same result.
 """
@@ -27,6 +28,7 @@ from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.cluster_mesh import cluster_mesh
 from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.even_step import (
     PhaseLoad,
@@ -51,7 +53,8 @@ from jaxmllm.cluster.mesh_choices import MeshChoice, mesh_choices, open_remat
 from jaxmllm.cluster.no_layout import why_none
 from jaxmllm.cluster.row_choice import chosen_rows
 from jaxmllm.cluster.simulate import simulate
-from jaxmllm.cluster.step_bytes import Numbers, StepBytes, parameter_numbers
+from jaxmllm.cluster.step_bytes import Numbers, StepBytes, parameter_numbers, with_remat
+from jaxmllm.cluster.temporaries import residual_bytes
 from jaxmllm.config.schema import Config, ConfigError, Remat
 from jaxmllm.models.mllm import MLLM, laid_out, with_settings
 from jaxmllm.phases import LANGUAGE
@@ -60,12 +63,13 @@ from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, node
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.sizing import model_flops, sizing_inputs
 from jaxmllm.setup.spans import Spans, spans_of_phases
+from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.phased import PhasedPrograms
 from sharding.mesh import MeshError
 
 REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
 # Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
-PLANNED_ITEMS: Final = 3_000_000
+PLANNED_ITEMS: Final = 1_000_000
 FEWEST_PLANNED, MOST_PLANNED = 4, 12
 SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
 REFINED: Final = 24  # layouts of which every remat is tried
@@ -92,6 +96,7 @@ class Planner:
     lengths: LengthsOf
     as_run: bool = False
     _known_plans: dict[str, Plans] = field(default_factory=dict)
+    _known_bytes: dict[object, int] = field(default_factory=dict)
 
     @property
     def cluster(self) -> Cluster:
@@ -116,8 +121,27 @@ class Planner:
         for index, estimate in enumerate(found.estimates[:REFINED]):
             found.estimates[index] = self._refined(estimate)
         found.estimates.sort(key=by_time)
-        found.ranked = ranked([self.planned(one) for one in self._finalists(found.estimates)])
+        fitting: list[PlannedLayout] = []
+        number = self._finalists()
+        for index, estimate in enumerate(found.estimates):
+            if index >= number and fitting:
+                break
+            planned = self.planned(estimate)
+            if self._fits(planned, found):
+                fitting.append(planned)
+        if not fitting:
+            raise ConfigError(why_none(self, found, devices))
+        found.ranked = ranked(fitting)
         return found
+
+    def _fits(self, layout: PlannedLayout, found: Found) -> bool:
+        """Whether a planned layout stays in memory; one that does not is counted."""
+        if layout.peak.bytes <= self.budget:
+            return True
+        over = layout.over(self.budget)
+        found.lacks(over)
+        found.struck.append((layout, over.words))
+        return False
 
     def alone(self, choice: MeshChoice) -> PlannedLayout:
         """The config on one mesh.
@@ -141,11 +165,12 @@ class Planner:
                 found.estimates.append(estimate)
         return found
 
-    def _finalists(self, estimates: Sequence[Estimate]) -> Sequence[Estimate]:
+    def _finalists(self) -> int:
+        """How many layouts are planned whole."""
         items = max(1, sum(len(items.length) for items in self.sampled.steps[0].phases.values()))
         steps = len(self.sampled.steps)
         number = PLANNED_ITEMS // (items * steps)
-        return estimates[: min(max(number, FEWEST_PLANNED), MOST_PLANNED)]
+        return min(max(number, FEWEST_PLANNED), MOST_PLANNED)
 
     def _estimate(self, choice: MeshChoice, found: Found) -> Estimate | None:
         config = choice.of(self.config)
@@ -179,13 +204,13 @@ class Planner:
         """Slots of rows for which there is room, by phase and remat, where they hold the longest item. What takes least
         memory stands first."""
         free = open_remat(self.config)
+        size = self.step_bytes(config, model)
         options: dict[str, dict[Remat, int]] = {}
         for one in inputs:
             given = getattr(config.components, one.name).remat
             options[one.name] = {}
             for remat in REMATS if one.name in free else (given,):
-                size = self.step_bytes(_with_remat(config, {one.name: remat}), model)
-                slots = size.fitting(one.name, self.budget)
+                slots = size.fitting(one.name, self.budget, remat)
                 if slots >= _least_capacity(one):
                     options[one.name][remat] = slots
         return options
@@ -200,13 +225,13 @@ class Planner:
     ) -> Closest | None:
         """The phase without any option that lacks most; none where all have one."""
         free = open_remat(self.config)
+        size = self.step_bytes(config, model)
         closest = None
         for one in inputs:
             if options[one.name]:
                 continue
             least = REMATS[0] if one.name in free else getattr(config.components, one.name).remat
-            size = self.step_bytes(_with_remat(config, {one.name: least}), model)
-            peak = size.peak({one.name: _least_capacity(one)})[one.name]
+            peak = size.peak(one.name, _least_capacity(one), least)
             # Rows that fit are a power of two: the longest item may lack less than a byte
             lacking = Closest(choice, one.name, max(peak - self.budget, 1.0))
             if closest is None or lacking.lacking > closest.lacking:
@@ -223,7 +248,7 @@ class Planner:
 
     def _estimated(self, layout: LegalLayout, remats: Mapping[str, Remat]) -> Estimate:
         """A layout with what is computed again."""
-        config = _with_remat(layout.config, remats)
+        config = with_remat(layout.config, remats)
         model = with_settings(layout.model, config.components)
         fitting = {phase: layout.options[phase][remat] for phase, remat in remats.items()}
         rows = {
@@ -263,21 +288,15 @@ class Planner:
         spec, plans, sampled = planned.spec, planned.plans, planned.sampled
         config = estimate.config
         model = with_settings(estimate.model, config.components)
-        size = self.step_bytes(config, model)
-        capacities = {phase: max(one.capacities) for phase, one in spec.phases.items()}
-        peak = size.peak(capacities)
-        kept = self._kept_residuals(config, model, size, capacities, peak)
-        used = {phase: max(plan.phases[phase].microbatches for plan in plans) for phase in kept}
-        kept = {phase: min(microbatches, used[phase]) for phase, microbatches in kept.items()}
-        config = _with_kept(config, kept)
+        used = {
+            phase: max(plan.phases[phase].microbatches for plan in plans) for phase in spec.phases
+        }
+        config = _with_kept(config, self._kept_residuals(config, model, planned, used))
         programs = phased_programs(config, model, sampled.formats, spec, sampled.sources)
         times = tuple(
             simulate(programs, plan, items, self.device)
             for plan, items in zip(plans, sampled.steps, strict=True)
         )
-        for phase, microbatches in programs.kept_residuals.items():
-            residuals = microbatches * self._residual_bytes(config, model, size, phase, capacities)
-            peak = {name: bytes_ + residuals for name, bytes_ in peak.items()}
         return PlannedLayout(
             choice=estimate.choice,
             config=config,
@@ -285,7 +304,7 @@ class Planner:
             programs=programs,
             plans=plans,
             times=times,
-            peak=peak,
+            peak=programs_peak(programs, microbatches=used),
             even_seconds=estimate.seconds,
         )
 
@@ -333,36 +352,24 @@ class Planner:
         return self._known_plans[key]
 
     def _kept_residuals(
-        self,
-        config: Config,
-        model: MLLM,
-        size: StepBytes,
-        capacities: Mapping[str, int],
-        peak: Mapping[str, float],
+        self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]
     ) -> dict[str, int]:
-        """Microbatches of encoders whose residuals stay between their passes, where the config leaves it open."""
-        left = (self.budget - max(peak.values())) * KEPT_SHARE / max(len(config.model.encoders), 1)
+        """Microbatches of encoders whose residuals stay between their passes, where the config leaves it open: at most
+        those of a step."""
+        spec, sampled = planned.spec, planned.sampled
+        nothing = _with_kept(config, dict.fromkeys(config.model.encoders, 0))
+        programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
+        left = self.budget - programs_peak(programs, microbatches=used).bytes
+        left *= KEPT_SHARE / max(len(config.model.encoders), 1)
         kept = {}
         for phase in config.model.encoders:
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
-                one = self._residual_bytes(config, model, size, phase, capacities)
+                names = (ProgramName("encode", phase, *one) for one in spec.phases[phase].classes)
+                one = max(residual_bytes(model, name) for name in names)
                 given = 1 << int(math.log2(left / one)) if left >= one else 0
-            kept[phase] = given
+            kept[phase] = min(given, used[phase])
         return kept
-
-    def _residual_bytes(
-        self,
-        config: Config,
-        model: MLLM,
-        size: StepBytes,
-        phase: str,
-        capacities: Mapping[str, int],
-    ) -> float:
-        from jaxmllm.setup.row_memory import kept_weights
-
-        slots = capacities[phase] / model.layout(phase).parts
-        return slots * size.kept_slot(phase) + kept_weights(config, model, phase)
 
     # ------------------------------------------------------------------ pieces
 
@@ -373,7 +380,8 @@ class Planner:
     def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
         """What a step takes of a device."""
         media = sum(self.loads[phase].tokens for phase in model.config.encoders)
-        return StepBytes(config, model, media / model.layout(LANGUAGE).ranks, self._numbers)
+        tokens = media / model.layout(LANGUAGE).ranks
+        return StepBytes(config, model, tokens, self._numbers, self._known_bytes)
 
     def programs(
         self, config: Config, model: MLLM, spec: PlanSpec, kept: Mapping[str, int]
@@ -441,16 +449,6 @@ def _least_capacity(inputs: SizingInputs) -> int:
     if given != "auto":
         return max(given)
     return round_up(max(ceil_divide(inputs.longest, max(inputs.spans)), 1), inputs.alignment)
-
-
-def _with_remat(config: Config, remats: Mapping[str, Remat | None]) -> Config:
-    """None: as it is."""
-    towers = {
-        phase: getattr(config.components, phase).model_copy(update={"remat": remat})
-        for phase, remat in remats.items()
-        if remat is not None
-    }
-    return config.model_copy(update={"components": config.components.model_copy(update=towers)})
 
 
 def _with_kept(config: Config, kept: Mapping[str, int]) -> Config:

@@ -1,33 +1,39 @@
-"""Bytes of a device at the peak of a step, from shapes, layouts and the rows: an estimate before anything is compiled.
+"""Bytes of a device at the peak of a step, from shapes and layouts before there are rows: what device_peak.py says
+of a planned layout, sooner.
 
 state         parameters, moments, sums of gradients                    exact
 pools         media tokens of a step, and room for their gradients
-a program     its rows as layers keep them, the layer that runs, gathered weights, the head's logits
+a program     its largest moment                                        temporaries.py
+replicas      gradients between replicas, beside their sums
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 
-from jaxmllm.config.schema import Config
-from jaxmllm.models.mllm import MLLM
+from jaxmllm.cluster.temporaries import program_temporaries
+from jaxmllm.config.schema import Config, Remat
+from jaxmllm.models.mllm import MLLM, with_settings
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.row_memory import RUNNING_WIDTHS, kept_bytes, kept_weights, state_bytes
+from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.training.optimizer import MOMENTS
+from jaxmllm.training.programs.base import ProgramName
 
 SUM_BYTES: Final = 4  # of a gradient before it is scattered, and of a logit
-# Pools that are there at once: encoders' and the language model's, tokens or gradients
-POOLS: Final = 2
-# A layer's weights are gathered while those of the one before are used
-GATHERED_LAYERS: Final = 2
-
+# Encoders' and the language model's, tokens and gradients
+POOLS: Final = 4
+POOL_ROOM: Final = 1.5  # what a pool has room for over an even share of a step's tokens
+# Logical axes that split what a program holds
+AXES: Final = ("embed", "heads", "kv_heads", "mlp", "vocab")
+LARGEST_ROW: Final = 1 << 24  # slots
 
 # By component and logical axes: all, and those that are trained
 Numbers = Mapping[str, Mapping[tuple[str | None, ...], tuple[int, int]]]
@@ -59,6 +65,9 @@ class StepBytes:
     model: MLLM
     pool_tokens: float  # media tokens of a rank of the language model, in a step
     numbers: Numbers  # of the model, see `parameter_numbers`
+    known: dict[object, int] = field(
+        default_factory=dict
+    )  # of programs; layouts share what does not tell them apart
 
     @cached_property
     def state(self) -> float:
@@ -77,67 +86,76 @@ class StepBytes:
                 total += (numbers * itemsize + trained * trained_bytes) / split
         return total
 
+    def shards(self, name: str) -> float:
+        """Numbers of a component that are trained, of one device."""
+        layout = self.model.components[name].layout
+        return sum(
+            trained / math.prod(layout.size(axis) for axis in axes if axis)
+            for axes, (_, trained) in self.numbers[name].items()
+        )
+
+    @cached_property
+    def replicas(self) -> float:
+        """Gradients of components that several replicas have, while they are reduced."""
+        layouts = {name: self.model.components[name].layout for name in self.numbers}
+        several = (
+            name
+            for name, layout in layouts.items()
+            if layout.ranks * layout.parts > layout.size("embed")
+        )
+        return SUM_BYTES * sum(map(self.shards, several))
+
     @cached_property
     def pools(self) -> float:
         token = self.model.config.language.width * self.model.components[LANGUAGE].dtype.itemsize
-        return POOLS * self.pool_tokens * token
+        return POOLS * POOL_ROOM * self.pool_tokens * token
 
     @property
     def resident(self) -> float:
         """All that lies there between programs."""
         return self.state + self.pools
 
-    def slot(self, phase: str) -> float:
-        """Of one slot of a row on each device of its rank."""
-        layout = self.model.layout(phase)
-        shapes = getattr(self.config.model, phase)
-        itemsize = self.model.components[phase].dtype.itemsize
-        kept = self.kept_slot(phase)
-        running, running_mlp = RUNNING_WIDTHS
-        inner = layout.size("mlp")
-        # Norms and residuals are whole on every device that splits a layer inside
-        values = (
-            running * shapes.width * (1 + 1 / inner) / 2 + running_mlp * shapes.mlp_width / inner
-        )
-        return (kept + values * itemsize) / layout.parts
+    def program(self, phase: str, slots: int, remat: Remat) -> int:
+        """Of the largest program of a phase for itself."""
+        model = self.model
+        names = [phase, *(name for name in model.phases[phase].components if name != phase)]
+        layouts = [model.components[name].layout for name in names]
+        sizes = [(layout.parts, *map(layout.size, AXES)) for layout in layouts]
+        key = (phase, repr(remat), slots, *sizes)
+        if key not in self.known:
+            programs = ["language_loss_and_grad"]
+            if phase != LANGUAGE:
+                trained = model.trainable.components
+                programs = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
+            model = with_settings(model, with_remat(self.config, {phase: remat}).components)
+            self.known[key] = max(
+                program_temporaries(model, ProgramName(program, phase, slots)).total
+                for program in programs
+            )
+        return self.known[key]
 
-    def kept_slot(self, phase: str) -> float:
-        """What of it stays until the backward pass."""
-        shapes = getattr(self.config.model, phase)
-        itemsize = self.model.components[phase].dtype.itemsize
-        inputs = shapes.layers * shapes.width * itemsize
-        inside = kept_bytes(self.config, phase) - inputs
-        return inputs + inside / self.model.layout(phase).size("mlp")
+    def peak(self, phase: str, slots: int, remat: Remat) -> float:
+        """While programs of a phase run, or replicas reduce gradients."""
+        return self.resident + max(self.program(phase, slots, remat), self.replicas)
 
-    def weights(self, phase: str) -> float:
-        """Of gathered weights and their gradients, and of the logits of a chunk."""
-        component = self.model.components[phase]
-        inner = component.layout.size("mlp")
-        itemsize = component.dtype.itemsize
-        layer = sum(
-            math.prod(leaf.shape[1:])
-            for path, leaf in jax.tree.leaves_with_path(component.shapes)
-            if "layers" in jax.tree_util.keystr(path)
-        )
-        largest = layer / inner * (GATHERED_LAYERS * itemsize + SUM_BYTES)
-        kept = kept_weights(self.config, self.model, phase) / inner
-        if phase != LANGUAGE:
-            return largest + kept
-        language = self.model.config.language
-        split = component.layout.size("vocab")
-        head = language.width * self.model.vocab_size / split * (itemsize + SUM_BYTES)
-        logits = 2 * language.loss_chunk * self.model.vocab_size / split * SUM_BYTES
-        return max(largest, head) + kept + logits
-
-    def peak(self, capacities: Mapping[str, int]) -> dict[str, float]:
-        """Of the programs of each phase, by phase."""
-        return {
-            phase: self.resident + self.weights(phase) + slots * self.slot(phase)
-            for phase, slots in capacities.items()
-        }
-
-    def fitting(self, phase: str, budget: float) -> int:
+    def fitting(self, phase: str, budget: float, remat: Remat) -> int:
         """Slots of a rank's row for which there is room: a power of two, so that layouts of like room have like rows;
         0 where there is none."""
-        slots = (budget - self.resident - self.weights(phase)) / self.slot(phase)
-        return 1 << int(math.log2(slots)) if slots >= 1 else 0
+        left = budget - self.resident
+        if left < self.replicas:
+            return 0
+        fit = bisect.bisect_left(
+            range(LARGEST_ROW.bit_length()),
+            True,
+            key=lambda exponent: self.program(phase, 1 << exponent, remat) > left,
+        )
+        return (1 << fit) >> 1
+
+
+def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:
+    """A config whose phases compute so much again."""
+    towers = {
+        phase: getattr(config.components, phase).model_copy(update={"remat": remat})
+        for phase, remat in remats.items()
+    }
+    return config.model_copy(update={"components": config.components.model_copy(update=towers)})

@@ -2,7 +2,7 @@
 is compiled.
 
     model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest moment does
-    programs --step_peak--> Peak                                 what lies between programs, and the largest of these
+    device_peak.py adds what lies between programs
 
 Counts of values are those that lie in memory at once in what XLA compiles for GPUs. Letters, of one device: t tokens of
 attention, D width, F MLP width, Q width of all query heads, G of all key heads.
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from jaxmllm.cluster.held import device_bytes, resident
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
 from jaxmllm.phases import LANGUAGE
 
@@ -42,6 +41,10 @@ FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # dec
 # last one are being scattered
 WIDEST_AGAIN: Final = 2
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
+STEM_KEPT: Final = (
+    18  # [t, D] arrays of a stem of convolutions, of which the first has two positions for a token
+)
+PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as the decoder
 GAPS: Final = 1.03  # the heap's, of what comes and goes
 
 
@@ -61,67 +64,21 @@ class Temporaries:
         return max(self.moments.values(), default=0)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most that a device holds at one time in a step."""
-
-    bytes: int
-    program: ProgramName
-    moment: str  # of the program
-
-
-def step_peak(held: int, temporaries: Mapping[ProgramName, Temporaries | int]) -> Peak:
-    """The peak of a step over its programs.
-
-    Args:
-      held: bytes that lie between programs, such as `resident(programs).total`.
-      temporaries: of the step's programs: estimates, or bytes that a compiler tells (of moment "compiled").
-    """
-
-    def total(name: ProgramName) -> int:
-        of_program = temporaries[name]
-        return of_program if isinstance(of_program, int) else of_program.total
-
-    largest = max(temporaries, key=total)
-    of_program = temporaries[largest]
-    moment = of_program.moment if isinstance(of_program, Temporaries) else "compiled"
-    return Peak(held + total(largest), largest, moment)
-
-
-def programs_peak(programs: Programs, compiled: Mapping[ProgramName, int] | None = None) -> Peak:
-    """The peak of a step of these programs, which need not be compiled. Of what `encode` leaves for the backward pass,
-    features of a frozen tower count for one microbatch.
-
-    Args:
-      compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
-    """
-    from jaxmllm.setup.ahead import OUTSIDE_STEPS
-
-    kept: dict[str, int] = {}  # by phase
-    totals: dict[ProgramName, Temporaries | int] = {}
-    for name, job in programs.jobs.items():
-        if name.function in OUTSIDE_STEPS:
-            continue
-        donated = device_bytes([job.arguments[index] for index in job.donated])
-        fresh = device_bytes(job.result) - donated
-        if name.function == "encode":  # lies there until the phase's backward pass
-            microbatches = programs.kept_residuals.get(name.subject, 1)
-            kept[name.subject] = max(kept.get(name.subject, 0), microbatches * fresh)
-            fresh = 0
-        if compiled and name in compiled:
-            totals[name] = compiled[name] + fresh
-        else:
-            moments = job_temporaries(programs, name).moments or {"results": 0}
-            totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
-    return step_peak(resident(programs).total + sum(kept.values()), totals)
-
-
 def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
     """What one of `programs.jobs` takes for itself, also where a model is in stages."""
     if name.function == "gradients":
         return _staged(programs)  # type: ignore[arg-type]  # no other programs have this one
     keeps = bool(programs.kept_residuals.get(name.subject))
     return program_temporaries(programs.functions.model, name, keeps)
+
+
+def residual_bytes(model: MLLM, name: ProgramName) -> int:
+    """What `encode` leaves on a device for the backward pass of a microbatch: residuals, or features of a frozen tower.
+
+    Args:
+      name: of `encode`, with capacity and span of its rows.
+    """
+    return round(_PhaseProgram(model, name).residuals())
 
 
 def _staged(programs: StagedPrograms) -> Temporaries:
@@ -225,7 +182,8 @@ class _PhaseProgram:
         self.projector = None if self.decoder else f"projector.{self.phase}"
         trained = model.trainable.components
         self.given = name.function == "encode_grad_kept"
-        self.features = name.function in BACKWARD and not self.decoder and self.phase not in trained
+        self.features_kept = not self.decoder and self.phase not in trained
+        self.features = name.function in BACKWARD and self.features_kept
         shapes, layout = self.shapes, self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
@@ -351,6 +309,16 @@ class _PhaseProgram:
         trained = any(weight.trained and not weight.layers for weight in self.weights)
         return SUM_BYTES * trained * self._table()
 
+    def residuals(self) -> float:
+        """What `encode` leaves for another program: of a trained tower's layers, of its stem, of its last norm, which
+        is in float32, and of the projector; of a frozen tower its features."""
+        if self.features_kept:
+            return self.slots * self.width
+        norm = self.tokens * 2 * WIDE * (self.width + 1)
+        projector = self._merged * (self._merge * self.width + PROJECTOR_KEPT * self._language)
+        stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
+        return self.kept + stem + norm + projector
+
     def _table(self) -> float:
         """Numbers of the head, or of the embedding."""
         return self.model.vocab_size * self.width / self.layout.size("vocab")
@@ -365,9 +333,25 @@ class _PhaseProgram:
         gradients = SUM_BYTES * sum(weights)
         if self.features:  # the first one is converted while the second one lies there
             gradients += self.itemsize * max(weights, default=0.0)
-        merge = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
-        tokens = self.slots / merge * self.model.config.language.width
-        return gradients + 2 * tokens
+        return gradients + 2 * self._merged * self._language
+
+    @property
+    def _has_stem(self) -> bool:
+        return hasattr(self.shapes, "stem_stride")
+
+    @property
+    def _merge(self) -> int:
+        """Tokens of a tower that become one."""
+        return int(self.shapes.merge if self._has_stem else self.shapes.merge**2)
+
+    @property
+    def _merged(self) -> float:
+        """Bytes of one value in every token that a projector gives."""
+        return self.slots / self._merge
+
+    @property
+    def _language(self) -> int:
+        return int(self.model.config.language.width)
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout
+from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout, program_words
 from jaxmllm.cluster.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
@@ -24,25 +24,29 @@ STATISTICS: Final = ("rows", "microbatches", "real_token_fraction", "max_over_me
 
 
 def table(found: Found, planner: Planner) -> list[list[Any]]:
-    """A row for every layout that was planned."""
+    """A row for every layout that was planned: the ranked ones, then those that were struck out."""
     best = found.ranked[0]
-    return [_row(layout, best, planner) for layout in found.ranked]
+    rows = [
+        _row(layout, "" if layout is best else why_lost(layout, best), planner)
+        for layout in found.ranked
+    ]
+    return rows + [_row(layout, why, planner) for layout, why in found.struck]
 
 
-def _row(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> list[Any]:
+def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
     return [
         layout.choice.words,
         remat_words(layout),
         rows_words(layout),
         *speed(layout, planner),
-        "" if layout is best else why_lost(layout, best),
+        why,
     ]
 
 
 def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
     """What `SPEED` names."""
     low, high = interval(layout, planner)
-    used = f"{layout.peak_bytes / GB:.3g} of {planner.budget / GB:.3g}"
+    used = f"{layout.peak.bytes / GB:.3g} of {planner.budget / GB:.3g}"
     return [layout.seconds, low, high, f"{layout.mfu:.3f}", f"{layout.hfu:.3f}", used]
 
 
@@ -112,6 +116,9 @@ def records(found: Found, planner: Planner) -> dict[str, Any]:
         "rejected": dict(found.rejected),
         "budget_bytes": planner.budget,
         "layouts": [record(layout, best, planner) for layout in found.ranked],
+        "struck_out": [
+            record(layout, best, planner) | {"why_not": why} for layout, why in found.struck
+        ],
         "steps": [plan_record(plan) for plan in best.plans],
     }
 
@@ -135,7 +142,10 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "mfu": layout.mfu,
         "hfu": layout.hfu,
         "parts": layout.parts,
-        "peak_bytes": dict(layout.peak),
+        "peak_bytes": layout.peak.bytes,
+        "peak_parts": dict(layout.peak.parts),
+        "peak_program": program_words(layout.peak.program),
+        "peak_moment": layout.peak.moment,
         "why_not": None if layout is best else why_lost(layout, best),
     }
 

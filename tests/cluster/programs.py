@@ -20,10 +20,14 @@ def tiny(**sections):
 CAPACITIES = {"vision": [16384], "audio": [16384], "language": [4096]}
 
 
-def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, **sections):
-    """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it."""
+def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, **sections):
+    """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it.
+
+    `kept`: what else is said of phases, by phase.
+    """
     phases = {
-        phase: {"capacities": of_phase, "spans": [1]} for phase, of_phase in capacities.items()
+        phase: {"capacities": of_phase, "spans": [1]} | (kept or {}).get(phase, {})
+        for phase, of_phase in capacities.items()
     }
     tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
     of_projectors = tree["components"]["projector"]

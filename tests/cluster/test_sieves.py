@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.clusters import CLUSTERS
-from jaxmllm.cluster.layouts import EQUAL, ranked
+from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.layouts import EQUAL, program_words, ranked
 from jaxmllm.cluster.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
@@ -46,7 +48,7 @@ def test_plans_are_of_the_fastest_layouts_and_stay_in_memory(searched):
     made, found = searched
     assert found.ranked[0].seconds <= min(one.seconds for one in found.ranked) * (1 + EQUAL)
     for one in found.ranked:
-        assert one.peak_bytes <= made.budget
+        assert one.peak.bytes <= made.budget
         low, high = one.ends
         assert low <= one.seconds * (1 + 1e-9) and one.seconds <= high * (1 + 1e-9)
 
@@ -57,6 +59,39 @@ def test_the_same_search_finds_the_same(searched):
     assert [(one.choice, one.seconds) for one in again.ranked] == [
         (one.choice, one.seconds) for one in found.ranked
     ]
+
+
+def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
+    made = planner(2, mesh={"context": 1, "tensor": 1})
+    over = {"data"}
+
+    def peak(programs, **options):
+        known = programs_peak(programs, **options)
+        axes = {axis for axis, size in programs.mesh.shape.items() if size > 1}
+        more = {"more": 2 * int(made.budget)} if axes & over else {}
+        return replace(known, parts={**known.parts, **more})
+
+    monkeypatch.setattr("jaxmllm.cluster.sieves.programs_peak", peak)
+    found = made.search(2)
+    assert [one.choice.fsdp for one in found.ranked] == [2]
+    ((layout, why),) = found.struck
+    assert layout.choice.data == 2 and why.startswith("over memory by 6")
+    assert found.rejected[f"over memory in {program_words(layout.peak.program)}"] == 1
+    over.add("fsdp")
+    with pytest.raises(ConfigError, match=r"nothing fits 2 devices .* over by .* GB in \w+"):
+        made.search(2)
+
+
+def test_the_first_bytes_are_those_of_planned_layouts(searched):
+    made, found = searched
+    for one in found.ranked:
+        size = made.step_bytes(one.config, one.programs.functions.model)
+        first = max(
+            size.peak(phase, max(spec.capacities), getattr(one.config.components, phase).remat)
+            for phase, spec in one.spec.phases.items()
+        )
+        kept = one.peak.parts["kept by encoders"]
+        assert first == pytest.approx(one.peak.bytes - kept, rel=0.1)  # most of it pools
 
 
 @pytest.mark.slow

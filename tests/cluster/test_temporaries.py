@@ -9,20 +9,16 @@ import jax
 import pytest
 
 from benchmarks.omni import omni_config
-from jaxmllm.cluster.held import resident
+from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.temporaries import (
-    Temporaries,
     job_temporaries,
     program_temporaries,
-    programs_peak,
-    step_peak,
 )
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.models.mllm import build_model
 from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh, make_mesh
-from tests.cluster.programs import tiny
 
 LOSS, GRAD = "language_loss_and_grad", "encode_grad"
 FSDP = (("data", 1), ("fsdp", 64))
@@ -78,25 +74,6 @@ def test_a_moment_is_named():
     )
     assert (short.moment, long.moment) == ("head", "layer backward")
     assert program_temporaries(model_of("7B", FSDP), ProgramName("update")).total == 0
-
-
-def test_a_step_takes_what_its_largest_program_does():
-    first, second = ProgramName("encode", "vision", 1024), ProgramName(LOSS, "language", 1024)
-    estimates = {first: Temporaries({"layer": 5}), second: Temporaries({"head": 7, "layer": 6})}
-    peak = step_peak(100, estimates)
-    assert (peak.bytes, peak.program, peak.moment) == (107, second, "head")
-    assert step_peak(100, estimates | {first: 9}).moment == "compiled"
-
-
-def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell():
-    _, programs = tiny(mesh={"data": 2, "fsdp": 4})
-    estimated = programs_peak(programs)
-    held = resident(programs).total
-    language = next(name for name in programs.jobs if name.function == LOSS)
-    assert estimated.bytes >= held + program_temporaries(programs.functions.model, language).total
-    compiled = programs_peak(programs, {language: 10 * estimated.bytes})
-    assert compiled.program == language and compiled.moment == "compiled"
-    assert compiled.bytes >= held + 10 * estimated.bytes
 
 
 @pytest.mark.slow

@@ -1,0 +1,152 @@
+"""The most that a device holds at one time in a step: what lies between programs, and the largest of them.
+
+programs --programs_peak--> Peak      estimated, or with what a compiler tells of the programs' temporary memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jaxmllm.cluster.held import device_bytes, resident
+from jaxmllm.cluster.temporaries import Temporaries, job_temporaries, residual_bytes
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.phases import LANGUAGE
+
+if TYPE_CHECKING:
+    from jaxmllm.training.programs.base import ProgramName, Programs
+    from jaxmllm.training.programs.phased import PhasedPrograms
+
+COMPILED: Final = "compiled"
+Sizes = dict["ProgramName", "Temporaries | int"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device holds at one time in a step."""
+
+    parts: Mapping[str, int]  # bytes by what they are; the last one is the program's own
+    program: ProgramName
+    moment: str  # of the program
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler told what the program takes."""
+        return self.moment == COMPILED
+
+
+def step_peak(
+    held: Mapping[str, int], temporaries: Mapping[ProgramName, Temporaries | int]
+) -> Peak:
+    """The peak of a step over its programs.
+
+    Args:
+      held: bytes that lie between programs, by what they are.
+      temporaries: of the step's programs: estimates, or bytes that a compiler tells (of moment "compiled").
+    """
+
+    def total(name: ProgramName) -> int:
+        of_program = temporaries[name]
+        return of_program if isinstance(of_program, int) else of_program.total
+
+    largest = max(temporaries, key=total)
+    of_program = temporaries[largest]
+    moment = of_program.moment if isinstance(of_program, Temporaries) else COMPILED
+    return Peak({**held, "program": total(largest)}, largest, moment)
+
+
+def programs_peak(
+    programs: Programs,
+    compiled: Mapping[ProgramName, int] | None = None,
+    microbatches: Mapping[str, int] | None = None,
+) -> Peak:
+    """The peak of a step of these programs, which need not be compiled nor traced, but for those of stages.
+
+    Args:
+      compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
+      microbatches: of a step, by phase: the features of a frozen tower are kept for all; one, if none are given.
+
+    Raises:
+      ConfigError: the model draws.
+    """
+    from jaxmllm.training.programs.phased import PhasedPrograms
+
+    if programs.generators:
+        raise ConfigError("model.diffusion: what programs of models that draw take is not known")
+    if isinstance(programs, PhasedPrograms):
+        names, kept = _phased(programs), _kept(programs, microbatches or {})
+    else:
+        names, kept = _traced(programs), 0
+    totals: Sizes = {}
+    for name, fresh in names:
+        if compiled and name in compiled:
+            totals[name] = compiled[name] + fresh
+        else:
+            moments = job_temporaries(programs, name).moments or {"results": 0}
+            totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
+    return step_peak({**asdict(resident(programs)), "kept by encoders": kept}, totals)
+
+
+def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
+    """The programs of a step that take memory of their own, and bytes of results that lie where no argument lay."""
+    from jaxmllm.training.programs.base import ProgramName
+
+    functions = programs.functions
+    yield ProgramName("update"), 0
+    if unfinished := _unfinished(programs):
+        yield ProgramName("add_replicas"), unfinished
+    for phase, spec in programs.spec.phases.items():
+        names = ["language_loss_and_grad", "evaluate"]
+        if phase != LANGUAGE:
+            names = ["encode"]
+            if functions.trainable_of(phase):
+                names.append("encode_grad")
+            if programs.kept_residuals.get(phase):
+                names.append("encode_grad_kept")
+        for capacity, span in spec.classes:
+            yield from ((ProgramName(name, phase, capacity, span), 0) for name in names)
+
+
+def _unfinished(programs: PhasedPrograms) -> int:
+    """Bytes of gradients that are reduced between devices once a step, which lie beside their sums then."""
+    import jax
+
+    trees = map(jax.tree.leaves, (programs.trained, programs.accumulators))
+    totals: list[Any] = [
+        total
+        for total, sums in zip(*trees, strict=True)
+        if (total.shape, total.dtype) != (sums.shape, sums.dtype)
+    ]
+    return device_bytes(totals)
+
+
+def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
+    """Bytes that `encode` leaves for the backward passes of a step's microbatches."""
+    from jaxmllm.training.programs.base import ProgramName
+
+    functions = programs.functions
+    total = 0
+    for phase in programs.encoders:
+        number = programs.kept_residuals.get(phase, 0)
+        if functions.keeps_features(phase):
+            number = microbatches.get(phase, 1)
+        classes = programs.spec.phases[phase].classes
+        names = (ProgramName("encode", phase, *one) for one in classes)
+        one = max(residual_bytes(functions.model, name) for name in names)
+        total += number * one
+    return total
+
+
+def _traced(programs: Programs) -> Iterator[tuple[ProgramName, int]]:
+    """The same of any programs, from their jobs."""
+    from jaxmllm.setup.ahead import OUTSIDE_STEPS
+
+    for name, job in programs.jobs.items():
+        if name.function not in OUTSIDE_STEPS:
+            donated = device_bytes([job.arguments[index] for index in job.donated])
+            yield name, device_bytes(job.result) - donated
