@@ -69,7 +69,7 @@ from sharding.mesh import MeshError
 
 REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
 # Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
-PLANNED_ITEMS: Final = 1_000_000
+PLANNED_ITEMS: Final = 200_000
 FEWEST_PLANNED, MOST_PLANNED = 4, 12
 SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
 REFINED: Final = 24  # layouts of which every remat is tried

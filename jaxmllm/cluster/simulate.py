@@ -20,6 +20,7 @@ from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import OWN_BYTES, PhaseSeconds, Worked, resolved_model
 from jaxmllm.cluster.sends import Send, devices_along, program_sends
 from jaxmllm.cluster.stage_seconds import staged_work
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -68,10 +69,15 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
       plan: of the batch.
       items: the batch's lengths.
       device: one of those that the programs' mesh stands for.
+
+    Raises:
+      ConfigError: the model draws.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
     from jaxmllm.training.programs.staged import StagedPrograms
 
+    if programs.generators:
+        raise ConfigError("model.diffusion: seconds of a model that draws are not known")
     devices = programs.mesh.size
     device = device.among(devices)
     network = Network(programs.mesh, device)

@@ -266,6 +266,11 @@ def make_planner(
         raise ConfigError(
             f"pipeline.stages ({config.pipeline.stages}): layouts with stages are not searched; set pipeline.stages=1"
         )
+    if config.model.generators:
+        raise ConfigError(
+            "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
+            "room for what it adds"
+        )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data.tokenizer)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}

@@ -84,6 +84,11 @@ def test_every_layout_says_why_it_lost(out):
         (["--cluster", "h10"], 2, "there is no cluster 'h10'; did you mean h100?"),
         (["language.width=4"], 1, "unknown key 'language'"),
         (["pipeline.stages=2"], 1, "set pipeline.stages=1"),
+        (
+            ["model.diffusion={width: 16, layers: 1, heads: 2, mlp_width: 24, patch_size: 4}"],
+            1,
+            "model.diffusion: seconds and bytes of a model that draws",
+        ),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
         (
