@@ -89,6 +89,8 @@ def programs_peak(
         else:
             moments = job_temporaries(programs, name).moments or {"results": 0}
             totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
+    for name, size in (compiled or {}).items():
+        totals.setdefault(name, size)
     return step_peak({**asdict(resident(programs)), "kept by encoders": kept}, totals)
 
 

@@ -47,6 +47,7 @@ def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
     """What `SPEED` names."""
     low, high = interval(layout, planner)
     used = f"{layout.peak.bytes / GB:.3g} of {planner.budget / GB:.3g}"
+    used += ", compiled" if layout.peak.compiled else ""
     return [layout.seconds, low, high, f"{layout.mfu:.3f}", f"{layout.hfu:.3f}", used]
 
 
@@ -145,7 +146,7 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "peak_bytes": layout.peak.bytes,
         "peak_parts": dict(layout.peak.parts),
         "peak_program": program_words(layout.peak.program),
-        "peak_moment": layout.peak.moment,
+        "peak_moment": layout.peak.moment,  # "compiled" where a compiler told the bytes
         "why_not": None if layout is best else why_lost(layout, best),
     }
 

@@ -4,10 +4,12 @@
 
 What the config or the command fixes stays; what they leave open is chosen: axes of `mesh` that are not named or -1
 (`mesh={}` opens all), layouts of encoders, `remat` of each tower and of the decoder, rows, `kept_residuals`. Model and
-batch are never changed. Nothing is compiled and no device is needed.
+batch are never changed. No device is needed, and without --check nothing is compiled.
 
     --generated     lengths of the generator in jaxmllm/tools/workload.py instead of the config's data
     --top N         layouts in the table
+    --check N       compile the programs of the first N layouts for devices of the cluster, which need not be there:
+                    their bytes take the place of estimates, and what does not fit is struck out
     --simulate      this config alone, as it stands, under every balance mode
     --profile       how large a batch must be for phases to share devices alike, and what it costs if not
     --from-run DIR  fit the cluster's efficiency to the steps of a run, and print what was predicted beside them
@@ -16,7 +18,7 @@ batch are never changed. Nothing is compiled and no device is needed.
     table
     step s          predicted; low and high: within the uncertainty of the cluster's efficiency
     MFU             FLOPs of real tokens over what the devices could do, as a run logs it; HFU: of all that they compute
-    GB              of a device at the peak, estimated, and the share of it that a run may take
+    GB              of a device at the peak, estimated unless compiled, and the share of it that a run may take
 
 Exit code 1 where nothing can be planned, 2 where the cluster is unknown.
 """
@@ -50,7 +52,8 @@ from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
-from jaxmllm.tools import plan_batches, plan_figures, plan_run
+from jaxmllm.tools import plan_batches, plan_check, plan_figures, plan_run
+from jaxmllm.tools.check import only_compile
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
 from jaxmllm.training.run import USER_ERRORS
@@ -70,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "--simulate, --profile and --from-run are different questions: ask one at a time"
         )
+    if options.check and (options.simulate or options.profile or options.from_run):
+        parser.error("--check compiles layouts that were searched: leave out other questions")
+    if options.check < 0:
+        parser.error("--check must not be negative")
     if options.from_run is None:
         if options.config is None or options.devices is None:
             parser.error("say --config FILE and how many --devices there are")
@@ -104,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         "--generated", action="store_true", help="generated lengths instead of the config's data"
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts in the table")
+    parser.add_argument(
+        "--check", type=int, default=0, metavar="N", help="layouts that are compiled"
+    )
     parser.add_argument("--simulate", action="store_true", help="this config under every mode")
     parser.add_argument("--profile", action="store_true", help="how large batches must be")
     parser.add_argument("--from-run", type=Path, metavar="DIR", help="a run, beside its prediction")
@@ -112,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
+    if options.check:
+        only_compile()
     config = load_run_config(options.config, options.overrides)
     planner = make_planner(
         config, cluster, options.devices, options.seed if options.generated else None
@@ -119,9 +131,13 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     for note in notes(planner):
         print(f"note: {note}", file=sys.stderr)
     found = planner.search(options.devices)
+    checked = plan_check.check(found, planner, options.check) if options.check else None
     title = f"{options.config} on {options.devices} {cluster.name}"
     show(title, found, planner, options.top)
     figures = plan_figures.records(found, planner)
+    if checked is not None:
+        print(checked.line)
+        figures["checked"] = vars(checked)
     if options.out is not None:
         write_plan(options, found.ranked[0])
         print(f"wrote {options.out / 'plan.yaml'} and plan.json beside it")
@@ -343,7 +359,7 @@ def show(title: str, found: Found, planner: Planner, top: int) -> None:
     print_table(title, plan_figures.COLUMNS, rows, left_aligned=3)
     print(
         f"{found.considered} layouts on {found.meshes} meshes considered; {len(found.estimates)} are legal and fit, "
-        f"of which {len(found.ranked)} were planned whole"
+        f"of which {len(found.ranked) + len(found.struck)} were planned whole"
     )
     for reason, count in found.rejected.most_common():
         print(f"  {count} rejected: {reason}")

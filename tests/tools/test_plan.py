@@ -11,6 +11,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
+from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.setup.spans import mesh_spans
@@ -45,6 +46,13 @@ def config_file(tmp_path_factory):
     return path
 
 
+# Rows that are given need not be chosen, which takes longest
+SMALL = [
+    f"phases.{phase}={{block: 64, capacities: [{slots}], spans: [1]}}"
+    for phase, slots in (("vision", 16384), ("audio", 16384), ("language", 12288))
+]
+
+
 def plan(config_file, *words, devices=8, cluster="cpu"):
     command = ["--config", str(config_file), "--devices", str(devices), "--cluster", cluster]
     return main([*command, *words])
@@ -69,6 +77,42 @@ def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
     for step, predicted in enumerate(record["steps"]):
         items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
         assert json.loads(json.dumps(plan_record(plan_step(items, spec)))) == predicted
+
+
+def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, monkeypatch):
+    """The compiler is a stand-in, which says that layouts of fsdp 1 take too much."""
+    budget = CLUSTERS["cpu"].budget
+
+    def told(config, programs, chip):
+        assert chip.name == "cpu" and programs.mesh.devices.size == 8
+        size = int(budget) if config.mesh.fsdp == 1 else 1 << 20
+        steps = [name for name in programs.jobs if name.function not in OUTSIDE_STEPS]
+        return {name: Memory(0, 0, 0, size, 0) for name in steps}
+
+    monkeypatch.setattr("jaxmllm.tools.plan_check.compiled_memory", told)
+    monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
+    record = tmp_path / "plan.json"
+    words = ["--generated", "--check", "1", "--json", str(record), *SMALL]
+    assert plan(config_file, *words, "mesh={context: 1, tensor: 1, data: -1}") == 0
+    plans = json.loads(record.read_text())
+    first, *others = plans["layouts"]
+    assert plans["checked"]["not_checked"] is None
+    assert first["mesh"]["fsdp"] > 1 and first["peak_moment"] == "compiled"
+    assert 1 << 20 <= first["peak_parts"]["program"] < budget
+    struck = plans["struck_out"]
+    assert plans["checked"]["compiled"] == 1 + len(struck)
+    assert all(one["why_not"].startswith("over memory by") for one in struck)
+    assert all(one["mesh"]["fsdp"] == 1 for one in struck)
+    assert all(one["peak_moment"] != "compiled" for one in others)
+
+
+def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
+    record = tmp_path / "plan.json"
+    words = ["--generated", "--check", "2", "--json", str(record), *SMALL, "mesh={data: 8}"]
+    assert plan(config_file, *words, cluster="a100") == 0
+    assert "not checked by a compiler" in capsys.readouterr().out
+    assert "NVIDIA A100" in json.loads(record.read_text())["checked"]["not_checked"]
 
 
 def test_every_layout_says_why_it_lost(out):

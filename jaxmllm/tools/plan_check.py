@@ -1,0 +1,116 @@
+"""Planned layouts whose programs are compiled for the cluster's chip: `jaxmllm plan --check N`.
+
+ranked layouts --programs on devices of the chip--> compiled bytes --too many--> struck out, the next takes its place
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Final
+
+from jaxmllm.cluster.chosen_config import chosen_config
+from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.layouts import Found, PlannedLayout, program_words, ranked
+from jaxmllm.cluster.no_layout import why_none
+from jaxmllm.cluster.sieves import Planner
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.models.mllm import laid_out
+from jaxmllm.setup.ahead import FailedProgram, compiled_memory, target_mesh
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.chips import Chip, ChipError, chip_of
+
+CHIPS_OF_KINDS: Final = {"NVIDIA H100 80GB HBM3": "h100", "TPU v5": "v5p"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What became of `--check`."""
+
+    asked: int  # layouts
+    compiled: int = 0  # of them, those that were struck out included
+    not_checked: str | None = None  # why nothing was compiled
+
+    @property
+    def line(self) -> str:
+        if self.not_checked is not None:
+            return (
+                f"not checked by a compiler, bytes of all layouts are estimates: {self.not_checked}"
+            )
+        return f"{self.compiled} layouts were compiled; bytes of the others are estimates"
+
+
+def check(found: Found, planner: Planner, number: int) -> Checked:
+    """Compile the first layouts of `found.ranked`. Their bytes are then the compiler's; those that do not fit are
+    struck out.
+
+    Raises:
+      ConfigError: none is left.
+    """
+    done: set[int] = set()
+    devices = found.ranked[0].choice.devices
+    try:
+        chip = chip_of_cluster(planner.cluster)
+        while todo := [one for one in found.ranked[:number] if id(one) not in done]:
+            layout = _compiled(found, planner, todo[0], chip)
+            others = [one for one in found.ranked if one is not todo[0]]
+            kept = others if layout is None else [*others, layout]
+            if not kept:
+                raise ConfigError(why_none(planner, found, devices))
+            found.ranked = ranked(kept)
+            done.add(id(layout if layout is not None else todo[0]))
+    except ChipError as error:
+        return Checked(number, len(done), str(error))
+    return Checked(number, len(done))
+
+
+def chip_of_cluster(cluster: Cluster) -> Chip:
+    """What programs for a cluster are compiled for.
+
+    Raises:
+      ChipError: there is no such compiler.
+    """
+    kind = cluster.device_kind
+    if cluster.shared_cores:
+        return chip_of("cpu")
+    if kind not in CHIPS_OF_KINDS:
+        raise ChipError(
+            f"programs cannot be compiled for {kind or cluster.name}; only for {', '.join(CHIPS_OF_KINDS)}"
+        )
+    return chip_of(CHIPS_OF_KINDS[kind])
+
+
+def _compiled(
+    found: Found, planner: Planner, layout: PlannedLayout, chip: Chip
+) -> PlannedLayout | None:
+    """The layout with the compiler's bytes; none where it is struck out."""
+    began = time.perf_counter()
+    config = chosen_config(layout)
+    mesh = target_mesh(config, chip, layout.choice.devices)
+    model = laid_out(planner.model, config.components, mesh)
+    planned = layout.programs
+    programs = phased_programs(
+        config, model, planned.formats, layout.spec, planned.functions.sources
+    )
+    temporaries = {}
+    for name, memory in compiled_memory(config, programs, chip).items():
+        if isinstance(memory, FailedProgram):
+            why = f"{program_words(name)} does not compile"
+            found.reject(why)
+            found.struck.append((layout, f"{why}: {memory.reason}"))
+            return None
+        temporaries[name] = memory.temporaries
+    peak = programs_peak(programs, temporaries, layout.microbatches)
+    layout = replace(layout, peak=peak)
+    print(
+        f"compiled {layout.choice.words} for {chip.name}: {time.perf_counter() - began:.0f} s",
+        file=sys.stderr,
+    )
+    if peak.bytes > planner.budget:
+        over = layout.over(planner.budget)
+        found.lacks(over)
+        found.struck.append((layout, over.words))
+        return None
+    return layout
