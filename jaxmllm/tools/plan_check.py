@@ -39,7 +39,7 @@ class Checked:
             return (
                 f"not checked by a compiler, bytes of all layouts are estimates: {self.not_checked}"
             )
-        return f"{self.compiled} layouts were compiled; bytes of the others are estimates"
+        return f"layouts compiled: {self.compiled}; bytes of the others are estimates"
 
 
 def check(found: Found, planner: Planner, number: int) -> Checked:

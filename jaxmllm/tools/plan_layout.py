@@ -13,7 +13,8 @@ batch are never changed. No device is needed, and without --check nothing is com
     --simulate      this config alone, as it stands, under every balance mode
     --profile       how large a batch must be for phases to share devices alike, and what it costs if not
     --from-run DIR  fit the cluster's efficiency to the steps of a run, and print what was predicted beside them
-    --out DIR       plan.yaml (trains unedited) and plan.json; of a run, cluster.yaml with its efficiency
+    --out DIR       plan.yaml (trains unedited), plan.json, plan.png and plan.html; of a run, cluster.yaml with its
+                    efficiency
 
     table
     step s          predicted; low and high: within the uncertainty of the cluster's efficiency
@@ -52,7 +53,7 @@ from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
-from jaxmllm.tools import plan_batches, plan_check, plan_figures, plan_run
+from jaxmllm.tools import plan_batches, plan_check, plan_drawing, plan_figures, plan_run
 from jaxmllm.tools.check import only_compile
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", action="store_true", help="this config under every mode")
     parser.add_argument("--profile", action="store_true", help="how large batches must be")
     parser.add_argument("--from-run", type=Path, metavar="DIR", help="a run, beside its prediction")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.yaml and plan.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of plan.yaml and others")
     return parser
 
 
@@ -141,6 +142,8 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     if options.out is not None:
         write_plan(options, found.ranked[0])
         print(f"wrote {options.out / 'plan.yaml'} and plan.json beside it")
+        notes_below = [] if checked is None else [checked.line]
+        print(plan_drawing.write(title, found, planner, options.out, options.top, notes_below))
     _write_record(options, config, **figures)
     return 0
 

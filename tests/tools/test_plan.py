@@ -6,6 +6,7 @@ import json
 
 import jax
 import pytest
+from PIL import Image
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
@@ -120,6 +121,16 @@ def test_every_layout_says_why_it_lost(out):
     assert first["why_not"] is None and others and all(one["why_not"] for one in others)
     for one in (first, *others):
         assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+
+
+def test_the_layouts_are_drawn(out):
+    with Image.open(out / "plan.png") as image:
+        drawn = image.size
+        assert len(image.getcolors()) > 8
+    page = (out / "plan.html").read_text()
+    layouts = json.loads((out / "plan.json").read_text())["layouts"]
+    assert drawn[0] > 1000 and page.count("<tr>") == 1 + len(layouts)
+    assert "Chosen: <b>" in page and "as fast, with no fewer axes" in page
 
 
 @pytest.mark.parametrize(
