@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --json planner.json               published runs and batches, a minute
     python -m benchmarks.planner --kinds measured                  eight CPU devices of this machine, ten minutes
+    python -m benchmarks.planner --kinds scale                     84B searched on 2,560 and 512 devices, minutes
     python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
     python -m benchmarks.planner --kinds memory                    compiled for H100s that are not there, an hour
     python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
@@ -26,6 +27,8 @@ Other kinds stand in files of their own, which say how they are made:
                            `bad_splits` (time of splits of 8 devices over the best one's)
     kind measured          a step of `setting` here (planner_measured.py): `predicted_s`, `measured_s` (seconds of all
                            cores), `spread` (between quartiles, as a share), `wall_s`, `calibrates`
+    kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`, `considered`,
+                           `cpu_seconds`, `peak_rss`
     kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`, `low_s` and `high_s`
                            (the interval that is printed), `mfu`, `parts`, `resident_bytes`
 """
@@ -42,7 +45,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import planner_ahead, planner_batches, planner_measured, planner_simulated
+from benchmarks import (
+    planner_ahead,
+    planner_batches,
+    planner_measured,
+    planner_search,
+    planner_simulated,
+)
 from benchmarks.published_fit import Fit, Published, difference, fit
 from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
@@ -71,6 +80,7 @@ OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]
     ),
     planner_batches.BMIN: lambda options: planner_batches.batch_rows(options.seed, options.data),
     planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
+    planner_search.SCALE: lambda options: planner_search.scale_rows(options.seed),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),
 }
 SAME: Final = 0.02  # stored constants are those of the fit within this share

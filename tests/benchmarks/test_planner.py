@@ -9,11 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import planner, planner_batches, planner_measured, planner_simulated
+from benchmarks import (
+    planner,
+    planner_batches,
+    planner_measured,
+    planner_search,
+    planner_simulated,
+)
+from benchmarks.omni import omni_config
 from benchmarks.published_fit import difference, fit
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.cluster.clusters import cluster_of
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.config.read import dump_config
 from tests.cluster.programs import tiny_lengths
 
 
@@ -209,3 +217,19 @@ def test_a_row_without_a_key(tmp_path, capsys):
     file.write_text('{"system": "new"}\n')
     assert planner.main(["--rows", str(file)]) == 2
     assert "line 1: no key 'chip'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_at_scale_is_told_with_what_it_took(tmp_path, monkeypatch):
+    rows = {
+        phase: {"capacities": [slots], "spans": [1]}
+        for phase, slots in {"vision": 16384, "audio": 16384, "language": 12288}.items()
+    }
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        dump_config(omni_config("tiny", data={"batch_size": 16}, phases=rows, mesh={"context": 1}))
+    )
+    monkeypatch.setattr(planner_search, "MODEL", str(config))
+    (row,) = planner_search.scale_rows(0, devices=[2])
+    assert row["same"] and row["cpu_seconds"] > 0 and row["peak_rss"] > 1 << 20
+    assert row["considered"] >= row["planned"] + sum(row["rejected"].values()) > 0

@@ -1,0 +1,76 @@
+"""The search of `jaxmllm plan` at scale.
+
+    python -m benchmarks.planner --kinds scale
+
+configs/omni-84b.yaml with 32 generated examples per device, on 2,560 and on 512 H100s. Each search runs twice. The
+JSON's `rows`:
+
+    kind scale          `devices`, `considered` (layouts), `meshes` of them, `rejected` by reason, `planned` whole,
+                        `cpu_seconds` of one search with its start, `peak_rss` in bytes (of the process so far), `same`
+                        (the second search found the same), `chosen` and its `step_s`
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.layouts import Found
+from jaxmllm.config.read import load_config
+from jaxmllm.tools.output import print_table
+from jaxmllm.tools.plan_layout import make_planner
+
+SCALE: Final = "scale"
+MODEL: Final = "configs/omni-84b.yaml"
+DEVICES: Final = (2560, 512)
+PER_DEVICE: Final = 32
+COLUMNS: Final = (
+    "devices",
+    "considered",
+    "meshes",
+    "planned",
+    "cpu_seconds",
+    "peak_rss",
+    "same",
+    "chosen",
+    "step_s",
+)
+
+
+def scale_rows(seed: int, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
+    """A row per number of devices."""
+    rows = [_row(count, seed) for count in devices]
+    print_table("the search", COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
+    return rows
+
+
+def _row(devices: int, seed: int) -> dict[str, Any]:
+    before = time.process_time()
+    found = _search(devices, seed)
+    seconds = time.process_time() - before
+    best = found.ranked[0]
+    return {
+        "kind": SCALE,
+        "devices": devices,
+        "considered": found.considered,
+        "meshes": found.meshes,
+        "rejected": dict(found.rejected),
+        "planned": len(found.ranked) + len(found.struck),
+        "cpu_seconds": seconds,
+        "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "same": _told(found) == _told(_search(devices, seed)),
+        "chosen": best.choice.words,
+        "step_s": best.seconds,
+    }
+
+
+def _search(devices: int, seed: int) -> Found:
+    config = load_config(MODEL, [f"data.batch_size={PER_DEVICE * devices}"])
+    return make_planner(config, CLUSTERS["h100"], devices, seed).search(devices)
+
+
+def _told(found: Found) -> list[tuple[str, float, int]]:
+    return [(one.choice.words, one.seconds, one.peak.bytes) for one in found.ranked]
