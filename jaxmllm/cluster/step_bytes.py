@@ -65,9 +65,8 @@ class StepBytes:
     model: MLLM
     pool_tokens: float  # media tokens of a rank of the language model, in a step
     numbers: Numbers  # of the model, see `parameter_numbers`
-    known: dict[object, int] = field(
-        default_factory=dict
-    )  # of programs; layouts share what does not tell them apart
+    # Of programs, by all that tells them apart: many layouts have the same
+    known: dict[object, int] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> float:

@@ -41,9 +41,8 @@ FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # dec
 # last one are being scattered
 WIDEST_AGAIN: Final = 2
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
-STEM_KEPT: Final = (
-    18  # [t, D] arrays of a stem of convolutions, of which the first has two positions for a token
-)
+# [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
+STEM_KEPT: Final = 18
 PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as the decoder
 GAPS: Final = 1.03  # the heap's, of what comes and goes
 

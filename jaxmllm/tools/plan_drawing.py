@@ -14,7 +14,7 @@ from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.layouts import Found, PlannedLayout
 from jaxmllm.cluster.sieves import Planner
 from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write_picture
-from jaxmllm.tools.plan_figures import COLUMNS, table
+from jaxmllm.tools.plan_figures import CHOSEN, COLUMNS, chosen_table, table
 
 NAME: Final = "plan"  # of the picture and the page
 COLOURS: Final = (  # after Okabe and Ito, then lighter
@@ -99,6 +99,7 @@ def page(title: str, found: Found, planner: Planner, notes: Sequence[str]) -> Pa
     sections = (
         "<h2>Layouts that were planned whole</h2>",
         html_table(COLUMNS, table(found, planner), left_aligned=1),
+        html_table(CHOSEN, chosen_table(found), left_aligned=2),
         f"<p>{found.considered} layouts on {found.meshes} meshes were considered.</p><ul>{reasons}</ul>",
         *(f"<p>{html.escape(note)}</p>" for note in notes),
     )

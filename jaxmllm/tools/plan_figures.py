@@ -10,7 +10,8 @@ from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout, program_words
 from jaxmllm.cluster.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
-COLUMNS: Final = ["mesh", "remat", "rows", *SPEED, "why not"]
+COLUMNS: Final = ["mesh", *SPEED, "why not"]
+CHOSEN: Final = ["mesh", "remat", "rows"]
 WAITING: Final = (
     0.05  # share of a phase's time that ranks wait for the slowest one, from which on it is named
 )
@@ -33,11 +34,15 @@ def table(found: Found, planner: Planner) -> list[list[Any]]:
     return rows + [_row(layout, why, planner) for layout, why in found.struck]
 
 
+def chosen_table(found: Found) -> list[list[Any]]:
+    """What was chosen for each of them beside the mesh."""
+    layouts = [*found.ranked, *(layout for layout, _ in found.struck)]
+    return [[one.choice.words, remat_words(one), rows_words(one)] for one in layouts]
+
+
 def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
     return [
         layout.choice.words,
-        remat_words(layout),
-        rows_words(layout),
         *speed(layout, planner),
         why,
     ]

@@ -359,7 +359,9 @@ def notes(planner: Planner) -> list[str]:
 def show(title: str, found: Found, planner: Planner, top: int) -> None:
     """The ranked layouts, and why the others are not there."""
     rows = plan_figures.table(found, planner)[:top]
-    print_table(title, plan_figures.COLUMNS, rows, left_aligned=3)
+    print_table(title, plan_figures.COLUMNS, rows, left_aligned=1)
+    chosen = plan_figures.chosen_table(found)[:top]
+    print_table("chosen", plan_figures.CHOSEN, chosen, left_aligned=3)
     print(
         f"{found.considered} layouts on {found.meshes} meshes considered; {len(found.estimates)} are legal and fit, "
         f"of which {len(found.ranked) + len(found.struck)} were planned whole"

@@ -107,6 +107,16 @@ def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, 
     assert all(one["peak_moment"] != "compiled" for one in others)
 
 
+@pytest.mark.slow
+def test_programs_of_a_planned_layout_compile(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
+    record = tmp_path / "plan.json"
+    words = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 2}"]
+    assert plan(config_file, *words, devices=2) == 0
+    first = json.loads(record.read_text())["layouts"][0]
+    assert first["peak_moment"] == "compiled" and first["peak_parts"]["program"] > 1 << 20
+
+
 def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
     record = tmp_path / "plan.json"
@@ -129,7 +139,7 @@ def test_the_layouts_are_drawn(out):
         assert len(image.getcolors()) > 8
     page = (out / "plan.html").read_text()
     layouts = json.loads((out / "plan.json").read_text())["layouts"]
-    assert drawn[0] > 1000 and page.count("<tr>") == 1 + len(layouts)
+    assert drawn[0] > 1000 and page.count("<tr>") == 2 * (1 + len(layouts))
     assert "Chosen: <b>" in page and "as fast, with no fewer axes" in page
 
 
