@@ -168,7 +168,7 @@ class Closest:
     @property
     def words(self) -> str:
         """Why it is not chosen."""
-        return f"{OVER_MEMORY} by {self.lacking / GB:.2g} GB in {self.place}"
+        return f"{OVER_MEMORY} by {self.lacking / GB:.1f} GB in {self.place}"
 
 
 @dataclass
