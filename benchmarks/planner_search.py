@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from jaxmllm.cluster.clusters import CLUSTERS
-from jaxmllm.cluster.layouts import Found
+from jaxmllm.cluster.search.layouts import Found
 from jaxmllm.config.read import load_config
 from jaxmllm.tools.output import print_table
 from jaxmllm.tools.plan_layout import make_planner

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Final
 
-from jaxmllm.cluster.chosen_config import chosen_config
 from jaxmllm.cluster.clusters import Cluster
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.layouts import Found, PlannedLayout, program_words, ranked
-from jaxmllm.cluster.no_layout import why_none
-from jaxmllm.cluster.sieves import Planner
+from jaxmllm.cluster.search.chosen_config import chosen_config
+from jaxmllm.cluster.search.layouts import Found, PlannedLayout, program_words, ranked
+from jaxmllm.cluster.search.no_layout import why_none
+from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.mllm import laid_out
 from jaxmllm.setup.ahead import FailedProgram, compiled_memory, target_mesh

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.layouts import Found, PlannedLayout
-from jaxmllm.cluster.sieves import Planner
+from jaxmllm.cluster.search.layouts import Found, PlannedLayout
+from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write_picture
 from jaxmllm.tools.plan_figures import CHOSEN, COLUMNS, chosen_table, table
 

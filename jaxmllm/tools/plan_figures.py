@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.layouts import EQUAL, Found, PlannedLayout, program_words
-from jaxmllm.cluster.sieves import Planner
+from jaxmllm.cluster.search.layouts import EQUAL, Found, PlannedLayout, program_words
+from jaxmllm.cluster.search.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
 COLUMNS: Final = ["mesh", *SPEED, "why not"]

@@ -36,13 +36,13 @@ from typing import Any, Final, get_args
 
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.records import Mode
-from jaxmllm.cluster.chosen_config import chosen_config
-from jaxmllm.cluster.cluster_mesh import cluster_mesh, with_nodes
 from jaxmllm.cluster.clusters import CLUSTERS, Cluster, ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import Device
-from jaxmllm.cluster.layouts import Found, LengthsOf, PlannedLayout
-from jaxmllm.cluster.mesh_choices import AXES, MeshChoice
-from jaxmllm.cluster.sieves import Planner
+from jaxmllm.cluster.search.chosen_config import chosen_config
+from jaxmllm.cluster.search.cluster_mesh import cluster_mesh, with_nodes
+from jaxmllm.cluster.search.layouts import Found, LengthsOf, PlannedLayout
+from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
+from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import config_tree, dump_config, parse_config

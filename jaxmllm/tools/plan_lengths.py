@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jaxmllm.balance.records import BatchItems
-from jaxmllm.cluster.layouts import Sampled
+from jaxmllm.cluster.search.layouts import Sampled
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples, example_order, source_batches
 from jaxmllm.data.media.modalities import row_formats

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.cluster.device_seconds import Device
-from jaxmllm.cluster.layouts import PlannedLayout
+from jaxmllm.cluster.search.layouts import PlannedLayout
 from jaxmllm.cluster.simulate import StepTime, simulate
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.runtime.metrics import read_metrics

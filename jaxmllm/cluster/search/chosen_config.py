@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmllm.balance.records import PhaseSpec
-from jaxmllm.cluster.layouts import PlannedLayout
+from jaxmllm.cluster.search.layouts import PlannedLayout
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config
 

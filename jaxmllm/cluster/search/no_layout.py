@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.layouts import Found
-from jaxmllm.cluster.mesh_choices import mesh_choices
+from jaxmllm.cluster.search.layouts import Found
+from jaxmllm.cluster.search.mesh_choices import mesh_choices
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.mllm import laid_out
 from sharding.mesh import MeshError
 
 if TYPE_CHECKING:
-    from jaxmllm.cluster.sieves import Planner
+    from jaxmllm.cluster.search.sieves import Planner
 
 GROWTH: Final = 6  # doublings of the devices that are tried
 

@@ -14,8 +14,8 @@ from jaxmllm.balance.records import BatchItems, PlanSpec, StepPlan
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.device_peak import Peak
-from jaxmllm.cluster.even_step import EvenRows
-from jaxmllm.cluster.mesh_choices import MeshChoice
+from jaxmllm.cluster.search.even_step import EvenRows
+from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.cluster.simulate import StepTime
 from jaxmllm.config.schema import Config, Remat
 from jaxmllm.models.mllm import MLLM

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks.omni import omni_config
-from jaxmllm.cluster.mesh_choices import AXES, MeshChoice, mesh_choices, open_remat
+from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice, mesh_choices, open_remat
 from jaxmllm.config.schema import ConfigError
 
 

@@ -26,18 +26,18 @@ from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.cluster.cluster_mesh import cluster_mesh
 from jaxmllm.cluster.clusters import Cluster
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
-from jaxmllm.cluster.even_step import (
+from jaxmllm.cluster.search.cluster_mesh import cluster_mesh
+from jaxmllm.cluster.search.even_step import (
     PhaseLoad,
     even_rows,
     even_spec,
     even_step,
     mean_loads,
 )
-from jaxmllm.cluster.layouts import (
+from jaxmllm.cluster.search.layouts import (
     Closest,
     Estimate,
     Found,
@@ -49,11 +49,11 @@ from jaxmllm.cluster.layouts import (
     by_time,
     ranked,
 )
-from jaxmllm.cluster.mesh_choices import MeshChoice, mesh_choices, open_remat
-from jaxmllm.cluster.no_layout import why_none
-from jaxmllm.cluster.row_choice import chosen_rows
+from jaxmllm.cluster.search.mesh_choices import MeshChoice, mesh_choices, open_remat
+from jaxmllm.cluster.search.no_layout import why_none
+from jaxmllm.cluster.search.row_choice import chosen_rows
+from jaxmllm.cluster.search.step_bytes import Numbers, StepBytes, parameter_numbers, with_remat
 from jaxmllm.cluster.simulate import simulate
-from jaxmllm.cluster.step_bytes import Numbers, StepBytes, parameter_numbers, with_remat
 from jaxmllm.cluster.temporaries import residual_bytes
 from jaxmllm.config.schema import Config, ConfigError, Remat
 from jaxmllm.models.mllm import MLLM, laid_out, with_settings

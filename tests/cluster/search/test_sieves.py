@@ -10,8 +10,8 @@ import pytest
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.layouts import EQUAL, program_words, ranked
-from jaxmllm.cluster.step_bytes import StepBytes, parameter_numbers
+from jaxmllm.cluster.search.layouts import EQUAL, program_words, ranked
+from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.tools.plan_layout import make_planner
@@ -71,7 +71,7 @@ def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
         more = {"more": 2 * int(made.budget)} if axes & over else {}
         return replace(known, parts={**known.parts, **more})
 
-    monkeypatch.setattr("jaxmllm.cluster.sieves.programs_peak", peak)
+    monkeypatch.setattr("jaxmllm.cluster.search.sieves.programs_peak", peak)
     found = made.search(2)
     assert [one.choice.fsdp for one in found.ranked] == [2]
     ((layout, why),) = found.struck

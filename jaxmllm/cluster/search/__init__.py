@@ -1,0 +1,1 @@
+"""Which layout a run should have on a cluster: the search of `jaxmllm plan`."""
