@@ -7,12 +7,12 @@ CODE := jaxmllm sharding launch tests $(wildcard benchmarks)
 TEST_WORKERS ?= 2
 CPU_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 
-.PHONY: help quickstart test test-slow lint format lock clean
+.PHONY: help quickstart test test-slow test-exhaustive lint format lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   install, make sample data, train a small model on it (minutes, on CPU)"
-	@echo "make test         fast tests          make test-slow   the slow ones"
+	@echo "make test         fast tests          make test-slow   the slow ones (and test-exhaustive: more of these)"
 	@echo "make lint         ruff and mypy       make format      let ruff rewrite"
 	@echo "make lock         resolve requirements/ anew from pyproject.toml"
 
@@ -24,7 +24,10 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.dev
-	$(PY) -m pytest -m slow -n $(TEST_WORKERS) --dist load
+	$(PY) -m pytest -m "slow and not exhaustive" -n $(TEST_WORKERS) --dist load
+
+test-exhaustive: $(VENV)/.dev
+	$(PY) -m pytest -m exhaustive -n $(TEST_WORKERS) --dist load
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check $(CODE)

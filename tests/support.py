@@ -10,13 +10,14 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
@@ -224,6 +225,16 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
     np.testing.assert_array_equal(actual.targets, expected.targets)
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=tolerance)
     assert_close(actual.grads, expected.grads, tolerance)
+
+
+def slow_cases(cases: Mapping[str, Sequence[Any]], always: Collection[str]) -> list[Any]:
+    """Parameters of a slow test by name; those not in `always` are exhaustive, too."""
+    assert cases.keys() >= set(always)
+    rest = [pytest.mark.slow, pytest.mark.exhaustive]
+    return [
+        pytest.param(*case, id=name, marks=rest[:1] if name in always else rest)
+        for name, case in cases.items()
+    ]
 
 
 def train_command(config: Path, *arguments: str) -> list[str]:

@@ -18,6 +18,7 @@ from tests.support import (
     assert_close,
     assert_same,
     scaled,
+    slow_cases,
     without_targets,
 )
 
@@ -75,31 +76,37 @@ ALONG = {
     for name in ("vision", "audio")
 }
 WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
+SLOW_MESHES = {
+    "data2": (2, {"data": 2}, {}),
+    "data4": (4, {"data": 4}, {}),
+    "fsdp2": (2, {"fsdp": 2, "data": 1}, {}),
+    "fsdp4": (4, {"fsdp": 4, "data": 1}, {}),
+    "fsdp8": (8, {"fsdp": 8, "data": 1}, {}),
+    "data4-fsdp2": (8, {"data": 4, "fsdp": 2}, {}),
+    "tensor2": (2, {"data": 1, "tensor": 2}, {}),
+    "tensor2-encoders-over-tensor": (2, {"data": 1, "tensor": 2}, WIDE),
+    "data2-tensor2": (4, {"data": 2, "tensor": 2}, {}),
+    "fsdp4-tensor2": (8, {"data": 1, "fsdp": 4, "tensor": 2}, {}),
+    "data4-tensor2-encoders-over-tensor": (8, {"data": 4, "tensor": 2}, WIDE),
+    "mixed": (8, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "context2": (2, {"data": 1, "context": 2}, {}),
+    "context4": (4, {"data": 1, "context": 4}, {}),
+    "context8": (8, {"data": 1, "context": 8}, {}),
+    "fsdp2-context2-tensor2": (8, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, {}),
+    "data2-context2-tensor2": (8, {"data": 2, "context": 2, "tensor": 2}, {}),
+    "data2-context4-encoders-over-context": (8, {"data": 2, "context": 4}, ALONG),
+}
 MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
     pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE, id="mixed-encoders-over-tensor"),
     pytest.param(8, {"data": 8}, {}, id="data8"),
-    *(
-        pytest.param(*each, id=name, marks=pytest.mark.slow)
-        for name, each in {
-            "data2": (2, {"data": 2}, {}),
-            "data4": (4, {"data": 4}, {}),
-            "fsdp2": (2, {"fsdp": 2, "data": 1}, {}),
-            "fsdp4": (4, {"fsdp": 4, "data": 1}, {}),
-            "fsdp8": (8, {"fsdp": 8, "data": 1}, {}),
-            "data4-fsdp2": (8, {"data": 4, "fsdp": 2}, {}),
-            "tensor2": (2, {"data": 1, "tensor": 2}, {}),
-            "tensor2-encoders-over-tensor": (2, {"data": 1, "tensor": 2}, WIDE),
-            "data2-tensor2": (4, {"data": 2, "tensor": 2}, {}),
-            "fsdp4-tensor2": (8, {"data": 1, "fsdp": 4, "tensor": 2}, {}),
-            "data4-tensor2-encoders-over-tensor": (8, {"data": 4, "tensor": 2}, WIDE),
-            "mixed": (8, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
-            "context2": (2, {"data": 1, "context": 2}, {}),
-            "context4": (4, {"data": 1, "context": 4}, {}),
-            "context8": (8, {"data": 1, "context": 8}, {}),
-            "fsdp2-context2-tensor2": (8, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, {}),
-            "data2-context2-tensor2": (8, {"data": 2, "context": 2, "tensor": 2}, {}),
-            "data2-context4-encoders-over-context": (8, {"data": 2, "context": 4}, ALONG),
-        }.items()
+    *slow_cases(
+        SLOW_MESHES,
+        {
+            "data4-fsdp2",
+            "fsdp2-context2-tensor2",
+            "data4-tensor2-encoders-over-tensor",
+            "data2-context4-encoders-over-context",
+        },
     ),
 ]
 
@@ -196,8 +203,11 @@ def media_are_cut(step):
 @pytest.mark.parametrize(
     "devices, mesh, spans_of_encoders, spans_of_language, changes",
     [
-        pytest.param(*case, id=name, marks=[] if name == "data2" else pytest.mark.slow)
-        for name, case in SPANS.items()
+        pytest.param(*SPANS["data2"], id="data2"),
+        *slow_cases(
+            {name: case for name, case in SPANS.items() if name != "data2"},
+            {"data2-fsdp4", "encoders-over-context", "only-encoders"},
+        ),
     ],
 )
 def test_rows_of_several_ranks_leave_the_mathematics_alone(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
-from tests.support import ENCODER_LAYOUT, Result, assemble, assert_same
+from tests.support import ENCODER_LAYOUT, Result, assemble, assert_same, slow_cases
 from tests.training.test_precision import COMPUTE, LEAF_TOLERANCE, LOSS_TOLERANCE, assert_near
 from tests.training.test_windows import MODEL as WINDOWS
 
@@ -62,7 +62,9 @@ CASES = {  # mesh, spans, further changes
 }
 
 
-@pytest.mark.parametrize("mesh, spans, changes", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "mesh, spans, changes", slow_cases(CASES, {"data8", "encoders-over-tensor", "context2"})
+)
 def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, spans, changes):
     setup = setups(by_example(mesh=mesh, phases=phases(spans), **changes), 8)
     step = setup.step(EXAMPLES)

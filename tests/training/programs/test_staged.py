@@ -29,7 +29,7 @@ from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.table_file import load_tables
 from tests.sharding.pipeline.schedules.toy import TOY
-from tests.support import Result, assert_close, assert_same, tiny_config
+from tests.support import Result, assert_close, assert_same, slow_cases, tiny_config
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
@@ -293,9 +293,9 @@ CASES = {  # devices, mesh, pipeline
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "devices, mesh, pipeline", [pytest.param(*case, id=name) for name, case in CASES.items()]
+    "devices, mesh, pipeline",
+    slow_cases(CASES, {"stages4-split", "stages2-data2-tensor2", "stages2-fsdp2-interleaved"}),
 )
 def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline):
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
@@ -310,7 +310,9 @@ PROJECTORS = {"projector.vision", "projector.audio"}
 @pytest.mark.parametrize(
     "trained", [PROJECTORS, PROJECTORS | {"language"}, {"language"}, {"vision", "projector.audio"}]
 )
-@pytest.mark.parametrize("layout", ["segments", "chain"])
+@pytest.mark.parametrize(
+    "layout", ["segments", pytest.param("chain", marks=pytest.mark.exhaustive)]
+)
 def test_any_freezing(setups, by_example, trained, layout):
     frozen = {f"components__{name.replace('.', '__')}__freeze": True for name in ALL - trained}
     pipeline = {"stages": 2, "layout": layout, "split_backward": layout == "segments"}
@@ -375,16 +377,14 @@ def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, cap
 # ---------------------------------------------------------------------------- what is kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("remat", "pipeline"),
-    [
-        ("none", {}),
-        ("dots", {"kept_residuals": 2}),
-        (["attention", "mlp"], {"split_backward": True}),
-    ],
-    ids=["nothing", "products kept, some forwards too", "all but names, split"],
-)
+KEPT = {
+    "nothing": ("none", {}),
+    "products kept, some forwards too": ("dots", {"kept_residuals": 2}),
+    "all but names, split": (["attention", "mlp"], {"split_backward": True}),
+}
+
+
+@pytest.mark.parametrize("remat, pipeline", slow_cases(KEPT, {"products kept, some forwards too"}))
 def test_what_is_computed_again_changes_no_gradient(setups, by_example, deep, remat, pipeline):
     components = {phase: {"remat": remat} for phase in ("vision", "audio", "language")}
     pipeline = {"stages": 2, "layout": "chain"} | pipeline
