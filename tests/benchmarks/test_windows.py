@@ -1,6 +1,9 @@
+import pytest
+
 from benchmarks.windows import measure
 
 
+@pytest.mark.slow
 def test_both_orders_are_measured_and_one_computes_less():
     image, windows = measure((20, 12), images=2, merge=2, seed=0, repeats=1)
     assert (image["order"], windows["order"]) == ("image", "windows")

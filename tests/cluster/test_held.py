@@ -11,7 +11,13 @@ from jaxmllm.training.programs.base import ProgramName
 from tests.cluster.programs import tiny
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+    ],
+)
 def test_arguments_are_those_of_the_compiled_programs(mesh):
     _, programs = tiny(mesh=mesh)
     for name, job in programs.jobs.items():

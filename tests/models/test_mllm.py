@@ -91,7 +91,14 @@ def test_frozen_components_are_not_trainable():
     assert model.trainable.components == {"projector.vision", "audio", "language"}
 
 
-@pytest.mark.parametrize("remat", ["dots", "full", ("mlp",)])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param("dots", marks=pytest.mark.slow),
+        "full",
+        pytest.param(("mlp",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_projector_computes_again_what_it_is_told_to(remat):
     """The gradient is the same, of the values kept for it only the arguments stay."""
 

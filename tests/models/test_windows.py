@@ -94,7 +94,10 @@ def dense(p, config, tokens, positions, groups):
     return norm(x, p["norm"]["scale"])
 
 
-@pytest.mark.parametrize("full_layers", [(), (1,), (0, 2)])
+@pytest.mark.parametrize(
+    "full_layers",
+    [pytest.param((), marks=pytest.mark.slow), (1,), pytest.param((0, 2), marks=pytest.mark.slow)],
+)
 def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
     config = DECODER.model_copy(update={"full_layers": full_layers})
     batch = rows(config)

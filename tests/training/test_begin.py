@@ -36,6 +36,7 @@ def test_a_run_tells_what_its_encoders_keep(run, monkeypatch):
     assert line.startswith("audio: ") and "residuals of up to 2 microbatches kept" in line
 
 
+@pytest.mark.slow
 def test_a_run_tells_which_gradients_stay_whole(data):
     step = {f"components__{name}__reduce": "step" for name in ("audio", "language")}
     config = parse_config(tiny_config(data, mesh={"fsdp": 8, "data": 1}, **step))
@@ -46,7 +47,10 @@ def test_a_run_tells_which_gradients_stay_whole(data):
 
 
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
-@pytest.mark.parametrize("writes", range(1, 6))
+@pytest.mark.parametrize(
+    "writes",
+    [1, 2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):
     config = run.config.model_copy(
         update={"run": run.config.run.model_copy(update={"directory": str(tmp_path / "run")})}

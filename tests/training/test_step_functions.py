@@ -278,6 +278,7 @@ def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, 
     assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
 
 
+@pytest.mark.slow
 def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, whole):
     """Biases of the tower, a matrix of the projector, the MLPs and the head of the decoder; and nothing else moves."""
     params, _, expected = whole

@@ -30,6 +30,7 @@ from tests.balance.sizes.sample_inputs import (
 )
 
 
+@pytest.mark.slow
 def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
     samples = [make.batch(k, 120) for k in range(2)]
     config = PhaseConfig(max_capacity=8192)

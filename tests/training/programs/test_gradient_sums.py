@@ -43,6 +43,7 @@ def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
     assert_same(setup.gradients(step), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_one_component_alone_and_no_further_compilation(setups, by_example, alone):
     """A frozen part has no sums, and steps of other sizes need nothing new."""
     setup = setups(
