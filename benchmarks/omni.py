@@ -15,6 +15,15 @@ from jaxmllm.config.schema import Config
 
 Tree = dict[str, Any]
 
+LANGUAGE_72B: dict[str, Any] = {
+    "width": 8192,
+    "layers": 80,
+    "heads": 64,
+    "kv_heads": 8,
+    "head_size": 128,
+    "mlp_width": 29_568,
+    "vocab_size": 152_064,
+}
 MODELS: Final[Mapping[str, Tree]] = {
     "tiny": {
         "vision": {"width": 64, "layers": 2, "heads": 2, "mlp_width": 128},
@@ -87,15 +96,7 @@ MODELS: Final[Mapping[str, Tree]] = {
             "mel_bins": 128,
             "chunk_frames": 32,
         },
-        "language": {
-            "width": 8192,
-            "layers": 80,
-            "heads": 64,
-            "kv_heads": 8,
-            "head_size": 128,
-            "mlp_width": 29_568,
-            "vocab_size": 152_064,
-        },
+        "language": LANGUAGE_72B,
     },
     "OrchMLLM-84B": {
         "vision": {"width": 4096, "layers": 51, "heads": 32, "mlp_width": 16_384},
@@ -107,15 +108,7 @@ MODELS: Final[Mapping[str, Tree]] = {
             "mel_bins": 128,
             "chunk_frames": 32,
         },
-        "language": {
-            "width": 8192,
-            "layers": 80,
-            "heads": 64,
-            "kv_heads": 8,
-            "head_size": 128,
-            "mlp_width": 29_568,
-            "vocab_size": 152_064,
-        },
+        "language": LANGUAGE_72B,
     },
 }
 COMPUTE_DTYPE: Final = "bfloat16"

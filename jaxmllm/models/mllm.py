@@ -219,21 +219,24 @@ class MLLM:
         places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
         """Turn a tower's features into language tokens, those of each rank in packed order."""
-        component = self.components[f"projector.{phase}"]
-
-        def tokens_of(params: Params, features: Array) -> Array:
-            tokens: Array = component.module(params)(
-                features.astype(component.dtype), component.layout
-            )
-            return tokens
-
-        tokens = checkpointed(tokens_of, component.settings.remat)(
-            {component.name: params[component.name]}, features
-        )
-        layout = component.layout
+        name = f"projector.{phase}"
+        tokens = self._projected(params, name, features)
+        layout = self.components[name].layout
         if not layout.mesh_axes("sequence") and phase not in self.config.windows:
             return tokens  # rows in one part are in order, unless that is the order of windows
         return take_slots(layout, tokens, places)
+
+    def _projected(self, params: Params, name: str, given: Float[Array, "R C D"]) -> Array:
+        """What the projector of this name makes of features or states."""
+        component = self.components[name]
+
+        def projected(params: Params, given: Array) -> Array:
+            result: Array = component.module(params)(
+                given.astype(component.dtype), component.layout
+            )
+            return result
+
+        return checkpointed(projected, component.settings.remat)({name: params[name]}, given)
 
     def hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
@@ -256,17 +259,7 @@ class MLLM:
     ) -> Float[Array, "R C F"]:
         """What a generator predicts of noisy patches. `states` holds those of the decoder, where there are
         conditions."""
-        projector = self.components[f"projector.{LANGUAGE}"]
-
-        def conditions_of(params: Params, states: Array) -> Array:
-            conditions: Array = projector.module(params)(
-                states.astype(projector.dtype), projector.layout
-            )
-            return conditions
-
-        conditions = checkpointed(conditions_of, projector.settings.remat)(
-            {projector.name: params[projector.name]}, states
-        )
+        conditions = self._projected(params, f"projector.{LANGUAGE}", states)
         component = self.components[phase]
         predictions: Array = component.module(params)(
             rows, noisy, conditions, component.layout, component.dtype, component.settings
