@@ -53,7 +53,8 @@ def print_table(
     # As text: in markup, [attention] would be a style
     table = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left_aligned else "right", no_wrap=True)
+        words = index < left_aligned  # which may take several lines; numbers are never cut
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
     for row in rows:
         table.add_row(*(Text(_text(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)

@@ -98,8 +98,8 @@ def page(title: str, found: Found, planner: Planner, notes: Sequence[str]) -> Pa
     best = found.ranked[0]
     sections = (
         "<h2>Layouts that were planned whole</h2>",
-        html_table(COLUMNS, table(found, planner), left_aligned=1),
-        html_table(CHOSEN, chosen_table(found), left_aligned=2),
+        html_table(COLUMNS, table(found, planner), left_aligned=2),
+        html_table(CHOSEN, chosen_table(found), left_aligned=3),
         f"<p>{found.considered} layouts on {found.meshes} meshes were considered.</p><ul>{reasons}</ul>",
         *(f"<p>{html.escape(note)}</p>" for note in notes),
     )

@@ -10,7 +10,7 @@ from jaxmllm.cluster.search.layouts import EQUAL, Found, PlannedLayout, program_
 from jaxmllm.cluster.search.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
-COLUMNS: Final = ["mesh", *SPEED, "why not"]
+COLUMNS: Final = ["mesh", "why not", *SPEED]
 CHOSEN: Final = ["mesh", "remat", "rows"]
 WAITING: Final = (
     0.05  # share of a phase's time that ranks wait for the slowest one, from which on it is named
@@ -41,11 +41,7 @@ def chosen_table(found: Found) -> list[list[Any]]:
 
 
 def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
-    return [
-        layout.choice.words,
-        *speed(layout, planner),
-        why,
-    ]
+    return [layout.choice.words, why, *speed(layout, planner)]
 
 
 def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:

@@ -359,7 +359,7 @@ def notes(planner: Planner) -> list[str]:
 def show(title: str, found: Found, planner: Planner, top: int) -> None:
     """The ranked layouts, and why the others are not there."""
     rows = plan_figures.table(found, planner)[:top]
-    print_table(title, plan_figures.COLUMNS, rows, left_aligned=1)
+    print_table(title, plan_figures.COLUMNS, rows, left_aligned=2)
     chosen = plan_figures.chosen_table(found)[:top]
     print_table("chosen", plan_figures.CHOSEN, chosen, left_aligned=3)
     print(
