@@ -227,12 +227,14 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
     assert_close(actual.grads, expected.grads, tolerance)
 
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+
+
 def slow_cases(cases: Mapping[str, Sequence[Any]], always: Collection[str]) -> list[Any]:
     """Parameters of a slow test by name; those not in `always` are exhaustive, too."""
     assert cases.keys() >= set(always)
-    rest = [pytest.mark.slow, pytest.mark.exhaustive]
     return [
-        pytest.param(*case, id=name, marks=rest[:1] if name in always else rest)
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in always else EXHAUSTIVE)
         for name, case in cases.items()
     ]
 

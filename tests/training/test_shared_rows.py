@@ -29,6 +29,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
+from tests.support import EXHAUSTIVE, slow_cases
 
 BLOCK, VOCABULARY, SOURCES, SEGMENTS, WIDTH, POOL = 8, 30, 3, 8, 8, 200
 SLOTS = {"language": 128, "vision": 128, "audio": 512}  # of a whole row
@@ -174,7 +175,7 @@ MESHES = {  # mesh, span
     "fsdp8": ({"data": 1, "fsdp": 8}, 8),
     "tensor2": ({"data": 4, "tensor": 2}, 2),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MESHES if name != "context2"]
+SLOW = slow_cases({name: (name,) for name in MESHES if name != "context2"}, {"fsdp2", "fsdp8"})
 
 
 def cut_mesh(sizes):
@@ -268,10 +269,10 @@ def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
     [
         ("vision", "fsdp2", {"layout": WIDE_ENCODERS}),
         pytest.param("audio", "context2", {}, marks=pytest.mark.slow),
-        pytest.param("vision", "context2", {"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param("vision", "fsdp2", {"freeze": True}, marks=pytest.mark.slow),
+        pytest.param("vision", "context2", {"remat": "full"}, marks=EXHAUSTIVE),
+        pytest.param("vision", "fsdp2", {"freeze": True}, marks=EXHAUSTIVE),
         pytest.param("audio", "fsdp8", {"freeze": True}, marks=pytest.mark.slow),
-        pytest.param("audio", "context2", {"freeze": True}, marks=pytest.mark.slow),
+        pytest.param("audio", "context2", {"freeze": True}, marks=EXHAUSTIVE),
         pytest.param("audio", "tensor2", {"remat": "dots"}, marks=pytest.mark.slow),
     ],
 )

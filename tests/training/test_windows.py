@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
-from tests.support import Result, added, assert_close, assert_same, scaled
+from tests.support import Result, added, assert_close, assert_same, scaled, slow_cases
 from tests.training.programs.test_staged import computed
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
@@ -82,7 +82,7 @@ CASES = {  # devices, mesh, phases, pipeline
 
 @pytest.mark.parametrize(
     "devices, mesh, phases, pipeline",
-    [pytest.param(*case, id=name) for name, case in CASES.items()],
+    slow_cases(CASES, {"context2", "stages2", "stages2-context2-segments"}),
 )
 def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
     setups, by_example, whole, devices, mesh, phases, pipeline

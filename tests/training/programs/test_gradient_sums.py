@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
-from tests.support import ENCODER_LAYOUT, assemble, assert_close, assert_same
+from tests.support import ENCODER_LAYOUT, assemble, assert_close, assert_same, slow_cases
 
 COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
 STEP = {f"components__{name}__reduce": "step" for name in COMPONENTS}
@@ -30,8 +30,10 @@ MESHES = {  # mesh, further changes
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh, changes", MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize(
+    "mesh, changes",
+    slow_cases(MESHES, {"data2-fsdp2", "fsdp2-tensor2-encoders-over-tensor", "spans"}),
+)
 def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
     of_model = {key: value for key, value in changes.items() if key.startswith("model")}
     alone = setups(by_example(**of_model), 1)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.programs.base import ProgramName
-from tests.support import assemble, assert_close, tiny_config
+from tests.support import EXHAUSTIVE, assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
 
@@ -75,7 +75,12 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
 
 
 @pytest.mark.parametrize(
-    "encoders", [(), *(pytest.param((one,), marks=pytest.mark.slow) for one in ("vision", "audio"))]
+    "encoders",
+    [
+        (),
+        pytest.param(("vision",), marks=pytest.mark.slow),
+        pytest.param(("audio",), marks=EXHAUSTIVE),
+    ],
 )
 def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
     kinds = {
@@ -123,10 +128,8 @@ EXAMPLES = range(16)
     "freeze",
     [
         "language",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("encoders", "all-but-projectors", "one-modality")
-        ),
+        pytest.param("all-but-projectors", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=EXHAUSTIVE) for name in ("encoders", "one-modality")),
     ],
 )
 def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example, alone, freeze):
