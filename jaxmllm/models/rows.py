@@ -36,6 +36,12 @@ def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
     return {name: RowTiles(**row[name]) for name in ("tiles", "window_tiles") if name in row}
 
 
+def _shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
+    """Of the arrays of rows: those of the fields `by_row` are split by rows alone, the others by slots, too."""
+    by_slots = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), rows)
+    return by_slots._replace(**dict.fromkeys(by_row, layout.rows))
+
+
 class EncoderRows(NamedTuple):
     """One microbatch of an encoder phase; t slots become one language token."""
 
@@ -58,11 +64,9 @@ class EncoderRows(NamedTuple):
 
     def shardings(self, layout: Layout) -> EncoderRows:
         """How the arrays lie on the mesh."""
-        rows: Any = layout.rows
-        by_slots: EncoderRows = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), self)
         if layout.span > 1:  # each rank's tokens on that rank
-            return by_slots._replace(failed=rows)
-        return by_slots._replace(valid=rows, failed=rows, places=rows)
+            return _shardings(self, layout, "failed")
+        return _shardings(self, layout, "valid", "failed", "places")
 
 
 class LanguageRows(NamedTuple):
@@ -93,11 +97,7 @@ class LanguageRows(NamedTuple):
 
     def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
-        rows: Any = layout.rows
-        by_slots: LanguageRows = jax.tree.map(
-            lambda _: layout.sharding(("batch", "sequence")), self
-        )
-        return by_slots._replace(sources=rows)
+        return _shardings(self, layout, "sources")
 
 
 class GeneratorRows(NamedTuple):
@@ -125,11 +125,7 @@ class GeneratorRows(NamedTuple):
 
     def shardings(self, layout: Layout) -> GeneratorRows:
         """How the arrays lie on the mesh."""
-        rows: Any = layout.rows
-        by_slots: GeneratorRows = jax.tree.map(
-            lambda _: layout.sharding(("batch", "sequence")), self
-        )
-        return by_slots._replace(noise=rows, times=rows, sources=rows, failed=rows)
+        return _shardings(self, layout, "noise", "times", "sources", "failed")
 
 
 class TokenPool(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import ComponentsConfig, ConfigError, LanguageConfig, ModelConfig
@@ -37,7 +38,7 @@ from jaxmllm.runtime.checkpoint_files import (
 )
 from jaxmllm.tools.output import command_parser
 from jaxmllm.tools.prepared_inputs import PreparedRun, differences
-from jaxmllm.training.folder_parameters import nested, read_folder
+from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import read_config
@@ -94,7 +95,7 @@ def to_folder(run: Path, out: Path, source: Path | None = None) -> None:
     def values(path: str) -> NDArray[Any]:
         """One parameter, the only one that is in memory."""
         leaf = jax.ShapeDtypeStruct(*shapes[path], sharding=sharding)
-        wanted = {"params": {LANGUAGE: nested({path: leaf})}}
+        wanted = {"params": {LANGUAGE: unflatten_dict({path: leaf}, sep=".")}}
         return np.asarray(jax.tree.leaves(read_arrays(location, wanted))[0])
 
     draft = out.with_name(f"{out.name}.partial")

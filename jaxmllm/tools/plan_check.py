@@ -108,9 +108,4 @@ def _compiled(
         f"compiled {layout.choice.words} for {chip.name}: {time.perf_counter() - began:.0f} s",
         file=sys.stderr,
     )
-    if peak.bytes > planner.budget:
-        over = layout.over(planner.budget)
-        found.lacks(over)
-        found.struck.append((layout, over.words))
-        return None
-    return layout
+    return layout if planner.fits(layout, found) else None

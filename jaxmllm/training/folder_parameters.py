@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxmllm.families.model_folder import Fit, ModelFolder
 from jaxmllm.families.weight_files import FolderError
@@ -35,18 +36,7 @@ def read_folder(source: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
     if problem := agreed_problem(problem):
         raise FolderError(problem)
     assert found is not None
-    return nested(found)
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dicts that `leaves_by_path` was given."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
+    tree: dict[str, Any] = unflatten_dict(found, sep=".")
     return tree
 
 

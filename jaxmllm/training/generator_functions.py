@@ -21,7 +21,7 @@ from jaxmllm.trainable import join
 from jaxmllm.training.objectives.flow import FlowSums, flow_losses, flow_sums, noisy_patches
 from jaxmllm.training.objectives.tokens import failed_examples
 from jaxmllm.training.step_functions import StepFunctions, accumulated
-from sharding.pools import PoolSlots, add_to_first_rank
+from sharding.pools import PoolSlots
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class GeneratorFunctions:
             pool = pool._replace(tokens=slots.put(layout, d_states, pool.tokens))
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, states)
-        return pool, accumulated(grads, d_params), self._added(sums, row_sums)
+        sums = self.step.added(self.phase, sums, row_sums)
+        return pool, accumulated(grads, d_params), sums
 
     def evaluate(
         self,
@@ -72,7 +73,8 @@ class GeneratorFunctions:
         """Add one microbatch's sums, without gradients."""
         slots = _condition_slots(rows, pool_offset)
         states, valid = slots.take(self.step.model.layout(self.phase), pool)
-        return self._added(sums, self._loss(params, rows, states, valid)[1])
+        _, row_sums = self._loss(params, rows, states, valid)
+        return self.step.added(self.phase, sums, row_sums)
 
     def _loss(
         self, params: Params, rows: GeneratorRows, states: Array, valid: Array
@@ -97,13 +99,6 @@ class GeneratorFunctions:
             rows.sources,
         )
         return losses.sum(), sums
-
-    def _added(self, sums: FlowSums, row_sums: FlowSums) -> FlowSums:
-        layout = self.step.model.layout(self.phase)
-        added: FlowSums = jax.tree.map(
-            lambda total, of_rows: add_to_first_rank(layout, total, of_rows), sums, row_sums
-        )
-        return added
 
 
 def _condition_slots(rows: GeneratorRows, pool_offset: Int[Array, ""]) -> PoolSlots:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,7 @@ class KeptResiduals(NamedTuple):
 
 
 Start = EncoderRows | KeptFeatures | KeptResiduals
+AnySums = TypeVar("AnySums")  # of text, or of a generator
 
 
 @dataclass(frozen=True)
@@ -284,13 +285,13 @@ class StepFunctions:
             pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         else:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        sums = sums if row_sums is None else self._added(sums, row_sums)
+        sums = sums if row_sums is None else self.added(LANGUAGE, sums, row_sums)
         return pool, accumulated(grads, d_params), sums
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
         _, row_sums = self.language_loss(params, rows, *self._arrived(rows, pool))
-        return self._added(sums, row_sums)
+        return self.added(LANGUAGE, sums, row_sums)
 
     def language_states(self, params: Params, rows: LanguageRows, pool: TokenPool) -> TokenPool:
         """Put the hidden states that generators read into the pool, and whether they could be computed."""
@@ -313,10 +314,10 @@ class StepFunctions:
         media, valid = media_slots(rows).take(self.model.layout(LANGUAGE), pool)
         return media, valid
 
-    def _added(self, sums: Sums, row_sums: Sums) -> Sums:
-        """Sums by rank with those of rows, which count on their first rank."""
-        layout = self.model.layout(LANGUAGE)
-        added: Sums = jax.tree.map(
+    def added(self, phase: str, sums: AnySums, row_sums: AnySums) -> AnySums:
+        """Sums by rank with those of a phase's rows, which count on their first rank."""
+        layout = self.model.layout(phase)
+        added: AnySums = jax.tree.map(
             lambda total, of_rows: add_to_first_rank(layout, total, of_rows), sums, row_sums
         )
         return added

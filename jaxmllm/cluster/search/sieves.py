@@ -127,15 +127,15 @@ class Planner:
             if index >= number and fitting:
                 break
             planned = self.planned(estimate)
-            if self._fits(planned, found):
+            if self.fits(planned, found):
                 fitting.append(planned)
         if not fitting:
             raise ConfigError(why_none(self, found, devices))
         found.ranked = ranked(fitting)
         return found
 
-    def _fits(self, layout: PlannedLayout, found: Found) -> bool:
-        """Whether a planned layout stays in memory; one that does not is counted."""
+    def fits(self, layout: PlannedLayout, found: Found) -> bool:
+        """Whether a planned layout stays in memory; one that does not is counted and struck out."""
         if layout.peak.bytes <= self.budget:
             return True
         over = layout.over(self.budget)
@@ -286,8 +286,7 @@ class Planner:
         sampled = self.lengths(estimate.config, estimate.model, estimate.layout.spans)
         planned = self._plans(estimate, sampled, self._inputs(estimate, sampled))
         spec, plans, sampled = planned.spec, planned.plans, planned.sampled
-        config = estimate.config
-        model = with_settings(estimate.model, config.components)
+        config, model = estimate.config, estimate.model
         used = {
             phase: max(plan.phases[phase].microbatches for plan in plans) for phase in spec.phases
         }
