@@ -112,8 +112,9 @@ class ChainLayers:
         costs = {}
         for chain in ring.chains:
             capacities = self.capacities[chain.name]
+            # All chains together: the first language chunk returns gradients where an encoder is trained.
             without_attention = [
-                layer_costs(self.layers(nothing, {chain.name: capacity}))[chain.name]
+                layer_costs(self.layers(nothing, {**largest, chain.name: capacity}))[chain.name]
                 for capacity in capacities
             ]
             linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]

@@ -52,3 +52,13 @@ def test_what_is_kept_costs_no_backward_pass():
     assert full[0] == none[0] and full[3] == none[3]
     head = phase_layers(MODEL, "language")[-1].linear(SLOTS)
     assert full[1:3].sum() - none[1:3].sum() == full[0] - head
+
+
+def test_a_frozen_language_model_returns_gradients_to_trained_encoders():
+    """For every row class: columns as above, and every chunk takes part."""
+    slots = {"vision": (SLOTS,), "language": (2 * SLOTS, SLOTS)}
+    chains = [Chain(name, (0,), (len(phase_layers(MODEL, name)) - 2,)) for name in slots]
+    ring = Ring(1, tuple(chains))
+    costs = ChainLayers(MODEL, {"projector.vision": 1}, slots, {}).costs(ring)["language"].linear
+    assert (costs[:, 1] > 0).all() and not costs[:, 2].any()
+    assert (costs[0] == 2 * costs[1]).all()
