@@ -21,7 +21,7 @@ from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.search.layouts import Found
 from jaxmllm.config.read import load_config
 from jaxmllm.tools.output import print_table
-from jaxmllm.tools.plan_layout import make_planner
+from jaxmllm.tools.plan_inputs import make_planner
 
 SCALE: Final = "scale"
 MODEL: Final = "configs/omni-84b.yaml"

@@ -68,6 +68,7 @@ class Cluster(Section):
     efficiency: Efficiency
     # Devices are threads of one processor: peak, bandwidths and links are those of all together
     shared_cores: bool = False
+    price_per_hour: PositiveFloat | None = None  # of a device, in any currency
     source: str
 
     @property

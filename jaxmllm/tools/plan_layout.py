@@ -6,6 +6,7 @@ What the config or the command fixes stays; what they leave open is chosen: axes
 (`mesh={}` opens all), layouts of encoders, `remat` of each tower and of the decoder, rows, `kept_residuals`. Model and
 batch are never changed. No device is needed, and without --check nothing is compiled.
 
+    --devices N,M   several numbers: the best layout for each, and what it costs
     --generated     lengths of the generator in jaxmllm/tools/workload.py instead of the config's data
     --top N         layouts in the table
     --check N       compile the programs of the first N layouts for devices of the cluster, which need not be there:
@@ -13,8 +14,8 @@ batch are never changed. No device is needed, and without --check nothing is com
     --simulate      this config alone, as it stands, under every balance mode
     --profile       how large a batch must be for phases to share devices alike, and what it costs if not
     --from-run DIR  fit the cluster's efficiency to the steps of a run, and print what was predicted beside them
-    --out DIR       plan.yaml (trains unedited), plan.json, plan.png and plan.html; of a run, cluster.yaml with its
-                    efficiency
+    --out DIR       plan.yaml (trains unedited), plan.json, plan.png and plan.html; of several numbers of devices
+                    plan.json, counts.png and counts.html; of a run, cluster.yaml with its efficiency
 
     table
     step s          predicted; low and high: within the uncertainty of the cluster's efficiency
@@ -34,31 +35,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.records import Mode
 from jaxmllm.cluster.clusters import CLUSTERS, Cluster, ClusterError, cluster_of
-from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.search.chosen_config import chosen_config
-from jaxmllm.cluster.search.cluster_mesh import cluster_mesh, with_nodes
-from jaxmllm.cluster.search.layouts import Found, LengthsOf, PlannedLayout
-from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
+from jaxmllm.cluster.search.layouts import Found, PlannedLayout
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.read import config_tree, dump_config, parse_config
+from jaxmllm.config.read import dump_config
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.text.tokenizers import load_tokenizer
 from jaxmllm.families.resolved import load_run_config
-from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint_files import CheckpointError
-from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
-from jaxmllm.tools import plan_batches, plan_check, plan_drawing, plan_figures, plan_run
+from jaxmllm.tools import (
+    plan_batches,
+    plan_check,
+    plan_counts,
+    plan_drawing,
+    plan_figures,
+    plan_run,
+)
 from jaxmllm.tools.check import only_compile
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
+from jaxmllm.tools.plan_inputs import make_planner, notes, settle
 from jaxmllm.training.run import USER_ERRORS
-from sharding.mesh import mesh_shape
 
 PLAN_ERRORS: Final = (*USER_ERRORS, CheckpointError)
 DATA = "batches of the config's data, as a run draws them"
@@ -68,18 +68,20 @@ GENERATED = "lengths of jaxmllm/tools/workload.py, data.batch_size examples a st
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parse(parser, arguments)
-    if options.devices is not None and options.devices < 1:
-        parser.error("--devices must be positive")
     if sum(map(bool, (options.simulate, options.profile, options.from_run))) > 1:
         parser.error(
             "--simulate, --profile and --from-run are different questions: ask one at a time"
         )
     if options.check and (options.simulate or options.profile or options.from_run):
         parser.error("--check compiles layouts that were searched: leave out other questions")
+    if len(options.devices) > 1 and (options.simulate or options.profile or options.from_run):
+        parser.error("--simulate, --profile and --from-run are of one number of --devices")
+    if len(options.devices) > 1 and options.check:
+        parser.error("--check compiles layouts for one number of --devices")
     if options.check < 0:
         parser.error("--check must not be negative")
     if options.from_run is None:
-        if options.config is None or options.devices is None:
+        if options.config is None or not options.devices:
             parser.error("say --config FILE and how many --devices there are")
     elif options.config is not None or options.overrides or options.generated:
         parser.error(
@@ -95,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _compared(options, cluster)
         if options.simulate:
             return _simulated(options, cluster)
-        return _profiled(options, cluster) if options.profile else _planned(options, cluster)
+        if options.profile:
+            return _profiled(options, cluster)
+        several = len(options.devices) > 1
+        return _counted(options, cluster) if several else _planned(options, cluster)
     except PLAN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -104,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = measuring_parser(__doc__, "jaxmllm plan")
     add_config(parser, required=False)
-    parser.add_argument("--devices", type=int, help="of the cluster")
+    parser.add_argument(
+        "--devices", type=_numbers, default=(), metavar="N[,N ...]", help="of the cluster"
+    )
     parser.add_argument(
         "--cluster", default="h100", help=f"one of {', '.join(CLUSTERS)}, or a .yaml file"
     )
@@ -122,18 +129,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers of devices, with commas between them."""
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError("numbers of devices are positive")
+    return numbers
+
+
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     if options.check:
         only_compile()
     config = load_run_config(options.config, options.overrides)
-    planner = make_planner(
-        config, cluster, options.devices, options.seed if options.generated else None
-    )
+    (devices,) = options.devices
+    planner = make_planner(config, cluster, devices, _seed(options))
     for note in notes(planner):
         print(f"note: {note}", file=sys.stderr)
-    found = planner.search(options.devices)
+    found = planner.search(devices)
     checked = plan_check.check(found, planner, options.check) if options.check else None
-    title = f"{options.config} on {options.devices} {cluster.name}"
+    title = f"{options.config} on {devices} {cluster.name}"
     show(title, found, planner, options.top)
     figures = plan_figures.records(found, planner)
     if checked is not None:
@@ -148,6 +162,20 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     return 0
 
 
+def _counted(options: argparse.Namespace, cluster: Cluster) -> int:
+    """The best layout for every number of devices."""
+    config = load_run_config(options.config, options.overrides)
+    counts = plan_counts.count_up(
+        options.devices, lambda devices: make_planner(config, cluster, devices, _seed(options))
+    )
+    title = f"{options.config} on {cluster.name}, {config.data.batch_size} examples a step"
+    plan_counts.show(title, counts)
+    if options.out is not None:
+        print(plan_counts.write(title, counts, options.out))
+    _write_record(options, config, **plan_counts.records(counts))
+    return 0
+
+
 def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -> None:
     for path in (options.json, options.out and options.out / "plan.json"):
         write_json(
@@ -158,7 +186,7 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
             config=options.config,
             overrides=options.overrides,
             cluster=options.cluster,
-            devices=options.devices,
+            devices=options.devices[0] if len(options.devices) == 1 else options.devices,
             **figures,
         )
 
@@ -169,15 +197,16 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
 def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     """This config alone, under every balance mode."""
     config = load_run_config(options.config, options.overrides)
+    (devices,) = options.devices
     lines, records = [], []
     for mode in get_args(Mode):
-        settled, choice = settle(config, options.devices, mode)
-        planner = make_planner(settled, cluster, options.devices, _seed(options))
+        settled, choice = settle(config, devices, mode)
+        planner = make_planner(settled, cluster, devices, _seed(options))
         layout = planner.alone(choice)
         record = {"mode": mode} | plan_figures.record(layout, layout, planner)
         lines.append([mode, *plan_figures.speed(layout, planner), plan_figures.waits(layout)])
         records.append(record)
-    title = f"{options.config} on {options.devices} {cluster.name}: {choice.words}"
+    title = f"{options.config} on {devices} {cluster.name}: {choice.words}"
     print_table(title, ["balance.mode", *plan_figures.SPEED, "ranks wait"], lines, left_aligned=1)
     parts = list(records[0]["parts"])
     rows = [[part, *(record["parts"][part] for record in records)] for part in parts]
@@ -186,27 +215,14 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     return 0
 
 
-def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice]:
-    """The config with nothing left open but rows, and its mesh.
-
-    Raises:
-      MeshError: it has another number of devices.
-    """
-    sizes = config.mesh.model_dump()
-    tree = config_tree(config)
-    tree["mesh"] = dict(zip(sizes, mesh_shape(sizes, devices), strict=True))
-    tree["balance"]["mode"] = mode
-    settled = parse_config(tree, "--simulate")
-    return settled, MeshChoice(**tree["mesh"])
-
-
 def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
     """How large batches must be."""
     config = load_run_config(options.config, options.overrides)
-    planner = make_planner(config, cluster, options.devices, _seed(options))
+    (devices,) = options.devices
+    planner = make_planner(config, cluster, devices, _seed(options))
     flops = model_flops(planner.config, planner.model)
     loads = plan_batches.example_loads(planner.sampled.samples, flops)
-    found = plan_batches.profiles(loads, options.devices, options.seed)
+    found = plan_batches.profiles(loads, devices, options.seed)
     for line in plan_batches.conclusions(found, [*flops], config.data.batch_size):
         print(line)
     _write_record(
@@ -222,11 +238,11 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
     """A run beside its prediction, at the efficiency that it shows."""
     run = plan_run.logged_run(options.from_run)
     sizes = run.config.mesh_sizes
-    if options.devices is None and -1 in sizes.values():
+    if not options.devices and -1 in sizes.values():
         raise ConfigError(
             "--from-run: the run's mesh took the devices that were there; say --devices"
         )
-    devices = options.devices or math.prod(sizes.values())
+    devices = options.devices[0] if options.devices else math.prod(sizes.values())
     config, choice = settle(run.config, devices, run.config.balance.mode)
     planner = replace(make_planner(config, cluster, devices, None, run.batches), as_run=True)
     layout = planner.alone(choice)
@@ -263,96 +279,6 @@ def _seed(options: argparse.Namespace) -> int | None:
     return options.seed if options.generated else None
 
 
-# ---------------------------------------------------------------------------- before the search
-
-
-def make_planner(
-    config: Config,
-    cluster: Cluster,
-    devices: int,
-    seed: int | None,
-    steps: Sequence[int] | None = None,
-) -> Planner:
-    """A planner on a config's data, or (with a seed) on generated lengths.
-
-    Args:
-      steps: numbers of the batches of the data that are planned; none: the first few.
-
-    Raises:
-      ConfigError: the config cannot be planned.
-    """
-    if config.pipeline.stages > 1:
-        raise ConfigError(
-            f"pipeline.stages ({config.pipeline.stages}): layouts with stages are not searched; set pipeline.stages=1"
-        )
-    if config.model.generators:
-        raise ConfigError(
-            "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
-            "room for what it adds"
-        )
-    config = with_nodes(config, cluster, devices)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    sizes = dict.fromkeys(AXES, 1) | {"data": devices}
-    mesh = cluster_mesh(config, sizes, cluster)
-    open_config = config.model_copy(update={"components": _without_layouts(config)})
-    model = build_model(config.model, vocabulary(config, tokenizer), open_config.components, mesh)
-    if not model.trainable.components:
-        raise ConfigError(
-            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
-        )
-    device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
-    lengths: LengthsOf = (
-        DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)))
-        if seed is None
-        else MadeUpLengths(seed)
-    )
-    planner = Planner(config, model, device, lengths)
-    _check_calibration(planner, devices)
-    return planner
-
-
-def _without_layouts(config: Config) -> Any:
-    """Components as the mesh of data alone, on which shapes are made, can lay them out."""
-    towers = {
-        name: getattr(config.components, name).model_copy(update={"layout": {}})
-        for name in config.model.phases
-    }
-    return config.components.model_copy(update=towers)
-
-
-def _dtype(config: Config) -> str:
-    """Of the decoder's products."""
-    return str(config.components.language.compute_dtype)
-
-
-def _check_calibration(planner: Planner, devices: int) -> None:
-    """Raise `ConfigError` for a calibration that was made of something else."""
-    path = planner.config.balance.calibration
-    if path is None:
-        return
-    flops = model_flops(planner.config, planner.model)
-    calibration = load_calibration(path, flops)
-    kind = planner.cluster.device_kind or None
-    differences = calibration.differences(kind, flops)
-    measured = math.prod(calibration.mesh.values())
-    if measured != devices:
-        differences.append(f"was measured on {measured} devices, but there are {devices}")
-    if differences:
-        raise ConfigError(
-            f"balance.calibration: {path} {' and '.join(differences)}; calibrate there, or set balance.calibration=null"
-        )
-
-
-def notes(planner: Planner) -> list[str]:
-    """What of the batches the user should know."""
-    empty = [phase for phase, load in planner.loads.items() if not load.slots]
-    return [
-        f"no {phase} items in the sampled batches: its rows are as small as they may be; sample data that have some, "
-        f"or leave model.{phase} out"
-        for phase in empty
-    ]
-
-
 # ---------------------------------------------------------------------------- after it
 
 
@@ -374,7 +300,7 @@ def write_plan(options: argparse.Namespace, best: PlannedLayout) -> None:
     """plan.yaml: the config with everything that was chosen."""
     options.out.mkdir(parents=True, exist_ok=True)
     head = (
-        f"# {options.config} for {options.devices} devices of {options.cluster}, planned by jaxmllm plan:\n"
+        f"# {options.config} for {options.devices[0]} devices of {options.cluster}, planned by jaxmllm plan:\n"
         f"# {best.choice.words}; a step of {best.seconds:.3g} s predicted\n"
     )
     (options.out / "plan.yaml").write_text(

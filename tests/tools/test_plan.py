@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,6 +17,7 @@ from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools.plan_counts import Count, conclusion
 from jaxmllm.tools.plan_figures import plan_record
 from jaxmllm.tools.plan_layout import main
 from jaxmllm.tools.sample_data import make_sample
@@ -255,3 +257,39 @@ def test_batches_are_profiled(config_file, capsys):
     assert any("warning: data.batch_size (16) is below" in line for line in lines)
     assert main(["--config", str(config_file), "--devices", "2", "--generated", "--profile"]) == 1
     assert "3 phases cannot share 2 devices" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_numbers_of_devices_are_compared(config_file, tmp_path, capsys):
+    """The cheapest and the fastest; a number that has no layout is a line that says why."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("like: cpu\nprice_per_hour: 2.0\n")
+    words = [*SMALL, "--out", str(tmp_path / "plan"), "mesh={fsdp: 2, context: 1, tensor: 1}"]
+    assert plan(config_file, *words, devices="4,3,2", cluster=str(cluster)) == 0
+    counts = json.loads((tmp_path / "plan" / "plan.json").read_text())["counts"]
+    two, three, four = counts
+    assert three.keys() == {"devices", "why_not"} and "mesh" in three["why_not"]
+    for count in (two, four):
+        hours = 1000 * count["step_s"] * count["devices"] / 3600
+        assert count["device_hours"] == pytest.approx(hours)
+        assert count["price"] == pytest.approx(2 * hours)
+    assert "cheapest" in capsys.readouterr().out
+    for name in ("counts.png", "counts.html"):
+        assert (tmp_path / "plan" / name).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (
+            {8: 2.0, 16: 1.25},
+            "8 devices are the cheapest; 16 are 1.60 times as fast for 25 % more device hours",
+        ),
+        ({8: 2.0, 16: 2.5}, "8 devices are the cheapest and the fastest"),
+    ],
+)
+def test_more_devices_are_faster_and_dearer(seconds, said):
+    counts = [
+        Count(devices, None, SimpleNamespace(seconds=step)) for devices, step in seconds.items()
+    ]
+    assert conclusion([*counts, Count(12, None, None, "no mesh")]) == said

@@ -14,7 +14,7 @@ from jaxmllm.cluster.search.layouts import EQUAL, program_words, ranked
 from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
-from jaxmllm.tools.plan_layout import make_planner
+from jaxmllm.tools.plan_inputs import make_planner
 
 H100 = CLUSTERS["h100"]
 

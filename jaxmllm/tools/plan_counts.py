@@ -1,0 +1,179 @@
+"""Time and cost of a step over numbers of devices: the same config and batch, planned for each of them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxmllm.cluster.search.layouts import PlannedLayout
+from jaxmllm.cluster.search.sieves import Planner
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.tools.output import (
+    FAINT,
+    INK,
+    Page,
+    html_table,
+    new_figure,
+    print_table,
+    write_picture,
+)
+from jaxmllm.tools.plan_figures import SPEED, interval, record, speed
+from sharding.mesh import MeshError
+
+NAME: Final = "counts"  # of the picture and the page
+STEPS: Final = 1000  # that device hours and prices are of
+COLUMNS: Final = ["devices", "mesh", "why not", *SPEED, "examples/s", "device h"]
+HEIGHT: Final = 5.2  # inches of the picture
+COLOUR: Final = "#0072B2"
+
+
+@dataclass(frozen=True)
+class Count:
+    """The best layout for a number of devices, or why there is none."""
+
+    devices: int
+    planner: Planner | None
+    best: PlannedLayout | None
+    why_none: str = ""
+
+    @property
+    def device_hours(self) -> float | None:
+        """Of `STEPS` steps."""
+        return None if self.best is None else STEPS * self.best.seconds * self.devices / 3600
+
+    @property
+    def price(self) -> float | None:
+        """Of `STEPS` steps, where the cluster's record has a price."""
+        of_hour = None if self.planner is None else self.planner.cluster.price_per_hour
+        return None if of_hour is None or self.device_hours is None else of_hour * self.device_hours
+
+
+def count_up(devices: Sequence[int], planner_of: Callable[[int], Planner]) -> list[Count]:
+    """The best layout for each number of devices, in rising order.
+
+    Raises:
+      ConfigError: no number has any, for this reason.
+    """
+    counts = [_counted(number, planner_of) for number in sorted(set(devices))]
+    if all(count.best is None for count in counts):
+        raise ConfigError("; ".join(f"{count.devices}: {count.why_none}" for count in counts))
+    return counts
+
+
+def _counted(devices: int, planner_of: Callable[[int], Planner]) -> Count:
+    try:
+        planner = planner_of(devices)
+        return Count(devices, planner, planner.search(devices).ranked[0])
+    except (ConfigError, MeshError) as error:
+        return Count(devices, None, None, str(error))
+
+
+# ---------------------------------------------------------------------------- what is shown
+
+
+def columns(counts: Sequence[Count]) -> list[str]:
+    """Of the table: with a price where there is one."""
+    priced = any(count.price is not None for count in counts)
+    return [*COLUMNS, *(["price"] if priced else [])]
+
+
+def table(counts: Sequence[Count]) -> list[list[Any]]:
+    """One line for each number of devices."""
+    return [_line(count)[: len(columns(counts))] for count in counts]
+
+
+def _line(count: Count) -> list[Any]:
+    best, planner = count.best, count.planner
+    if best is None or planner is None:
+        nothing = [None] * (len(SPEED) + 3)
+        return [count.devices, None, count.why_none, *nothing]
+    per_second = best.config.data.batch_size / best.seconds
+    figures = [*speed(best, planner), per_second, count.device_hours, count.price]
+    return [count.devices, best.choice.words, "", *figures]
+
+
+def conclusion(counts: Sequence[Count]) -> str:
+    """One line: the cheapest and the fastest, and what more speed costs."""
+    hours = {count.devices: count.device_hours for count in counts if count.device_hours}
+    cheapest = min(hours, key=lambda devices: hours[devices])
+    fastest = min(hours, key=lambda devices: hours[devices] / devices)
+    if fastest == cheapest:
+        return f"{cheapest} devices are the cheapest and the fastest"
+    more = hours[fastest] / hours[cheapest]
+    return (
+        f"{cheapest} devices are the cheapest; {fastest} are {fastest / cheapest / more:.2f} times as fast for "
+        f"{100 * (more - 1):.0f} % more device hours"
+    )
+
+
+def show(title: str, counts: Sequence[Count]) -> None:
+    """The table, and what follows."""
+    print_table(title, columns(counts), table(counts), left_aligned=3)
+    print(f"device h: of {STEPS} steps. {conclusion(counts)}")
+
+
+def records(counts: Sequence[Count]) -> dict[str, Any]:
+    """For JSON."""
+    return {"counts": [_record(count) for count in counts], "conclusion": conclusion(counts)}
+
+
+def _record(count: Count) -> dict[str, Any]:
+    if count.best is None or count.planner is None:
+        return {"devices": count.devices, "why_not": count.why_none}
+    layout = record(count.best, count.best, count.planner)
+    cost = {"device_hours": count.device_hours, "price": count.price}
+    return {"devices": count.devices} | cost | layout
+
+
+# ---------------------------------------------------------------------------- the picture
+
+
+def write(title: str, counts: Sequence[Count], folder: Path) -> str:
+    """Write counts.png and counts.html; returns the line that says so."""
+    body = html_table(columns(counts), table(counts), left_aligned=3)
+    page = Page(
+        title=title,
+        heading="Numbers of devices",
+        introduction=f"<p>{html.escape(title)}. {html.escape(conclusion(counts))}.</p>",
+        picture="Seconds of a step and device hours of a thousand steps over numbers of devices",
+        body=body,
+    )
+    return write_picture(folder, NAME, draw(title, counts), page)
+
+
+def draw(title: str, counts: Sequence[Count]) -> Figure:
+    """Seconds of a step with their interval to the left, device hours to the right."""
+    figure = new_figure(HEIGHT, head=0.6, wspace=0.06)
+    seconds, hours = figure.subplots(1, 2)
+    found = [
+        (count.devices, count.best, interval(count.best, count.planner), count.device_hours)
+        for count in counts
+        if count.best is not None and count.planner is not None
+    ]
+    numbers = [devices for devices, *_ in found]
+    seconds.plot(numbers, [best.seconds for _, best, *_ in found], marker="o", color=COLOUR)
+    low, high = zip(*(between for *_, between, _ in found), strict=True)
+    seconds.fill_between(numbers, low, high, color=COLOUR, alpha=0.15, linewidth=0)
+    hours.plot(numbers, [of_steps for *_, of_steps in found], marker="o", color=COLOUR)
+    _finish(seconds, numbers, "seconds of a step, and the interval of a time without calibration")
+    _finish(hours, numbers, f"device hours of {STEPS} steps")
+    at = 1 - 0.14 / HEIGHT
+    figure.text(0.008, at, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    return figure
+
+
+def _finish(axes: Axes, numbers: Sequence[int], title: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_title(title, fontsize=11, color=INK, loc="left")
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)

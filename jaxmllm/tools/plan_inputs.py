@@ -1,0 +1,125 @@
+"""What is planned: a config with what it leaves open, on devices of a cluster, and its lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmllm.balance.costs.calibration import load_calibration
+from jaxmllm.balance.records import Mode
+from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.search.cluster_mesh import cluster_mesh, with_nodes
+from jaxmllm.cluster.search.layouts import LengthsOf
+from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
+from jaxmllm.cluster.search.sieves import Planner
+from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.models.mllm import build_model
+from jaxmllm.setup.prepare import vocabulary
+from jaxmllm.setup.sizing import model_flops
+from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
+from sharding.mesh import mesh_shape
+
+
+def make_planner(
+    config: Config,
+    cluster: Cluster,
+    devices: int,
+    seed: int | None,
+    steps: Sequence[int] | None = None,
+) -> Planner:
+    """A planner on a config's data, or (with a seed) on generated lengths.
+
+    Args:
+      steps: numbers of the batches of the data that are planned; none: the first few.
+
+    Raises:
+      ConfigError: the config cannot be planned.
+    """
+    if config.pipeline.stages > 1:
+        raise ConfigError(
+            f"pipeline.stages ({config.pipeline.stages}): layouts with stages are not searched; set pipeline.stages=1"
+        )
+    if config.model.generators:
+        raise ConfigError(
+            "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
+            "room for what it adds"
+        )
+    config = with_nodes(config, cluster, devices)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    sizes = dict.fromkeys(AXES, 1) | {"data": devices}
+    mesh = cluster_mesh(config, sizes, cluster)
+    open_config = config.model_copy(update={"components": _without_layouts(config)})
+    model = build_model(config.model, vocabulary(config, tokenizer), open_config.components, mesh)
+    if not model.trainable.components:
+        raise ConfigError(
+            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
+        )
+    device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
+    lengths: LengthsOf = (
+        DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)))
+        if seed is None
+        else MadeUpLengths(seed)
+    )
+    planner = Planner(config, model, device, lengths)
+    _check_calibration(planner, devices)
+    return planner
+
+
+def _without_layouts(config: Config) -> Any:
+    """Components as the mesh of data alone, on which shapes are made, can lay them out."""
+    towers = {
+        name: getattr(config.components, name).model_copy(update={"layout": {}})
+        for name in config.model.phases
+    }
+    return config.components.model_copy(update=towers)
+
+
+def _dtype(config: Config) -> str:
+    """Of the decoder's products."""
+    return str(config.components.language.compute_dtype)
+
+
+def _check_calibration(planner: Planner, devices: int) -> None:
+    """Raise `ConfigError` for a calibration that was made of something else."""
+    path = planner.config.balance.calibration
+    if path is None:
+        return
+    flops = model_flops(planner.config, planner.model)
+    calibration = load_calibration(path, flops)
+    kind = planner.cluster.device_kind or None
+    differences = calibration.differences(kind, flops)
+    measured = math.prod(calibration.mesh.values())
+    if measured != devices:
+        differences.append(f"was measured on {measured} devices, but there are {devices}")
+    if differences:
+        raise ConfigError(
+            f"balance.calibration: {path} {' and '.join(differences)}; calibrate there, or set balance.calibration=null"
+        )
+
+
+def notes(planner: Planner) -> list[str]:
+    """What of the batches the user should know."""
+    empty = [phase for phase, load in planner.loads.items() if not load.slots]
+    return [
+        f"no {phase} items in the sampled batches: its rows are as small as they may be; sample data that have some, "
+        f"or leave model.{phase} out"
+        for phase in empty
+    ]
+
+
+def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice]:
+    """The config with nothing left open but rows, and its mesh.
+
+    Raises:
+      MeshError: it has another number of devices.
+    """
+    sizes = config.mesh.model_dump()
+    tree = config_tree(config)
+    tree["mesh"] = dict(zip(sizes, mesh_shape(sizes, devices), strict=True))
+    tree["balance"]["mode"] = mode
+    settled = parse_config(tree, "--simulate")
+    return settled, MeshChoice(**tree["mesh"])
