@@ -1,6 +1,7 @@
 """What the planner predicts, beside what was measured.
 
     python -m benchmarks.planner --json planner.json               published runs and batches, a minute
+    python -m benchmarks.planner --kinds configuration             stages of components, seconds
     python -m benchmarks.planner --kinds measured                  eight CPU devices of this machine, ten minutes
     python -m benchmarks.planner --kinds scale                     84B searched on 2,560 and 512 devices, minutes
     python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
@@ -25,6 +26,7 @@ Other kinds stand in files of their own, which say how they are made:
     kind bmin              how large batches must be (planner_batches.py): `loads`, `samples`, `splits` that 59 batches
                            ask for, `settled`, `worst_regret`, `enough` (the first from which on regret stays small),
                            `bad_splits` (time of splits of 8 devices over the best one's)
+    kind configuration     stages of components (planner_configuration.py): `method`, `time` over the best method's
     kind measured          a step of `setting` here (planner_measured.py): `predicted_s`, `measured_s` (seconds of all
                            cores), `spread` (between quartiles, as a share), `wall_s`, `calibrates`
     kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`, `considered`,
@@ -48,6 +50,7 @@ import numpy as np
 from benchmarks import (
     planner_ahead,
     planner_batches,
+    planner_configuration,
     planner_measured,
     planner_search,
     planner_simulated,
@@ -79,6 +82,9 @@ OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]
         options.seed, compiled=planner_ahead.stored(options.compiled)
     ),
     planner_batches.BMIN: lambda options: planner_batches.batch_rows(options.seed, options.data),
+    planner_configuration.CONFIGURATION: lambda options: planner_configuration.configuration_rows(
+        options.seed
+    ),
     planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
     planner_search.SCALE: lambda options: planner_search.scale_rows(options.seed),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),

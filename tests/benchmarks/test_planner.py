@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     planner,
     planner_batches,
+    planner_configuration,
     planner_measured,
     planner_search,
     planner_simulated,
@@ -233,3 +234,21 @@ def test_a_search_at_scale_is_told_with_what_it_took(tmp_path, monkeypatch):
     (row,) = planner_search.scale_rows(0, devices=[2])
     assert row["same"] and row["cpu_seconds"] > 0 and row["peak_rss"] > 1 << 20
     assert row["considered"] >= row["planned"] + sum(row["rejected"].values()) > 0
+
+
+def test_stages_by_cost_are_never_slower(monkeypatch):
+    monkeypatch.setattr(planner_configuration, "BATCHED", 256)
+    monkeypatch.setattr(planner_configuration, "STAGES", (4, 16))
+    monkeypatch.setattr(
+        planner_configuration, "PROFILES", {"8B": planner_configuration.PROFILES["8B"]}
+    )
+    rows = planner_configuration.configuration_rows(0)
+    assert len(rows) == 2 * 3 * 3 * len(planner_configuration.METHODS)
+    times = {
+        method: [row["time"] for row in rows if row["method"] == method]
+        for method in planner_configuration.METHODS
+    }
+    # The slowest stage decides; of equally slow ones, others may have a shorter way through
+    assert max(times["cost"]) < 1.001
+    assert max(times["parameters"]) > 1.2 and max(times["rounding"]) > 1.2
+    assert all(sum(row["split"].values()) == row["stages"] for row in rows)
