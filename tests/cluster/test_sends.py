@@ -12,6 +12,7 @@ from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh
 from tests.cluster.programs import tiny, tiny_lengths
+from tests.support import EXHAUSTIVE
 
 CLOSE = 0.02
 SMALL = 1000  # bytes: sums of single numbers
@@ -47,9 +48,9 @@ def test_replicas_add_their_gradients_once():
     ("mesh", "remat"),
     [
         ({"data": 2, "fsdp": 4}, "full"),
-        ({"data": 2, "fsdp": 4}, "dots"),
+        pytest.param({"data": 2, "fsdp": 4}, "dots", marks=EXHAUSTIVE),
         ({"data": 4, "context": 2}, "none"),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, "full"),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, "full", marks=EXHAUSTIVE),
         ({"data": 2, "fsdp": 2, "tensor": 2}, "none"),
     ],
     ids=str,

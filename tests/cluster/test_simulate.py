@@ -18,6 +18,7 @@ from jaxmllm.cluster.held import resident
 from jaxmllm.cluster.simulate import simulate
 from jaxmllm.setup.sizing import resolved_shapes
 from tests.cluster.programs import tiny_lengths
+from tests.support import EXHAUSTIVE
 
 DEVICE = Device(CLUSTERS["h100"], 0.8)
 
@@ -147,7 +148,14 @@ def test_an_exchange_takes_what_its_hops_send(sharded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [("vision",), ("language",), ("vision", "language")])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(("vision",), marks=EXHAUSTIVE),
+        ("language",),
+        pytest.param(("vision", "language"), marks=EXHAUSTIVE),
+    ],
+)
 def test_freezing_never_costs_time_or_bytes(sharded, frozen):
     less = Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen)
     assert less.on(DEVICE).seconds <= sharded.on(DEVICE).seconds

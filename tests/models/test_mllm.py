@@ -19,6 +19,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import MeshError, make_mesh
+from tests.support import EXHAUSTIVE
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 VOCABULARY, SLOTS, BLOCK = 40, 64, 32
@@ -94,7 +95,7 @@ def test_frozen_components_are_not_trainable():
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param("dots", marks=pytest.mark.slow),
+        pytest.param("dots", marks=EXHAUSTIVE),
         "full",
         pytest.param(("mlp",), marks=pytest.mark.slow),
     ],

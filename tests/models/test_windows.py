@@ -10,6 +10,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import make_mesh
+from tests.support import EXHAUSTIVE
 
 BLOCK, SLOTS, VOCABULARY, WINDOW = 8, 64, 40, 6
 SPANS = [(0, 0, 30), (0, 30, 33), (0, 33, 62), (1, 0, 64)]  # row, start, stop
@@ -96,7 +97,7 @@ def dense(p, config, tokens, positions, groups):
 
 @pytest.mark.parametrize(
     "full_layers",
-    [pytest.param((), marks=pytest.mark.slow), (1,), pytest.param((0, 2), marks=pytest.mark.slow)],
+    [pytest.param((), marks=EXHAUSTIVE), (1,), pytest.param((0, 2), marks=pytest.mark.slow)],
 )
 def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
     config = DECODER.model_copy(update={"full_layers": full_layers})

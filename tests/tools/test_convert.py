@@ -14,10 +14,17 @@ import pytest
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
+from tests.support import EXHAUSTIVE
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
-QUICK = "qwen3"
+# One of each kind of rotary positions, windows and biases; the others are exhaustive
+MARKS = {
+    "qwen3": (),
+    "mistral": pytest.mark.slow,
+    "llama-biased": pytest.mark.slow,
+    "qwen2-windows": pytest.mark.slow,
+}
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
 
@@ -53,7 +60,7 @@ def test_a_folder_through_a_checkpoint_is_what_it_was(tmp_path, capsys):
 
 
 def test_inputs_that_are_none(tmp_path, capsys):
-    folder = GOLDENS / QUICK
+    folder = GOLDENS / "qwen3"
     for arrays, words in (
         ({"pixel_values": np.zeros(3)}, "holds pixel_values; it must hold input_ids"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
@@ -86,7 +93,7 @@ def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == QUICK else pytest.mark.slow, id=name)
+        pytest.param(name, marks=MARKS.get(name, EXHAUSTIVE), id=name)
         for name in NAMES
         if name != BY_COMMAND
     ],
@@ -146,6 +153,7 @@ STRICT = """
 import sys
 import numpy as np, torch
 from transformers import AutoModelForCausalLM
+from tests.support import EXHAUSTIVE
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 assert not any(keys for name, keys in info.items() if name.endswith("keys")), info
 inputs = {name: torch.tensor(array) for name, array in np.load(sys.argv[2]).items()}

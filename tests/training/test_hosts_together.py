@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from jaxmllm.runtime.signals import SAME_REQUEST_SECONDS
-from tests.support import tiny_config, train_command
+from tests.support import EXHAUSTIVE, tiny_config, train_command
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +149,11 @@ def start(data, tmp_path):
 
 @pytest.mark.parametrize(
     ("processes", "workers", "number"),
-    [(1, 1, signal.SIGINT), (2, 1, signal.SIGTERM), (2, 0, signal.SIGINT)],
+    [
+        (1, 1, signal.SIGINT),
+        (2, 1, signal.SIGTERM),
+        pytest.param(2, 0, signal.SIGINT, marks=EXHAUSTIVE),
+    ],
 )
 def test_a_signal_in_a_step_saves_and_a_resumed_run_stops_again(start, processes, workers, number):
     group = start(processes, f"data.workers={workers}")
@@ -163,7 +167,7 @@ def test_a_signal_in_a_step_saves_and_a_resumed_run_stops_again(start, processes
         assert again.assert_saved() > 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=EXHAUSTIVE), 2])
 def test_a_signal_before_the_first_step_is_one_line(start, processes):
     group = start(processes)
     # JAX has its threads once it has devices; indexing and compiling, which come next, take seconds.
@@ -183,7 +187,7 @@ def threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=EXHAUSTIVE), 2])
 def test_signals_while_checkpoints_are_written_and_evaluations_run(start, processes):
     group = start(processes, checkpoint={"every": 1}, evaluation={"every": 1})
     group.wait_for_step(2)
@@ -233,7 +237,7 @@ def error_lines(log: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("victim", "number", "said"),
     [
-        (1, signal.SIGKILL, "was killed or crashed"),
+        pytest.param(1, signal.SIGKILL, "was killed or crashed", marks=EXHAUSTIVE),
         (0, signal.SIGKILL, "was killed or crashed"),
         (1, signal.SIGSTOP, "has given no sign of life for 20 s"),
     ],
@@ -250,7 +254,7 @@ def test_a_process_that_dies_or_stops_ends_the_other(start, victim, number, said
     )
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=EXHAUSTIVE), 1])
 def test_a_process_that_never_starts_is_named(start, absent):
     group = start(2, distributed={"start_timeout": 5}, without=absent)
     assert group.codes() == [1], group.output()

@@ -102,9 +102,7 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
     *slow_cases(
         SLOW_MESHES,
         {
-            "data4-fsdp2",
             "fsdp2-context2-tensor2",
-            "data4-tensor2-encoders-over-tensor",
             "data2-context4-encoders-over-context",
         },
     ),
@@ -206,7 +204,7 @@ def media_are_cut(step):
         pytest.param(*SPANS["data2"], id="data2"),
         *slow_cases(
             {name: case for name, case in SPANS.items() if name != "data2"},
-            {"data2-fsdp4", "encoders-over-context", "only-encoders"},
+            {"data2-fsdp4", "encoders-over-context"},
         ),
     ],
 )

@@ -29,7 +29,7 @@ from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
 from jaxmllm.training.report import TrainingError
-from tests.support import assert_close, scaled, tiny_config, without_targets
+from tests.support import EXHAUSTIVE, assert_close, scaled, tiny_config, without_targets
 
 KINDS = {"picture", "sound", "both", "text"}
 PHASES = ("vision", "audio", "language")
@@ -444,7 +444,11 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
 
 @pytest.mark.parametrize(
     "ranks, apart",
-    [(1, False), *(pytest.param(2, apart, marks=pytest.mark.slow) for apart in (False, True))],
+    [
+        (1, False),
+        pytest.param(2, False, marks=EXHAUSTIVE),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks, apart):
     """`apart`: the picture is encoded on another rank than that of its text."""

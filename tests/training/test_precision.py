@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.phases import LANGUAGE
-from tests.support import Setup, assemble
+from tests.support import EXHAUSTIVE, Setup, assemble
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
@@ -26,7 +26,7 @@ LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
     "param_dtype, devices, mesh",
     [
         pytest.param("float32", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="fsdp-tensor"),
-        pytest.param("float32", 1, {"data": 1}, id="one"),
+        pytest.param("float32", 1, {"data": 1}, id="one", marks=EXHAUSTIVE),
         pytest.param("bfloat16", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="bfloat16-params"),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", ("attention",)])
+@pytest.mark.parametrize("remat", [pytest.param("full", marks=EXHAUSTIVE), ("attention",)])
 def test_a_language_row_of_several_ranks_computed_again(remat):
     test_a_language_row_of_several_ranks("fsdp2", remat=remat)
 
@@ -268,7 +268,7 @@ def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
     "phase, mesh, settings",
     [
         ("vision", "fsdp2", {"layout": WIDE_ENCODERS}),
-        pytest.param("audio", "context2", {}, marks=pytest.mark.slow),
+        pytest.param("audio", "context2", {}, marks=EXHAUSTIVE),
         pytest.param("vision", "context2", {"remat": "full"}, marks=EXHAUSTIVE),
         pytest.param("vision", "fsdp2", {"freeze": True}, marks=EXHAUSTIVE),
         pytest.param("audio", "fsdp8", {"freeze": True}, marks=pytest.mark.slow),

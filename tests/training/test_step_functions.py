@@ -22,6 +22,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.mesh import make_mesh
+from tests.support import EXHAUSTIVE
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 RANKS, SLOTS, BLOCK, VOCABULARY, SOURCES = 4, 64, 32, 30, 2
@@ -236,7 +237,15 @@ def in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "remat", ["full", "dots", ("attention",), ("projections",), ("mlp",), EVERYTHING]
+    "remat",
+    [
+        "full",
+        ("attention",),
+        *(
+            pytest.param(one, marks=EXHAUSTIVE)
+            for one in ("dots", ("projections",), ("mlp",), EVERYTHING)
+        ),
+    ],
 )
 def test_what_is_computed_again_changes_no_gradient(in_float32, remat):
     gradients, nothing_again = in_float32

@@ -15,6 +15,7 @@ from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.tools.plan_inputs import make_planner
+from tests.support import EXHAUSTIVE
 
 H100 = CLUSTERS["h100"]
 
@@ -96,7 +97,7 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=EXHAUSTIVE)])
 def test_the_fastest_plan_is_that_of_all_layouts(devices):
     made = planner(devices)
     found = made.search(devices)

@@ -263,10 +263,10 @@ def keeping(remat: str, vision: int, audio: int, **phases):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        pytest.param(MESHES[0], keeping("full", 1, 9), marks=pytest.mark.slow),
-        pytest.param(MESHES[1], keeping("none", 1, 1), marks=pytest.mark.slow),
+        pytest.param(MESHES[0], keeping("full", 1, 9), marks=EXHAUSTIVE),
+        pytest.param(MESHES[1], keeping("none", 1, 1), marks=EXHAUSTIVE),
         pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
-        pytest.param(MESHES[1], keeping("full", 1, 2), marks=pytest.mark.slow),
+        pytest.param(MESHES[1], keeping("full", 1, 2), marks=EXHAUSTIVE),
         pytest.param(MESHES[2], keeping("none", 1, 1), marks=pytest.mark.slow),
         pytest.param(
             {"data": 4},

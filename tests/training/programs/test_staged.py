@@ -29,7 +29,7 @@ from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.table_file import load_tables
 from tests.sharding.pipeline.schedules.toy import TOY
-from tests.support import Result, assert_close, assert_same, slow_cases, tiny_config
+from tests.support import EXHAUSTIVE, Result, assert_close, assert_same, slow_cases, tiny_config
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
@@ -97,7 +97,7 @@ def test_batches_of_one_kind(piped, alone, kind, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("split_backward", [pytest.param(False, marks=EXHAUSTIVE), True])
 def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
     """Some of every kind: biases of a tower, a head and MLPs; the checkpoint holds optimizer states of these alone."""
     patterns = {
@@ -295,7 +295,7 @@ CASES = {  # devices, mesh, pipeline
 
 @pytest.mark.parametrize(
     "devices, mesh, pipeline",
-    slow_cases(CASES, {"stages4-split", "stages2-data2-tensor2", "stages2-fsdp2-interleaved"}),
+    slow_cases(CASES, {"stages4-split", "stages2-data2-tensor2"}),
 )
 def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline):
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **DEEP), devices)
@@ -308,7 +308,15 @@ PROJECTORS = {"projector.vision", "projector.audio"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trained", [PROJECTORS, PROJECTORS | {"language"}, {"language"}, {"vision", "projector.audio"}]
+    "trained",
+    [
+        PROJECTORS,
+        *(
+            pytest.param(part, marks=EXHAUSTIVE)
+            for part in (PROJECTORS | {"language"}, {"language"})
+        ),
+        {"vision", "projector.audio"},
+    ],
 )
 @pytest.mark.parametrize(
     "layout", ["segments", pytest.param("chain", marks=pytest.mark.exhaustive)]
