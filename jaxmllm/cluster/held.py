@@ -19,7 +19,7 @@ class Resident:
     """Bytes of one device between the programs of a step, by what they are."""
 
     parameters: int
-    optimizer: int  # moments, and counts of updates
+    optimizer: int  # moments, counts of updates, and running averages
     gradients: int  # in which microbatches add up, of one replica
     pools: int  # of encoder outputs, one of each kind
     pool_gradients: int

@@ -250,10 +250,15 @@ class ComponentConfig(Section):
         attention     its output and logsumexp, so that it runs once; not what it reads
         projections   the products that make queries, keys, values and its output
         mlp           the products before its activation
+
+    With `ema`, a running average of what is trained is kept beside it, in at least float32: after each
+    update it moves towards the parameters by 1 - `ema` of the difference, in the first updates by more
+    (training/averages.py). Evaluations and `jaxmllm draw` use it.
     """
 
     freeze: bool = False
     train: tuple[str, ...] = ("*",)
+    ema: float | None = Field(None, gt=0.0, lt=1.0)
     learning_rate_scale: float = Field(1.0, ge=0.0)
     compute_dtype: DType = "float32"
     # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
@@ -283,6 +288,11 @@ class ComponentConfig(Section):
         if self.freeze and self.train != ("*",):
             raise ValueError(
                 f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out"
+            )
+        if self.freeze and self.ema is not None:
+            raise ValueError(
+                f"ema ({self.ema:g}): the component is frozen, so that its average is what it is; set freeze: false, "
+                "or leave ema out"
             )
         return self
 

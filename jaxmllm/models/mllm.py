@@ -111,6 +111,12 @@ class MLLM:
         media = (*self.config.encoders, *self.config.generators)
         return frozenset(phase for phase in media if self.layout(phase).parts > 1)
 
+    @property
+    def ema(self) -> dict[str, float]:
+        """By component whose trained parameters are averaged: how much of the average an update keeps."""
+        settings = {name: part.settings for name, part in self.components.items()}
+        return {name: of.ema for name, of in sorted(settings.items()) if of.ema is not None}
+
     def layout(self, phase: str) -> Layout:
         return self.components[phase].layout
 

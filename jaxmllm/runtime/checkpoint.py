@@ -38,7 +38,7 @@ from jaxmllm.runtime.checkpoint_files import (
     saved_specs,
     write_small_arrays_whole,
 )
-from jaxmllm.runtime.checkpoint_fit import with_trained_components
+from jaxmllm.runtime.checkpoint_fit import BY_COMPONENT, with_trained_components
 
 DRAFT = "orbax-checkpoint-tmp"  # in the name of a folder that is being written
 DELETED = ".deleted"  # end of the name of a folder that is being deleted
@@ -86,7 +86,9 @@ class Checkpoints:
         with self._explained():
             if _is_main():
                 self._sweep()
-            self._writer.save(self.directory / str(step), args=SealedSave(state))
+            # A state without averages is written as states were before there were any
+            fields = {name: value for name, value in _fields(state).items() if value is not None}
+            self._writer.save(self.directory / str(step), args=SealedSave(fields))
         return True
 
     def restore(
@@ -95,8 +97,8 @@ class Checkpoints:
         """Read checkpoint `step` (default: the latest) into the structure of `abstract_state`.
 
         Its leaves are `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have, or
-        arrays. Where the optimizer holds other components than when the checkpoint was written,
-        those that are new begin at zero, and the others' states are left out. Raises `DamagedError`
+        arrays. Where optimizer or averages hold other components than when the checkpoint was written,
+        those that are new begin at zero or at the parameters, and the others' are left out. Raises `DamagedError`
         if its files are not what was written, and `CheckpointError` if there is no such checkpoint
         or if paths, shapes or dtypes differ from those saved.
         """
@@ -113,16 +115,19 @@ class Checkpoints:
         check_files(location)
         fields = _fields(abstract_state)
         target, fresh, unused = with_trained_components(fields, saved_specs(location), location)
-        if fresh:
-            say(f"optimizer state of {', '.join(fresh)}: begins at zero from step {step}")
-        if unused:
-            say(
-                f"optimizer state of {', '.join(unused)}: dropped from step {step}, the components are frozen"
-            )
         state = read_arrays(location, target)
-        if fresh:
-            begun = _zeros({name: fields["optimizer"][name] for name in fresh})
-            state["optimizer"] = dict(sorted((state.get("optimizer", {}) | begun).items()))
+        for field, words in BY_COMPONENT.items():
+            if names := fresh.get(field):
+                say(f"{words.what} of {', '.join(names)}: begins {words.begins} from step {step}")
+                abstract = {name: fields[field][name] for name in names}
+                begun = _zeros(abstract)
+                if field == "averages":
+                    begun = begun_averages(state["params"], abstract)
+                state[field] = dict(sorted((state.get(field, {}) | begun).items()))
+            if names := unused.get(field):
+                say(
+                    f"{words.what} of {', '.join(names)}: dropped from step {step}, {words.dropped}"
+                )
         return state if isinstance(abstract_state, dict) else type(abstract_state)(**state)
 
     def restore_latest(
@@ -256,6 +261,18 @@ def check_space(directory: Path, needed: int) -> None:
             f"{directory} has {free / 2**30:.2f} GiB free, but a checkpoint of this model takes {needed / 2**30:.2f} "
             "GiB: make room, or set run.directory to a larger disk"
         )
+
+
+def begun_averages(params: Any, abstract: Any) -> Any:
+    """Running averages that begin at the parameters: copies of those that `abstract` has the shapes of."""
+
+    def part(params: Any, like: Any) -> Any:
+        if isinstance(like, dict):
+            return {name: part(params[name], inside) for name, inside in like.items()}
+        return jnp.copy(params).astype(like.dtype)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda params: part(params, abstract), out_shardings=shardings)(params)
 
 
 def _zeros(abstract: Any) -> Any:

@@ -1,42 +1,63 @@
-"""Does a checkpoint fit the model? Differences by array, and what of an optimizer's state can be taken over."""
+"""Does a checkpoint fit the model? Differences by array, and what of optimizer states and averages can be taken
+over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmllm.runtime.checkpoint_files import ArrayPath, ArraySpec, CheckpointError, array_specs
 
 SHOWN = 5  # differences listed in an error before "and n more"
 
 
+class Changing(NamedTuple):
+    """What a field of a state holds of components that may come and go, in words."""
+
+    what: str
+    begins: str
+    dropped: str
+
+
+# Fields of a state, by name
+BY_COMPONENT = {
+    "optimizer": Changing("optimizer state", "at zero", "the components are frozen"),
+    "averages": Changing("running average", "at the parameters", "the components have no ema"),
+}
+Components = dict[str, list[str]]  # by field of `BY_COMPONENT`
+
+
 def with_trained_components(
     fields: dict[str, Any], saved: Mapping[ArrayPath, ArraySpec], location: Path
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(what to read of a checkpoint, components whose optimizer state is not in it, those it has besides)."""
-    optimizer = fields.get("optimizer")
-    if not isinstance(optimizer, dict):
-        optimizer = {}
-    there = (
-        {path[1] for path in saved if path[0] == "optimizer" and len(path) > 1}
-        if optimizer
-        else set()
-    )
-    fresh = sorted(optimizer.keys() - there)
-    unused = sorted(there - optimizer.keys())
-    left_out = {("optimizer", name) for name in (*fresh, *unused)}
+) -> tuple[dict[str, Any], Components, Components]:
+    """(what to read of a checkpoint, by field the components that are not in it, those it has besides)."""
+    fresh: Components = {}
+    unused: Components = {}
+    target = {name: value for name, value in fields.items() if value is not None}
+    for field in BY_COMPONENT.keys() & fields.keys():
+        wanted = {} if fields[field] is None else fields[field]
+        if not isinstance(wanted, dict):
+            continue
+        there = {path[1] for path in saved if path[0] == field and len(path) > 1}
+        fresh[field] = sorted(wanted.keys() - there)
+        unused[field] = sorted(there - wanted.keys())
+        target[field] = {name: wanted[name] for name in wanted if name in there}
+        if not target[field]:
+            del target[field]
+    left_out = {
+        (field, name)
+        for of_field in (fresh, unused)
+        for field, names in of_field.items()
+        for name in names
+    }
 
     def comparable(specs: Mapping[ArrayPath, ArraySpec]) -> dict[ArrayPath, ArraySpec]:
         return {path: spec for path, spec in specs.items() if path[:2] not in left_out}
 
     if unequal := list(differences(comparable(saved), comparable(array_specs(fields)))):
         raise CheckpointError(_mismatch(location, unequal))
-    if not left_out:
-        return fields, [], []
-    kept = {name: state for name, state in optimizer.items() if name not in fresh}
-    remaining = {name: value for name, value in fields.items() if name != "optimizer"}
-    return remaining | ({"optimizer": kept} if kept else {}), fresh, unused
+    return target, fresh, unused
 
 
 def differences(

@@ -50,6 +50,7 @@ CHANGEABLE_KEYS = (
     "data.batch_size",
     "data.sources.*.weight",
     "components.*.freeze",
+    "components.*.ema",
     "components.*.learning_rate_scale",
     "optimizer",
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -35,6 +36,7 @@ from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
 from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.training.averages import first_averages
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.process_messages import WarningLog
 from jaxmllm.training.programs.base import Programs
@@ -198,7 +200,8 @@ def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
     of compiling."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
-    check_space(Path(config.run.directory), state_bytes((params, [trained] * MOMENTS)))
+    averages = jax.eval_shape(partial(first_averages, ema=model.ema), trained)
+    check_space(Path(config.run.directory), state_bytes((params, [trained] * MOMENTS, averages)))
 
 
 def _peak_flops(config: Config) -> float | None:

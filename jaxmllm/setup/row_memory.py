@@ -99,11 +99,13 @@ def _memory(model: MLLM) -> int:
 
 
 def state_bytes(config: Config, model: MLLM) -> int:
-    """Parameters, gradients and moments of the largest share that a device holds."""
+    """Parameters, gradients, moments and averages of the largest share that a device holds."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
     moments = MOMENTS * _device_bytes(config, trained)
-    return _device_bytes(config, params) + moments + _gradient_bytes(config, model, trained)
+    averages = _device_bytes(config, {name: trained[name] for name in model.ema}, least=4)
+    gradients = _gradient_bytes(config, model, trained)
+    return _device_bytes(config, params) + moments + averages + gradients
 
 
 def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:

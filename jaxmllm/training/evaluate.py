@@ -9,6 +9,7 @@
     eval/failed_media                               media items of this evaluation that did not decode
     eval/drawn_loss, eval/drawn_by_source/<source>  of models that draw: over the patches of generated items
     eval/masked_patches                             patches left out: their item did not decode, or what it is made from
+    eval/averaged                                   components whose averages were evaluated, where there are any
 
 An answer matches exactly when every one of its tokens is the argmax given the true tokens before
 it. That is the same as greedy decoding writing the answer, so one forward pass measures it.
@@ -128,7 +129,8 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
         )
     drawn = evaluation.get("drawn_loss")
     of_patches = "" if drawn is None else f"  of patches {drawn:.4f}"
-    return f"loss {loss}{of_patches}  exact match: {matches or 'none'}{left_out}"
+    averaged = f"  averaged: {evaluation['averaged']}" if "averaged" in evaluation else ""
+    return f"loss {loss}{of_patches}  exact match: {matches or 'none'}{left_out}{averaged}"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

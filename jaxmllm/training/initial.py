@@ -16,7 +16,7 @@ from jaxmllm.families.folder_config import CONFIG_JSON
 from jaxmllm.families.model_folder import ModelFolder, is_model_folder
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.agreement import agreed_numbers
-from jaxmllm.runtime.checkpoint import saved_steps
+from jaxmllm.runtime.checkpoint import begun_averages, saved_steps
 from jaxmllm.runtime.checkpoint_files import (
     CHECKSUMS_FILE,
     CheckpointError,
@@ -43,7 +43,11 @@ def initial_state(
         return state
     saved = programs.to_saved(state)
     taken = read_parameters(config.model.from_, programs.saved_state.params, say)
-    return programs.from_saved(saved._replace(params=saved.params | taken))
+    saved = saved._replace(params=saved.params | taken)
+    if saved.averages is not None:
+        averages = begun_averages(saved.params, programs.saved_state.averages)
+        saved = saved._replace(averages=averages)
+    return programs.from_saved(saved)
 
 
 def check_source(source: str) -> None:

@@ -152,12 +152,15 @@ class RunReport:
 
         source_of = run.held_out.source_of
         with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as batches:
+            params = run.programs.averaged(state)
             results = evaluate(
-                run.programs, state.params, batches, run.sources, source_of, should_stop, tell
+                run.programs, params, batches, run.sources, source_of, should_stop, tell
             )
         if results is None:
             self.progress.print(f"step {step}: asked to stop, so the evaluation is given up")
             return False
+        if state.averages is not None:
+            results |= {"averaged": ", ".join(state.averages)}
         self._publish()
         self.progress.print(f"step {step}: held-out {evaluation_text(results)}")
         if results["failed_media"] > run.config.data.max_failed_media:

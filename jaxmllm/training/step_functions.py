@@ -32,6 +32,7 @@ from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import join
+from jaxmllm.training.averages import first_averages, moved_averages
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import (
     clip_by_norm,
@@ -57,6 +58,7 @@ class TrainState(NamedTuple):
     skipped: Int[Array, ""]  # updates skipped so far because something was not finite
     skipped_in_row: Int[Array, ""]
     failed_media: Int[Array, ""]  # media items so far whose body could not be decoded
+    averages: Params | None = None  # of trained parameters, by component that has an `ema`, if any
 
 
 class KeptFeatures(NamedTuple):
@@ -328,7 +330,9 @@ class StepFunctions:
         """A state before the first update."""
         trained, _ = self.model.trainable.split(params)
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, init_optimizer(self.optimizer, trained), zero, zero, zero, zero)
+        optimizer = init_optimizer(self.optimizer, trained)
+        averages = first_averages(trained, self.model.ema) if self.model.ema else None
+        return TrainState(params, optimizer, zero, zero, zero, zero, averages)
 
     def update(
         self,
@@ -369,6 +373,9 @@ class StepFunctions:
         optimizer = jax.tree.map(
             lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer
         )
+        averages = state.averages
+        if averages is not None:
+            averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -376,6 +383,7 @@ class StepFunctions:
             state.skipped + ~usable,
             jnp.where(usable, 0, state.skipped_in_row + 1),
             state.failed_media + failed,
+            averages,
         )
         metrics = {
             "loss": loss,

@@ -396,6 +396,10 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
             "components.vision.learning_rate_scale: must be a finite",
         ),
         (
+            "components.vision={freeze: true, ema: 0.9}",
+            "components.vision: ema (0.9): the component is frozen",
+        ),
+        (
             "optimizer.learning_rate='1e5'",
             "optimizer.learning_rate: must be a valid number (got '1e5')",
         ),

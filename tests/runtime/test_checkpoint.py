@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -403,3 +403,32 @@ def test_optimizer_states_begin_at_zero_and_others_stay(
         for name in ended
     ]
     assert lines == told
+
+
+def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> None:
+    """A state without any is written as if there were no such field."""
+
+    class State(NamedTuple):
+        params: Any
+        averages: Any = None
+
+    params = trained_state([], 0)["params"]
+    moved = jax.tree.map(lambda leaf: leaf + 1, params)
+    first = {"a": moved["a"]}
+    cases = [  # saved, what a state with the shapes of the second one is restored to
+        (None, moved, params),
+        (first, moved, first | {"b.c": params["b.c"]}),
+        (moved, None, None),
+    ]
+    lines: list[str] = []
+    for number, (saved, target, expected) in enumerate(cases):
+        with Checkpoints(tmp_path / str(number), keep=1) as checkpoints:
+            checkpoints.save(5, State(params, saved))
+            restored = checkpoints.restore(abstract(State(params, target)), say=lines.append)
+        assert_same(restored, State(params, expected))
+    assert "averages" not in (tmp_path / "0" / "5" / "_METADATA").read_text()
+    assert lines == [
+        "running average of a, b.c: begins at the parameters from step 5",
+        "running average of b.c: begins at the parameters from step 5",
+        "running average of a, b.c: dropped from step 5, the components have no ema",
+    ]

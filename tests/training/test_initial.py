@@ -3,8 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -15,9 +17,10 @@ from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.build import build_run
 from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.training.initial import read_parameters
+from jaxmllm.training.initial import initial_state, read_parameters
 from jaxmllm.training.loop import train
 from jaxmllm.training.run_folder import check_folder
+from jaxmllm.training.step_functions import TrainState
 from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
@@ -58,6 +61,24 @@ def test_parameters_are_read_on_any_mesh(source, by_example, which):
     assert line.startswith("model.from: audio, language, projector.audio, ") and line.endswith(
         "checkpoints/4"
     )
+
+
+def test_averages_begin_at_the_parameters_that_are_taken(source, by_example):
+    folder, expected = source
+    config = parse_config(by_example(model__from=str(folder)))
+    model = inputs_of(by_example(components__language__ema=0.9), {"data": 8}).model
+    drawn, zero = model.init(9, "float32"), jnp.zeros((), jnp.int32)
+    state = TrainState(drawn, {}, zero, zero, zero, zero, {"language": drawn["language"]})
+    programs = SimpleNamespace(
+        init=lambda seed: state,
+        saved_state=state._replace(params=model.abstract("float32")),
+        to_saved=lambda state: state,
+        from_saved=lambda state: state,
+    )
+    begun = initial_state(config, programs, lambda line: None)
+    assert begun.averages.keys() == {"language"}
+    for tree in (begun.params["language"], begun.averages["language"]):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), expected["language"])
 
 
 def test_missing_and_extra_components_are_named(source, by_example, tmp_path):

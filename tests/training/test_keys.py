@@ -247,6 +247,11 @@ def scales(config: Config, _: Scene) -> Any:
     }
 
 
+def averaged(config: Config, _: Scene) -> Any:
+    """Whose parameters are averaged, and how."""
+    return model(config).ema
+
+
 def rates(config: Config, _: Scene) -> Any:
     rate = functools.partial(learning_rate, config.optimizer, config.decay_steps)
     return jax.vmap(rate)(jnp.arange(config.run.steps)).tolist()
@@ -348,7 +353,7 @@ def mesh(config: Config, _: Scene) -> Any:
 # ---------------------------------------------------------------------------- every key
 
 
-QUICK = (decoder_weights, trained, scales, rates, updates, lengths, limits, mesh, draws)
+QUICK = (decoder_weights, trained, scales, averaged, rates, updates, lengths, limits, mesh, draws)
 
 
 @dataclass(frozen=True)
@@ -424,6 +429,7 @@ def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[st
     found = effects(section, trained, given, freeze="true", train=part) | effects(
         section, scales, given, learning_rate_scale="0.5"
     )
+    found |= effects(section, averaged, given, ema="0.99")
     found |= effects(section, weights, given, layout="{mlp: [], heads: []}")
     narrow = (*given, f"{section}.compute_dtype=bfloat16")
     found |= effects(section, reductions, narrow, reduce_dtype="compute")

@@ -66,6 +66,8 @@ def history(data, tmp_path_factory):
         run={"directory": "unset", "steps": STEPS},
         checkpoint={"every": 3},
         logging__examples=True,
+        components__language__ema=0.8,
+        components__projector__vision__ema=0.99,
     )
     config.write_text(yaml.safe_dump(tree))
     random = np.random.default_rng()  # any step will do: no test may depend on which
@@ -115,6 +117,7 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert by_source == [{k for k in record if k.startswith("loss/")} for record in actual]
     summaries = [json.loads((base / each / "summary.json").read_text()) for each in ("whole", name)]
     assert [summary["steps"] for summary in summaries] == [STEPS, STEPS]
+    assert [each["eval"]["averaged"] for each in summaries] == ["language, projector.vision"] * 2
     assert summaries[1]["eval"]["loss"] == pytest.approx(
         summaries[0]["eval"]["loss"], rel=tolerance
     )

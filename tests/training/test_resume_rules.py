@@ -68,6 +68,7 @@ def test_what_may_change_without_a_word(change: dict[str, Any]) -> None:
         ({"optimizer__weight_decay": 0.1}, "optimizer.weight_decay 0.0 -> 0.1"),
         ({"optimizer__beta2": 0.99}, "optimizer.beta2 0.95 -> 0.99"),
         ({"optimizer__clip_norm": None}, "optimizer.clip_norm 1.0 -> None"),
+        ({"components__language__ema": 0.99}, "components.language.ema None -> 0.99"),
         ({"components__audio__freeze": True}, "components.audio.freeze False -> True"),
         (
             {"components__projector__vision__freeze": True},

@@ -385,6 +385,7 @@ OPTIMIZER = {
     "epsilon": 1e-6,
     "clip_norm": 0.5,
 }
+EMA = 0.4
 
 
 def make_sums(targets):
@@ -398,10 +399,12 @@ def make_sums(targets):
 
 @pytest.fixture(scope="module")
 def updating():
-    """A step with a frozen tower and a slow projector; its compiled update, first state and some gradients."""
+    """A step with a frozen tower, a slow projector and a decoder that is averaged; its compiled update, first state
+    and some gradients."""
     step = make_step(
         vision=FROZEN,
         projector=ComponentConfig(compute_dtype="float64", learning_rate_scale=0.25),
+        language=ComponentConfig(compute_dtype="float64", ema=EMA),
         **OPTIMIZER,
     )
     params = randomized(step)
@@ -460,6 +463,24 @@ def test_update_equals_adamw_by_hand(updating):
         np.testing.assert_allclose(metrics["loss"], 3.0, rtol=1e-10)
         assert metrics["masked_targets"] == planned - targets
         assert (state.step, state.skipped) == (count, 0)
+
+
+def test_averages_of_ten_updates_are_their_definition(updating):
+    """One of them is skipped; from the sixth on, `ema` is less than the decay of early updates."""
+    update, state, grads = updating
+    assert state.averages.keys() == {"language"}
+    average = state.params["language"]
+    assert_trees_close(state.averages["language"], average, 0)
+    rng = np.random.default_rng(6)
+    for updates in range(10):
+        now = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
+        state, _ = update(state, now if updates != 4 else spoil(now, np.nan), make_sums(80.0))
+        decay = 1.0 if updates == 4 else min(EMA, (1 + updates) / (10 + updates))
+        average = jax.tree.map(
+            lambda a, p, decay=decay: decay * a + (1 - decay) * p, average, state.params["language"]
+        )
+        assert_trees_close(state.averages["language"], average, 1e-7)
+    assert state.skipped == 1
 
 
 def test_frozen_components_stay_bit_for_bit(updating):

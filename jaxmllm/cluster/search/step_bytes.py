@@ -80,9 +80,10 @@ class StepBytes:
         for name, of_component in self.numbers.items():
             layout = self.model.components[name].layout
             sizes = {axis: layout.size(axis) for axes in of_component for axis in axes if axis}
+            averaged_bytes = max(itemsize, SUM_BYTES) if name in self.model.ema else 0
             for axes, (numbers, trained) in of_component.items():
                 split = math.prod(sizes[axis] for axis in axes if axis)
-                total += (numbers * itemsize + trained * trained_bytes) / split
+                total += (numbers * itemsize + trained * (trained_bytes + averaged_bytes)) / split
         return total
 
     def shards(self, name: str) -> float:

@@ -34,6 +34,7 @@ from jaxmllm.data.rows.fill import HostStep, LocalRanks
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.averages import with_averages
 from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
@@ -194,6 +195,12 @@ class Programs(abc.ABC):
         gradients, sums, failed = self.gradients(state.params, batch)
         return self._call("update")(state, gradients, sums, self._planned_targets(batch), failed)
 
+    def averaged(self, state: TrainState) -> Any:
+        """Parameters to evaluate: running averages in the place of those that are averaged."""
+        if state.averages is None:
+            return state.params
+        return with_averages(state.params, self._call("averaged")(state.averages))
+
     def totals(self, sums: Sums) -> Sums:
         """Sums over the ranks: [N], complete on every host."""
         return self._call("totals")(sums)
@@ -256,7 +263,7 @@ class Programs(abc.ABC):
         """All programs of the run."""
 
     def _common_jobs(self, gradients: Any) -> Jobs:
-        """Zeroed sums, their totals, and the update by `gradients`."""
+        """Zeroed sums, their totals, the update by `gradients`, and averages as parameters."""
         sums = self._abstract_sums()
         failed = self._scalar(np.int32)
         arguments = (self.state, gradients, sums, self._scalar(), failed)
@@ -265,7 +272,7 @@ class Programs(abc.ABC):
             jax.eval_shape(self.functions.update, *arguments)[1],
         )
         totals = jax.tree.map(lambda leaf: self._replicated(leaf.shape[1:], leaf.dtype), sums)
-        return {
+        jobs = {
             ProgramName("zero", "sums"): zeros_job(sums),
             ProgramName("zero", "failed"): zeros_job(failed),
             ProgramName("totals"): Job(
@@ -275,6 +282,19 @@ class Programs(abc.ABC):
                 self.functions.update, arguments, (self.state, metrics), (0,)
             ),
         }
+        averages = self.state.averages
+        if averages is None:
+            return jobs
+        averaged = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.param_dtype, sharding=leaf.sharding),
+            averages,
+        )
+        cast = Job(
+            lambda tree: jax.tree.map(lambda leaf: leaf.astype(self.param_dtype), tree),
+            (averages,),
+            averaged,
+        )
+        return jobs | {ProgramName("averaged"): cast}
 
     # ------------------------------------------------------------------ shapes
 
@@ -298,10 +318,20 @@ class Programs(abc.ABC):
             )
             for name, component in state.optimizer.items()
         }
+        averages = state.averages
+        if averages is not None:  # lying where the parameters do
+            averages = jax.tree.map(
+                lambda leaf, like: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=like.sharding
+                ),
+                averages,
+                {name: trained[name] for name in averages},
+            )
         counts = jax.tree.map(
-            lambda _: self._scalar(np.int32), state._replace(params=None, optimizer=None)
+            lambda _: self._scalar(np.int32),
+            state._replace(params=None, optimizer=None, averages=None),
         )
-        return counts._replace(params=params, optimizer=optimizer)
+        return counts._replace(params=params, optimizer=optimizer, averages=averages)
 
     def _abstract_sums(self) -> Sums:
         of_text = self._by_rank_and_source(LANGUAGE)

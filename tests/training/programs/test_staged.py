@@ -335,7 +335,8 @@ def test_any_freezing(setups, by_example, trained, layout):
 def test_a_run_goes_on_with_other_stages(data, tmp_path):
     """A step each in 2, in 4 and in no stages, through the command; against three steps without any."""
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1}, **DEEP)))
+    averaged = {"components__language__ema": 0.6}
+    config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1}, **averaged, **DEEP)))
 
     def losses(folder: str, *stages: int) -> list[float]:
         for number, count in enumerate(stages):
@@ -344,10 +345,11 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
             overrides = [f"run.directory={tmp_path / folder}", f"run.steps={steps}", *pipeline]
             assert main(["--config", str(config), "--resume", *overrides]) == 0
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        found = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        return [*found, json.loads(lines[-1])["eval/loss"]]  # the latter of averages
 
     expected = losses("without", 1)
-    assert len(expected) == 3
+    assert len(expected) == 4
     np.testing.assert_allclose(losses("stages", 2, 4, 1), expected, rtol=2e-4)
 
 
