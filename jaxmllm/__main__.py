@@ -21,6 +21,7 @@ class Verb:
 
 VERBS = {
     "train": Verb("jaxmllm.train", "train a model as a config says, or resume its run"),
+    "draw": Verb("jaxmllm.tools.draw", "draw pictures with a run that has learned to"),
     "report": Verb(
         "jaxmllm.tools.balance_report",
         "draw load and padding of every rank, before and after balancing",

@@ -13,6 +13,11 @@ def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--config", required=required, help="YAML file of a run; configs/ has examples"
     )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """The same without `--config`, for what finds a config elsewhere."""
     parser.add_argument(
         "--set",
         nargs="+",
@@ -27,7 +32,8 @@ def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse a command line of `add_config`; `overrides` holds all of them in the order given, those of --set first.
+    """Parse a command line of `add_config` or `add_overrides`; `overrides` holds all of them in the order given, those
+    of --set first.
 
     Overrides may stand before, between and after the flags.
     """

@@ -117,6 +117,8 @@ class GeneratorRows(NamedTuple):
     order: Int[Array, "R/g g*C"]  # place of each slot in the packed row, before parts were dealt
     tiles: RowTiles
     arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order
+    # Where items lie with and without conditions: place of the same patch in the other half
+    partners: Int[Array, "R/g g*C"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
@@ -199,13 +201,19 @@ def abstract_language_rows(
 
 
 def abstract_generator_rows(
-    layout: Layout, capacity: int, max_segments: int, row_format: RowFormat, block: int
+    layout: Layout,
+    capacity: int,
+    max_segments: int,
+    row_format: RowFormat,
+    block: int,
+    guided: bool = False,
 ) -> GeneratorRows:
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
     Args:
       layout: that of the rows, of span g.
       capacity: slots of a rank.
+      guided: whether items lie with and without conditions.
     """
     count = layout.span * capacity
     slots = _shape((count,))
@@ -223,6 +231,7 @@ def abstract_generator_rows(
         order=slots,
         tiles=_tiles(layout, count // block),
         arrived=slots if layout.span > 1 else None,
+        partners=slots if guided else None,
     )
     return _of_microbatch(layout, shapes)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.read import config_tree, dotted_values
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.checkpoint_fit import listed
 
@@ -75,6 +75,19 @@ def check_compatible(saved: Config, current: Config) -> None:
             "Set these keys back, or begin another run with this one's parameters: set run.directory to a new folder "
             f"and model.from to {directory}. If nothing has changed but a name (data that has moved, say), change it "
             f"in {Path(directory) / 'config.yaml'} too."
+        )
+
+
+def check_free(saved: Config, current: Config) -> None:
+    """Raise `ConfigError` unless all that differs is where and how a run computes: `FREE_KEYS`."""
+    differences = [
+        key for key, _, _ in _differences(saved, current) if not _matches(key, FREE_KEYS)
+    ]
+    if differences:
+        raise ConfigError(
+            f"{differences[0]} is what the run was trained with, and cannot be set here; what can: "
+            f"{', '.join(key for key in ('mesh', 'phases', 'balance', 'components.<name>.layout'))}, and others on "
+            "which no result depends"
         )
 
 

@@ -24,6 +24,7 @@ from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.row_format import RowFormat
 from jaxmllm.runtime import hosts
 from jaxmllm.setup.exchange_layout import check_exchange
 from jaxmllm.setup.row_memory import slots_that_fit
@@ -118,18 +119,7 @@ def open_corpora(
 
     They number their sources the same way, so that losses by source can be compared.
     """
-    formats = row_formats(modalities)
-    limits = {
-        phase: largest_row(
-            config,
-            phase,
-            formats,
-            model.layout(phase).parts,
-            span=max(spans[phase]),
-            fitting=slots_that_fit(config, model, phase),
-        )
-        for phase in model.phases
-    }
+    limits = row_limits(config, model, row_formats(modalities), spans)
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
         corpus = Corpus.open(
@@ -148,6 +138,23 @@ def open_corpora(
     names = tuple(sorted({name for corpus in corpora for name in corpus.sources}))
     corpus, *held_out = (corpus.with_sources(names) for corpus in corpora)
     return corpus, held_out[0] if held_out else None
+
+
+def row_limits(
+    config: Config, model: MLLM, formats: Mapping[str, RowFormat], spans: Spans
+) -> dict[str, int]:
+    """Slots of the largest row of each phase."""
+    return {
+        phase: largest_row(
+            config,
+            phase,
+            formats,
+            model.layout(phase).parts,
+            span=max(spans[phase]),
+            fitting=slots_that_fit(config, model, phase),
+        )
+        for phase in model.phases
+    }
 
 
 def under_root(root: str | None, source: SourceConfig) -> SourceConfig:

@@ -134,8 +134,9 @@ def check_folder(config: Config, resume: bool | str) -> Config:
     return begun_config(config)
 
 
-def check_writable(folder: Path) -> None:
-    """Raise `CheckpointError` unless files can be made in `folder`, which is made if need be."""
+def check_writable(folder: Path, key: str = "run.directory") -> None:
+    """Raise `CheckpointError` unless files can be made in `folder`, which `key` names and which is made if need
+    be."""
     probe = folder / f".{uuid.uuid4().hex}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,5 +149,5 @@ def check_writable(folder: Path) -> None:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         raise CheckpointError(
-            f"run.directory: {folder} cannot be written ({error.strerror}); fix the folder, or choose another"
+            f"{key}: {folder} cannot be written ({error.strerror}); fix the folder, or choose another"
         ) from error

@@ -93,6 +93,14 @@ def build_index(
     return index
 
 
+def uncached_index(
+    name: str, source: Source, tokenizer: Tokenizer, modalities: Mapping[str, Modality]
+) -> LengthIndex:
+    """The index of a source that is read once; see `build_index`."""
+    builder = _Builder(name, "assistant", source, tokenizer, modalities, {})
+    return builder.build(progress=False)
+
+
 @dataclass(frozen=True)
 class _Parsed:
     """A record of a source: its conversation, or why there is none."""

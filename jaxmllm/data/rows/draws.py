@@ -32,11 +32,13 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How they are drawn; `evaluation` says whether for a held-out loss."""
+    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items lie in their rows
+    twice, with and without their conditions (media/blanks.py)."""
 
     seed: int
     objective: DiffusionObjectiveConfig
     evaluation: bool = False
+    guided: bool = False
 
     def of(self, step: int, id: str, item: int) -> Draws:
         """Those of an item, given by its number among those of the example."""
@@ -55,5 +57,9 @@ class DrawRule:
         time = uniform
         if self.objective.times == "logit_normal":
             time = 1 / (1 + math.exp(-NormalDist().inv_cdf(uniform)))
-        shift = self.objective.shift
-        return shift * time / (1 + (shift - 1) * time)
+        return shifted(time, self.objective.shift)
+
+
+def shifted(time: float, shift: float) -> float:
+    """A time, moved towards noise."""
+    return shift * time / (1 + (shift - 1) * time)

@@ -134,6 +134,7 @@ def fill(
                 corpus.source_of,
                 lambda example, item, rule=draws: rule.of(step, corpus.id(example), item),  # type: ignore[misc]
                 threads,
+                draws.guided,
             )
         else:
             rows[phase], messages = encoder_rows(*of_phase, threads)

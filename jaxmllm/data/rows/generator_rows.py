@@ -14,6 +14,10 @@ A row has, with q local ranks, C slots, F features and S segments:
     of its rank's row in the order of the plan, which is where its state arrives; -1: none), noise uint32
     [q, S, 2] (key of each segment's noise), times float32 [q, S], sources int32 [q, S] (-1: none), failed
     int32 [q] (items that did not load), order and tiles (see masks.py).
+Of guided items, the second half of the patches are the first ones again, which do not see the conditions:
+    slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
+    patches     - - - 0 1 2 3 0 1 2 3
+and partners int32 [q, C] is the slot of the same patch in the other half (of all others their own).
 Rows of span g are those of q groups with a local rank, whole: g * C slots. `arrived` int32 [q, g * C] is
 `conditions` in the order of the plan.
 """
@@ -44,11 +48,13 @@ def generator_rows(
     source_of: Callable[[int], int],
     draw: Callable[[int, int], Draws],
     threads: int,
+    guided: bool = False,
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
 
     Args:
       draw: what is random of an item, by example number and number of the item in its example.
+      guided: whether items lie in their rows with and without their conditions.
     """
     row_format = batch.modalities[phase].format
     items = batch.items.phases[phase]
@@ -66,7 +72,13 @@ def generator_rows(
         row["noise"][place] = draws[item].noise
         row["times"][place] = draws[item].time
         row["sources"][place] = source_of(example)
-    filling = _Filling(batch.modalities[phase], items, local, rows, draws)
+    if guided:
+        for row in rows:
+            row["partners"] = np.tile(
+                np.arange(row["owners"].shape[1], dtype=np.int32), (len(row["owners"]), 1)
+            )
+    kind = _GuidedFilling if guided else _Filling
+    filling = kind(batch.modalities[phase], items, local, rows, draws)
     failures = filling.load_all(batch, threads)
     for row, span in zip(rows, plan.span.tolist(), strict=True):
         if span > 1:
@@ -97,6 +109,28 @@ class _Filling(Filling):
     def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
         patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
         row["patches"][number, patches] = np.arange(patches.stop - patches.start)
+
+
+class _GuidedFilling(_Filling):
+    """The second half of an item's patches is a segment of its own, with the noise of the first."""
+
+    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        patches = super().lay(row, number, item, span, slots)
+        first, second = _halves(patches)
+        row["segments"][number, second] += row["noise"].shape[1]
+        row["partners"][number, first] = np.arange(second.start, second.stop)
+        row["partners"][number, second] = np.arange(first.start, first.stop)
+        return patches
+
+    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+        patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
+        for half in _halves(patches):
+            row["patches"][number, half] = np.arange(half.stop - half.start)
+
+
+def _halves(slots: slice) -> tuple[slice, slice]:
+    middle = (slots.start + slots.stop) // 2
+    return slice(slots.start, middle), slice(middle, slots.stop)
 
 
 def _empty_row(count: int, slots: int, max_segments: int, row_format: RowFormat) -> Row:

@@ -121,7 +121,11 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     row["order"] = _expand(blocks, block)
     if parts > 1:
-        moved = ("features", "segments", "positions", "owners", "patches", "conditions")
+        moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
+        if "partners" in row:
+            moved.append("partners")
+            places = np.argsort(row["order"], axis=1).astype(np.int32)
+            row["partners"] = np.take_along_axis(places, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
 
 

@@ -61,6 +61,19 @@ def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Nois
     return NoisyPatches(*local(rows.features, rows.owners, rows.patches, rows.noise, rows.times))
 
 
+def row_noise(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Float[Array, "R C F"]:
+    """The noise of the patches of rows, as in `noisy_patches`: what drawing begins with."""
+    numbers = rows.features.shape[-1]
+
+    def on_device(owners: Array, patches: Array, keys: Array) -> Array:
+        segment = jnp.maximum(owners[0] - 1, 0)
+        return patch_noise(keys[0][segment], patches[0], numbers)[None].astype(dtype)
+
+    local = layout.local(on_device, (SLOTS, SLOTS, ("batch",)), SLOTS)
+    noise: Array = local(rows.owners, rows.patches, rows.noise)
+    return noise
+
+
 def patch_noise(
     keys: Int[Array, "C 2"], patches: Int[Array, " C"], numbers: int
 ) -> Float[Array, "C F"]:
@@ -88,6 +101,18 @@ def velocity_of(
     time = patches.times[..., None]
     over = jnp.maximum(time, LEAST_TIME)
     return (patches.noisy - predicted) / over, patches.velocity * (time / over)
+
+
+def euler_step(
+    prediction: str,
+    predicted: Float[Array, "R C F"],
+    noisy: Float[Array, "R C F"],
+    time: Float[Array, ""],
+    next_time: Float[Array, ""],
+) -> Float[Array, "R C F"]:
+    """Noisy patches at a time before theirs, along the velocity that is predicted."""
+    velocity = predicted if prediction == "velocity" else (noisy - predicted) / time
+    return noisy + (next_time - time) * velocity
 
 
 def flow_losses(

@@ -1,5 +1,7 @@
 """Noise by patch, wherever it lies, and the loss of both kinds of predictions."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from jaxmllm.training.objectives.flow import (
     LEAST_TIME,
     NoisyPatches,
+    euler_step,
     flow_losses,
     patch_noise,
 )
@@ -54,3 +57,17 @@ def test_an_error_of_the_image_is_one_of_the_velocity_over_the_time():
     np.testing.assert_allclose(losses[0], expected, rtol=1e-4)
     velocity = flow_losses("velocity", patches.velocity + error, patches, counted)
     np.testing.assert_allclose(velocity[0], [error**2, error**2, 0], rtol=1e-4)
+
+
+def test_steps_along_right_predictions_of_either_kind_end_at_the_image():
+    """In any number of steps, the last of which begins at a time that a loss would not divide by."""
+    image, patches = patches_at([1.0, 1.0])
+    velocity = patches.velocity
+    for times in ([1.0, 0.0], [1.0, 0.7, 0.2, LEAST_TIME / 4, 0.0]):
+        drawn = {"velocity": patches.noisy, "sample": patches.noisy}
+        predictions = {"velocity": velocity, "sample": jnp.asarray(image)}
+        for time, next_time in pairwise(map(jnp.asarray, times)):
+            for kind, predicted in predictions.items():
+                drawn[kind] = euler_step(kind, predicted, drawn[kind], time, next_time)
+        for noisy in drawn.values():
+            np.testing.assert_allclose(noisy, image, atol=1e-6)

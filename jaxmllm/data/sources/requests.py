@@ -1,0 +1,196 @@
+"""Pictures that are asked for: a source like any other, whose conversations end with what is to be drawn.
+
+    {"prompt": "a red circle", "size": "256x384"}                                       height x width, in pixels
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, ..]}], "size": "256x384", "seed": 3,
+     "name": "blue"}
+
+Messages are those of training (text/conversation.py), with media beside the file. They end with what the user
+says, or with what the assistant says before it draws. A picture is named by `name`, else by the number of its
+entry, and its noise is a function of seed and messages, whatever else is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmllm.data.media.blanks import BLANK, Blank
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.sources.jsonl import JsonLines
+from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
+from jaxmllm.data.text.conversation import MEDIA_LISTS, ConversationError, parse_json
+
+KEYS = ("prompt", "messages", *MEDIA_LISTS.values(), "size", "seed", "name")
+PROMPT = "--prompt"  # where the only entry of a command line stands
+_SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
+_NAME = re.compile(r"[^/\\\0]{1,200}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One picture that is asked for."""
+
+    line: int
+    name: str  # of its file, without the ending
+    record: bytes  # the conversation
+    refusal: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The entries of a file, or of a command line."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of_file(cls, path: Path, seed: int) -> Requests:
+        """The lines of a JSONL file; `seed` is that of lines without one.
+
+        Raises:
+          DataError: the file cannot be read, holds no entry, or two of one name.
+        """
+        try:
+            source = JsonLines(path.resolve(strict=True), path.resolve().parent)
+            source.stamp()
+            records = list(source.records())
+        except OSError as error:
+            raise DataError(f"--jsonl: {path} cannot be read ({error.strerror})") from error
+        if not records:
+            raise DataError(f"--jsonl: {path} holds no line")
+        return cls(
+            source.path, _named(_entry(raw, i, seed) for i, raw in enumerate(records, start=1))
+        )
+
+    @classmethod
+    def of_prompt(cls, prompt: str, size: str, seed: int) -> Requests:
+        """One picture of a text."""
+        text = json.dumps({"prompt": prompt, "size": size}).encode()
+        return cls(Path(PROMPT), (_entry(RawRecord(1, 0, len(text), text), 1, seed),))
+
+    def size(self) -> int:
+        return sum(len(entry.record) for entry in self.entries)
+
+    def stamp(self) -> str:
+        texts = b"\n".join(entry.record for entry in self.entries)
+        return hashlib.blake2b(texts, digest_size=16).hexdigest()
+
+    def records(self) -> Iterator[RawRecord]:
+        for number, entry in enumerate(self.entries):
+            yield RawRecord(entry.line, number, len(entry.record), entry.record, entry.refusal)
+
+    def record(self, offset: int) -> bytes:
+        return self.entries[offset].record
+
+    def place(self, line: int) -> tuple[str, int]:
+        return str(self.path), line
+
+    def resolve(self, name: str) -> MediaReference:
+        size = name.removeprefix(BLANK)
+        if size != name and _SIZE.fullmatch(size):
+            return Blank.at(name)
+        return self._files.resolve(name)
+
+    def media(self, address: str) -> MediaReference:
+        return Blank.at(address) if address.startswith(BLANK) else self._files.media(address)
+
+    def media_stamp(self, address: str) -> tuple[int, int]:
+        return MISSING if address.startswith(BLANK) else self._files.media_stamp(address)
+
+    @property
+    def _files(self) -> JsonLines:
+        return JsonLines(self.path, self.path.parent)
+
+
+def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    named: dict[str, Entry] = {}
+    for entry in entries:
+        other = named.setdefault(entry.name, entry)
+        if other is not entry:
+            raise DataError(
+                f"--jsonl: lines {other.line} and {entry.line} have the name {entry.name!r}: give one of them another"
+            )
+    return tuple(named.values())
+
+
+def _entry(raw: RawRecord, number: int, seed: int) -> Entry:
+    """The entry of a line; `number` counts the entries from 1."""
+    refusal = raw.refusal
+    name = f"{number:04}"
+    record = b""
+    if refusal is None:
+        try:
+            asked = _checked(parse_json(raw.text))
+            name = asked.get("name", name)
+            record = _conversation(asked, number, asked.get("seed", seed))
+        except ConversationError as error:
+            refusal = error.reason, str(error)
+    return Entry(raw.line, name, record, refusal)
+
+
+def _checked(asked: Any) -> dict[str, Any]:
+    """What is asked for, of which everything but the messages is as it should be. Raises `ConversationError`."""
+    if not isinstance(asked, dict):
+        raise ConversationError("wrong_type", "an entry must be a JSON object")
+    asked = {key: value for key, value in asked.items() if value is not None}
+    if unknown := sorted(asked.keys() - set(KEYS)):
+        raise ConversationError(
+            "wrong_type", f"unknown key {unknown[0]!r}; keys: {', '.join(KEYS)}"
+        )
+    if ("prompt" in asked) == ("messages" in asked):
+        raise ConversationError("missing_field", "an entry has either 'prompt' or 'messages'")
+    size = asked.get("size")
+    if not isinstance(size, str) or not _SIZE.fullmatch(size):
+        raise ConversationError(
+            "wrong_type", f"size must be HEIGHTxWIDTH in pixels, such as 256x384 (got {size!r})"
+        )
+    seed = asked.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConversationError("wrong_type", f"seed must be a whole number (got {seed!r})")
+    name = asked.get("name", "name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
+        raise ConversationError(
+            "wrong_type", f"name must be a file name without folders (got {name!r})"
+        )
+    return asked
+
+
+def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
+    """The record of a conversation that ends with the picture. Its id is what noise is a function of, its source
+    the number of the entry. Raises `ConversationError`."""
+    said = {key: asked[key] for key in MEDIA_LISTS.values() if key in asked}
+    said["messages"] = _messages(asked)
+    digest = hashlib.blake2b(
+        json.dumps([seed, said], sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=16
+    )
+    *before, last = said["messages"]
+    begun: Any = []
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        begun = last.get("content", "")
+    else:
+        before.append(last)
+    if isinstance(begun, str):
+        begun = [{"type": "text", "text": begun}]
+    if not isinstance(begun, list):
+        raise ConversationError("wrong_type", "content must be a string or a list of parts")
+    picture = {"type": "image", "image": f"{BLANK}{asked['size']}"}
+    messages = [*before, {"role": "assistant", "content": [*begun, picture]}]
+    record = said | {"messages": messages, "id": digest.hexdigest(), "source": f"{number:09}"}
+    return json.dumps(record).encode()
+
+
+def _messages(asked: dict[str, Any]) -> list[Any]:
+    if "messages" in asked:
+        messages = asked["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ConversationError("wrong_type", "messages must be a list that is not empty")
+        return messages
+    prompt = asked["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ConversationError("nothing_to_draw", "the prompt must be a text that is not empty")
+    return [{"role": "user", "content": [{"type": "text", "text": prompt}]}]

@@ -1,0 +1,193 @@
+"""Drawing with a run: its config and weights, and programs whose rows are chosen for what is asked for.
+
+run folder --drawing_config--> config of a model of which nothing is trained
+requests, like a corpus --index--> conversations that end with a picture --sizes--> programs
+checkpoint --> weights (averages where there are any) --> pictures
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
+from jaxmllm.balance.records import PlanSpec
+from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import ComponentConfig, Config, ConfigError
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.index.builder import uncached_index
+from jaxmllm.data.media.blanks import BlankImages
+from jaxmllm.data.media.images import GeneratedImages
+from jaxmllm.data.rows.draws import DrawRule, shifted
+from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.data.rows.masks import Row
+from jaxmllm.data.sources.requests import Requests
+from jaxmllm.data.sources.source import DataError
+from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.models.mllm import build_model
+from jaxmllm.runtime.resume import check_free
+from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+from jaxmllm.setup.prepare import row_limits, run_modalities, vocabulary
+from jaxmllm.setup.row_shapes import attention_spec
+from jaxmllm.setup.sizing import sizing_inputs
+from jaxmllm.setup.spans import spans_of_phases
+from jaxmllm.training.objectives.flow import MIDDLE_GRAY
+from jaxmllm.training.programs.sampling_programs import SamplingPrograms
+from jaxmllm.training.run_folder import CONFIG_FILE, read_config
+from jaxmllm.training.step_functions import StepFunctions
+
+UNTRAINED = {"freeze": True, "train": ("*",), "ema": None}
+
+
+class Picture(NamedTuple):
+    """One that was drawn."""
+
+    name: str
+    values: NDArray[Any]  # [height, width, 3], about -1, black, to 1
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """Its colours, [height, width, 3]."""
+        return np.rint((self.values + 1) * MIDDLE_GRAY).clip(0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Requests, and the compiled programs that draw them."""
+
+    config: Config
+    requests: Requests
+    corpus: Corpus
+    programs: SamplingPrograms
+
+    def pictures(self, params: Any, steps: int, guidance: float) -> Iterator[Picture]:
+        """All pictures, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not decode."""
+        shift = self.config.objective.diffusion.shift
+        times = [shifted(1 - step / steps, shift) for step in range(steps + 1)]
+        for number, examples in enumerate(self._batches):
+            batch = self._filler(number, examples)
+            if batch.failures:
+                raise DataError(f"what is shown does not decode: {batch.failures[0]}")
+            on_devices = self.programs.put(batch)
+            for row, patches in self.programs.draw(params, on_devices, times, guidance):
+                yield from self._of_row(row, patches)
+
+    def _of_row(self, row: Row, patches: NDArray[Any]) -> Iterator[Picture]:
+        modality = self.corpus.modalities[self.config.model.generators[0]]
+        assert isinstance(modality, BlankImages)
+        for group, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
+            owned = (row["owners"][group] == segment + 1) & (row["patches"][group] >= 0)
+            kept = owned & (row["segments"][group] == segment + 1)
+            drawn = np.empty((kept.sum(), patches.shape[2]), patches.dtype)
+            drawn[row["patches"][group][kept]] = patches[group][kept]
+            request = int(row["sources"][group, segment])
+            shape = self.corpus.example(request).media[-1].shape
+            yield Picture(self.requests.entries[request].name, modality.picture(drawn, shape))
+
+    @property
+    def _batches(self) -> list[NDArray[np.int64]]:
+        return batches_of(len(self.corpus), self.config.data.batch_size)
+
+    @cached_property
+    def _filler(self) -> StepFiller:
+        rule = DrawRule(0, self.config.objective.diffusion, evaluation=True, guided=True)
+        programs = self.programs
+        return StepFiller(
+            self.corpus, programs.spec, programs.local_share, programs.attention, draws=rule
+        )
+
+
+def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run folder for drawing alone: nothing trains, text has no loss.
+
+    Raises:
+      ConfigError: there is no run, it has no generator, or an override changes more than where and how
+        rows are computed.
+      CheckpointError: its config is damaged.
+    """
+    saved = read_config(run)
+    if saved is None:
+        raise ConfigError(f"--run: {run} holds no run: there is no {CONFIG_FILE}")
+    config = load_config(run / CONFIG_FILE, overrides)
+    check_free(saved, config)
+    if not config.model.generators:
+        raise ConfigError(f"--run: the model of {run} draws nothing: it has no model.diffusion")
+    silent = config.objective.language.model_copy(update={"weight": 0.0})
+    objective = config.objective.model_copy(update={"language": silent})
+    folder = config.run.model_copy(update={"directory": str(run)})
+    return config.model_copy(
+        update={"components": _untrained(config.components), "objective": objective, "run": folder}
+    )
+
+
+def _untrained(section: Any) -> Any:
+    """Components of which nothing is trained."""
+    if isinstance(section, ComponentConfig):
+        return section.model_copy(update=UNTRAINED)
+    return section.model_copy(update={name: _untrained(part) for name, part in section})
+
+
+def check_guidance(config: Config, guidance: float) -> None:
+    """Raise `ConfigError` for a guidance that a run has not learned."""
+    if guidance != 1 and not config.objective.diffusion.condition_drop:
+        raise ConfigError(
+            f"--guidance {guidance:g}: with objective.diffusion.condition_drop 0 the run has not learned to draw "
+            "without conditions; use --guidance 1"
+        )
+
+
+def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
+    """What draws the requests, not compiled yet.
+
+    Raises:
+      ConfigError, MeshError: a config that cannot be run on this mesh.
+      DataError: requests that cannot be drawn.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
+    spans = spans_of_phases(config, model)
+    modalities = run_modalities(config, model, spans)
+    for phase, modality in modalities.items():
+        if isinstance(modality, GeneratedImages):
+            modalities[phase] = BlankImages.like(modality)
+    index = uncached_index("requests", requests, tokenizer, modalities)
+    pairs = VisiblePairs.of_model(config.model)
+    corpus = Corpus((index,), (1.0,), tokenizer, modalities, pairs=pairs)
+    corpus = corpus.refuse(row_limits(config, model, corpus.formats, spans))
+    if corpus.rejected:
+        others = f" (and {len(corpus.rejected) - 1} more)" if len(corpus.rejected) > 1 else ""
+        raise DataError(f"{corpus.rejected[0]}{others}")
+    samples = [
+        corpus.gather(examples) for examples in batches_of(len(corpus), config.data.batch_size)
+    ]
+    longest = {phase: corpus.longest(phase) for phase in model.phases}
+    spec: PlanSpec = choose_sizes(
+        samples,
+        sizing_inputs(config, model, corpus.formats, longest, spans),
+        exchange_grids(model),
+        config.balance,
+        nodes_of_ranks(config, model),
+        exchange_backend(config, model),
+    )
+    functions = StepFunctions(
+        model, config.optimizer, config.decay_steps, len(corpus.sources), config.objective
+    )
+    attention = attention_spec(config, model, corpus.formats, spec)
+    programs = SamplingPrograms(functions, spec, corpus.formats, attention, config.run.param_dtype)
+    return Drawing(config, requests, corpus, programs)
+
+
+def batches_of(count: int, size: int) -> list[NDArray[np.int64]]:
+    """The numbers below `count`, so many at a time."""
+    return [
+        np.arange(first, min(first + size, count), dtype=np.int64)
+        for first in range(0, count, size)
+    ]

@@ -1,0 +1,96 @@
+"""Draw pictures with a run that has learned to: any sizes together, packed into rows as in training.
+
+    jaxmllm draw --run runs/draw --prompt "a red circle, top left" --size 256x384 --out pictures
+    jaxmllm draw --run runs/draw --jsonl prompts.jsonl --steps 20 --guidance 2.5 --seed 0 --out pictures [mesh.data=1]
+
+A size is height x width in pixels. Each line of the file is one picture: {"prompt": .., "size": "256x384"}, or
+"messages" in the place of the prompt, as in training, which may show images; and, if need be, "seed" and "name".
+Pictures are written as NAME.png. That of a prompt and seed is the same whatever else is drawn with it. Weights are
+those of the run's latest checkpoint, averages (components.<name>.ema) where it has any. Overrides may say where and
+how rows are computed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from PIL import Image
+
+from jaxmllm.config.command_line import add_overrides, parse
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.sources.requests import Requests
+from jaxmllm.runtime.checkpoint_files import CheckpointError
+from jaxmllm.runtime.distributed import start_jax
+from jaxmllm.setup.sampling import check_guidance, drawing_config, plan_drawing
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools.output import command_parser
+from jaxmllm.training.run import USER_ERRORS
+from jaxmllm.training.run_folder import check_writable
+from jaxmllm.training.saved_parameters import saved_parameters
+from sharding.mesh import make_mesh
+
+MOST_STEPS = 10_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(__doc__, "jaxmllm draw")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="what to draw")
+    asked.add_argument("--jsonl", type=Path, metavar="FILE", help="several pictures, one per line")
+    parser.add_argument("--size", metavar="HxW", help="of the picture of --prompt, in pixels")
+    parser.add_argument("--steps", type=int, default=20, help="from noise to picture")
+    parser.add_argument("--guidance", type=float, default=2.5, help="1: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    add_overrides(parser)
+    options = parse(parser, arguments)
+    if (options.prompt is None) != (options.size is None):
+        parser.error("--prompt needs --size, and lines of --jsonl have sizes of their own")
+    if not 1 <= options.steps <= MOST_STEPS:
+        parser.error(f"--steps must be 1 to {MOST_STEPS}")
+    if not 0 <= options.guidance < float("inf"):
+        parser.error("--guidance must be a number of at least 0")
+
+    try:
+        config = drawing_config(options.run, options.overrides)
+        check_guidance(config, options.guidance)
+        check_writable(options.out, "--out")
+        if options.jsonl is None:
+            requests = Requests.of_prompt(options.prompt, options.size, options.seed)
+        else:
+            requests = Requests.of_file(options.jsonl, options.seed)
+        start_jax(config)
+        draw(config, requests, options.steps, options.guidance, options.out)
+    except (*USER_ERRORS, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def draw(config: Config, requests: Requests, steps: int, guidance: float, out: Path) -> None:
+    """Write a PNG of each request into a folder, and say how many in which time.
+
+    Raises:
+      ConfigError, MeshError: a config that cannot be run on these devices.
+      DataError: requests that cannot be drawn.
+      CheckpointError: no weights.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError("jaxmllm draw runs in one process; start it without a launcher")
+    mesh = make_mesh(config.mesh_sizes, spans=mesh_spans(config))
+    drawing = plan_drawing(config, requests, mesh)
+    params, _ = saved_parameters(Path(config.run.directory), drawing.programs.params)
+    began = time.monotonic()
+    drawing.programs.compile()
+    print(f"compiled in {time.monotonic() - began:.1f} s")
+    began = time.monotonic()
+    count = 0
+    for picture in drawing.pictures(params, steps, guidance):
+        Image.fromarray(picture.pixels).save(out / f"{picture.name}.png")
+        count += 1
+    print(f"{count} pictures in {time.monotonic() - began:.1f} s: {out}")

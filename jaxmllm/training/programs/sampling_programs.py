@@ -1,0 +1,91 @@
+"""The programs that draw: the decoder once, then steps from noise to pictures, row by row.
+
+    rows, pools --encode, language_states, exchange--> generator pools         as in training, forward alone
+    rows --first_patches--> noise --draw_step x steps--> patches               of each microbatch
+
+Times and guidance are numbers that programs are given, so that any of them are served by the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmllm.data.rows.masks import Row
+from jaxmllm.models.rows import abstract_generator_rows
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.row_format import RowFormat
+from jaxmllm.training.generator_functions import GeneratorFunctions
+from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
+from jaxmllm.training.programs.generator_programs import DeviceStep
+from jaxmllm.training.programs.phased import PhasedPrograms
+
+
+class SamplingPrograms(PhasedPrograms):
+    """Programs of a model of which nothing is trained, and without a loss of text."""
+
+    def draw(
+        self, params: Any, batch: DeviceStep, times: Sequence[float], guidance: float
+    ) -> Iterator[tuple[Row, np.ndarray]]:
+        """Rows of generators as the host has filled them, and their patches [R / g, g * C, F] when they are drawn.
+
+        Args:
+          times: from 1, noise, to 0.
+        """
+        host = batch.host
+        numbers = [np.asarray(time, self._real_dtype) for time in times]
+        strength = np.asarray(guidance, self._real_dtype)
+        pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
+        states = self._states(params, batch, pools)
+        for phase in self.generators:
+            phase_params = self._params_of(params, phase)
+            for m, rows in enumerate(batch.rows[phase]):
+                pool = states[self.exchange_owner[phase]][host.pools[phase][m]]
+                pool_offset = np.int32(host.pool_offsets[phase][m])
+                patches = self._of_microbatch("first_patches", phase, host, m)(rows)
+                draw_step = self._of_microbatch("draw_step", phase, host, m)
+                for time, next_time in pairwise(numbers):
+                    patches = draw_step(
+                        *(phase_params, rows, pool, pool_offset),
+                        *(patches, time, next_time, strength),
+                    )
+                yield host.rows[phase][m], jax.device_get(patches)
+
+    def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
+        jobs: Jobs = {ProgramName("zero", "failed"): zeros_job(self._scalar(np.int32))}
+        jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
+        for exchange in self._exchange_programs.values():
+            jobs |= exchange.jobs()
+        for phase in self.encoders:
+            jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
+        for phase in self.generators:
+            jobs |= self._drawing_jobs(phase, formats[phase], self.attention.blocks[phase])
+        return jobs
+
+    def _drawing_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
+        params = self._params_of(self.params, phase)
+        pool = self.pools[self.exchange_owner[phase]]
+        spec = self.spec.phases[phase]
+        number = self._scalar()
+        jobs: Jobs = {}
+        for capacity, span in spec.classes:
+            functions = GeneratorFunctions(self.functions.spanned(phase, span), phase)
+            layout = functions.step.model.layout(phase)
+            rows = abstract_generator_rows(
+                layout, capacity, spec.max_segments, row_format, block, guided=True
+            )
+            patches = jax.ShapeDtypeStruct(
+                rows.features.shape, functions.dtype, sharding=rows.features.sharding
+            )
+            jobs[ProgramName("first_patches", phase, capacity, span)] = Job(
+                functions.first_patches, (rows,), patches
+            )
+            given = (params, rows, pool, self._scalar(np.int32), patches, number, number, number)
+            jobs[ProgramName("draw_step", phase, capacity, span)] = Job(
+                functions.draw_step, given, patches, donated=(4,)
+            )
+        return jobs

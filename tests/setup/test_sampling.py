@@ -1,0 +1,156 @@
+"""Drawing with a run: the same pictures whatever else is drawn, on any devices, by any programs."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.data.sources.requests import Requests
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.compilations import CompilationCounter
+from jaxmllm.setup.sampling import Drawing, drawing_config, plan_drawing
+from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools import draw
+from jaxmllm.training.generator_functions import GeneratorFunctions
+from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.run_folder import write_config
+from jaxmllm.training.saved_parameters import saved_parameters
+from sharding.mesh import make_mesh
+from tests.support import EXHAUSTIVE
+from tests.training.drawing import drawing_config as run_config
+from tests.training.drawing import make_pictures, perturbed
+
+ALONE = {"prompt": "draw aaa", "size": "20x24", "name": "alone"}
+SHOWN = [{"type": "image", "image": "2-shown.png"}, {"type": "text", "text": "the same"}]
+OTHERS = [
+    {"prompt": "draw a", "size": "8x12", "seed": 3},
+    {"messages": [{"role": "user", "content": SHOWN}], "size": "16x16", "name": "seen"},
+    *({"prompt": "draw " + n * "b", "size": f"{4 * n}x{8 * n}"} for n in range(1, 4)),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder that draws, with pictures to show."""
+    folder = tmp_path_factory.mktemp("sampling")
+    make_pictures(folder)
+    tree = run_config(
+        folder,
+        run={"directory": str(folder), "steps": 1},
+        objective__diffusion={"prediction": "sample", "shift": 4.0, "condition_drop": 0.2},
+        components__diffusion__ema=0.9,
+        data__batch_size=4,
+    )
+    write_config(folder, parse_config(tree))
+    planned = planned_drawing(folder, [ALONE], 1)
+    model = planned.programs.functions.model
+    params = perturbed(model.init(0, "float32"))
+    spoiled = jax.tree.map(lambda leaf: leaf + 1, params["diffusion"])
+    state = {"params": params | {"diffusion": spoiled}}
+    state["averages"] = {"diffusion": params["diffusion"]}
+    with Checkpoints(folder / "checkpoints", 1) as checkpoints:
+        checkpoints.save(1, state)
+    return folder
+
+
+def planned_drawing(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Drawing:
+    path = run / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)))
+    config = drawing_config(run, overrides)
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices], spans=mesh_spans(config))
+    return plan_drawing(config, Requests.of_file(path, 0), mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    drawing: Drawing
+    params: Any
+
+    def values(self, steps: int = 4, guidance: float = 2.5) -> dict[str, np.ndarray]:
+        pictures = self.drawing.pictures(self.params, steps, guidance)
+        return {picture.name: picture.values for picture in pictures}
+
+
+def compiled(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Compiled:
+    drawing = planned_drawing(run, entries, devices, *overrides)
+    params, _ = saved_parameters(run, drawing.programs.params, lambda line: None)
+    drawing.programs.compile()
+    return Compiled(drawing, params)
+
+
+@pytest.fixture(scope="module")
+def alone(run) -> Compiled:
+    return compiled(run, [ALONE], 1)
+
+
+@pytest.mark.slow
+def test_steps_and_guidance_compile_nothing(alone):
+    before = alone.values()["alone"]
+    counter = CompilationCounter()
+    few = alone.values(3, 2.5)["alone"]
+    free, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
+    assert counter.count == 0
+    assert before.shape == (20, 24, 3) and np.abs(before - few).max() > 1e-2
+    # Of a single step, guidance is linear
+    np.testing.assert_allclose(strong - free, 2.5 * (plain - free), atol=1e-5)
+    assert np.abs(plain - free).max() > 1e-3, "what is drawn depends on the prompt"
+
+
+@pytest.mark.slow
+def test_one_step_goes_where_the_loss_is_zero(alone):
+    """The loss of training, from the same noise at time 1, is the distance of a step's picture from the true one: of
+    the half that sees the prompt, and of the other. Blank patches are of a black picture, -1."""
+    programs, params = alone.drawing.programs, alone.params
+    batch = programs.put(alone.drawing._filler(0, np.arange(1)))
+    pools, _, _ = programs._encode(params, batch, programs._zeros("failed"), backward=False)
+    (pool,) = programs._states(params, batch, pools)["diffusion"]
+    (rows,) = batch.rows["diffusion"]
+    sums = FlowSums(*np.zeros((2, 1, 1), np.float32))
+    functions = GeneratorFunctions(programs.functions, "diffusion")
+    now = rows._replace(times=np.ones_like(rows.times))
+    loss, patches = jax.jit(functions.evaluate)(params, now, pool, np.int32(0), sums)
+    drawn = [alone.values(1, guidance)["alone"] for guidance in (1.0, 0.0)]
+    assert patches.sum() == 2 * 30
+    expected = sum(30 * np.mean((values + 1) ** 2) for values in drawn)
+    np.testing.assert_allclose(loss.sum(), expected, rtol=1e-5)
+
+
+MESHES = {  # devices, overrides
+    "data4": (4, ()),
+    "context2": (2, ("mesh.data=1", "mesh.context=2")),
+    "spans": (4, ("phases.diffusion.spans=[4]", "phases.diffusion.capacities=[32]")),
+}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "data4" else EXHAUSTIVE)
+        for name in MESHES
+    ],
+)
+def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
+    devices, overrides = MESHES[mesh]
+    together = compiled(run, [*OTHERS, ALONE], devices, *overrides).values()
+    assert len(together) == 6
+    np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
+    assert not np.allclose(together["0004"][:4, :8], together["0005"][:4, :8])
+
+
+@pytest.mark.slow
+def test_the_command_writes_them(run, alone, tmp_path, capsys):
+    asked = ["--prompt", ALONE["prompt"], "--size", ALONE["size"]]
+    options = ["--steps", "4", "--out", str(tmp_path / "new"), "mesh.data=8"]
+    assert draw.main(["--run", str(run), *asked, *options]) == 0
+    assert "checkpoints/1, averaged: diffusion" in capsys.readouterr().out
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.name == "0001.png"
+    values = np.clip((alone.values()["alone"] + 1) * 127.5, 0, 255)
+    assert np.abs(np.asarray(Image.open(path), np.float32) - values).max() < 1

@@ -1,0 +1,90 @@
+"""What cannot be drawn is one line that names the option, the line or the key; tests/setup/test_sampling.py draws."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.tools import draw
+from jaxmllm.training.run_folder import write_config
+from tests.support import tiny_config
+from tests.training.drawing import drawing_config
+
+TEXT_ALONE = {"model__vision": None, "model__audio": None}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder without a checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    tree = drawing_config(folder, model__vision=None, objective__diffusion__condition_drop=0.0)
+    write_config(folder, parse_config(tree))
+    return folder
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys):
+    def refuse(run: Path, *arguments: Any, out: Path = tmp_path / "out") -> str:
+        options = ["--run", run, *arguments, "--out", out]
+        assert draw.main([*map(str, options)]) == 1
+        error: str = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    return refuse
+
+
+def asked(size: str = "8x8", prompt: str = "a circle", guidance: int = 1) -> list[Any]:
+    return ["--prompt", prompt, "--size", size, "--guidance", guidance]
+
+
+def test_folders_that_hold_no_run_that_draws(run, refusal, tmp_path):
+    assert "holds no run: there is no config.yaml" in refusal(tmp_path / "absent", *asked())
+    silent = tmp_path / "silent"
+    write_config(silent, parse_config(tiny_config(silent, **TEXT_ALONE)))
+    assert "draws nothing: it has no model.diffusion" in refusal(silent, *asked())
+    assert f"{run} holds no checkpoint" in refusal(run, *asked())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (asked("6x8"), "--prompt:1: size 6x8: both sides must be multiples of model.diffusion"),
+        (asked("64x64"), "4096 pixels are more than data.generated.max_pixels (1024)"),
+        ([*asked("32x32"), "phases.diffusion.capacities=[64]"], "its largest row holds 64"),
+        (asked("8by8"), "size must be HEIGHTxWIDTH"),
+        (asked(prompt=" "), "--prompt:1: the prompt must be a text that is not empty"),
+        (asked(guidance=2), "--guidance 2: with objective.diffusion.condition_drop 0"),
+        (
+            [*asked(), "model.diffusion.width=32"],
+            "model.diffusion.width is what the run was trained",
+        ),
+        ([*asked(), "mesh.data=3"], "there are 8"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(run, refusal, arguments, words):
+    assert words in refusal(run, *arguments)
+
+
+def test_lines_of_a_file_are_named(run, refusal, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    entries = [{"prompt": "a", "size": "8x8"}, {"messages": shown, "size": "8x8"}, {"prompt": "b"}]
+    path.write_text("\n".join(map(json.dumps, entries)))
+    error = refusal(run, "--jsonl", path, "--guidance", 1)
+    assert f"{path}:2: holds an image, but no encoder of the model takes it" in error
+    assert "(and 1 more)" in error
+
+
+def test_a_folder_that_cannot_be_written(run, refusal, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "--out: " in refusal(run, *asked(), out=tmp_path / "file" / "out")
+
+
+def test_wrong_options_end_with_a_usage(run, capsys):
+    for arguments in (["--prompt", "a"], [*asked()[:4], "--steps", "0"]):
+        with pytest.raises(SystemExit):
+            draw.main(["--run", str(run), *map(str, arguments), "--out", "unused"])
+        assert "jaxmllm draw: error: --" in capsys.readouterr().err
