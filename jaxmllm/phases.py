@@ -13,11 +13,12 @@ loss. A new kind of phase is a record that is made here, never a comparison with
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from jaxmllm.config.schema import ModelConfig
+from jaxmllm.config.schema import ADAPTER, ModelConfig
 
 # The decoder: its phase, its component and its sections of the config. An example is where its
 # decoder sequence is.
@@ -45,9 +46,17 @@ class Phase:
 
 def make_phases(model: ModelConfig) -> dict[str, Phase]:
     """The phases of a model by name, in the order of computation: its encoders, the decoder, its generators."""
-    encoders = {name: encoder_phase(name) for name in model.encoders}
-    generators = {name: generator_phase(name) for name in model.generators}
-    return {**encoders, LANGUAGE: decoder_phase(model.encoders), **generators}
+    encoders = [encoder_phase(name) for name in model.encoders]
+    generators = [generator_phase(name) for name in model.generators]
+    phases = (*encoders, decoder_phase(model.encoders), *generators)
+    return {phase.name: _with_adapters(phase, model) for phase in phases}
+
+
+def _with_adapters(phase: Phase, model: ModelConfig) -> Phase:
+    """The phase with the adapters of its components."""
+    adapters = {name: f"{ADAPTER}{name}" for name in model.adapters.by_component}
+    names = ((name, adapters[name]) if name in adapters else (name,) for name in phase.components)
+    return replace(phase, components=tuple(itertools.chain(*names)))
 
 
 def encoder_phase(name: str) -> Phase:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.config.schema import ADAPTER
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
 
@@ -181,7 +182,7 @@ class _Phase:
         self.components = [
             part
             for part in self.model.phases[self.phase].components
-            if not (features and part == self.phase)
+            if not (features and part in (self.phase, f"{ADAPTER}{self.phase}"))
         ]
 
     @property

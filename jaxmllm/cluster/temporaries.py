@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
+from jaxmllm.config.schema import ADAPTER
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -181,7 +182,9 @@ class _PhaseProgram:
         self.projector = None if self.decoder else f"projector.{self.phase}"
         trained = model.trainable.components
         self.given = name.function == "encode_grad_kept"
-        self.features_kept = not self.decoder and self.phase not in trained
+        self.tower = [self.phase]  # and its adapter
+        self.tower += [name for name in (f"{ADAPTER}{self.phase}",) if name in model.components]
+        self.features_kept = not self.decoder and trained.isdisjoint(self.tower)
         self.features = name.function in BACKWARD and self.features_kept
         shapes, layout = self.shapes, self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
@@ -192,7 +195,7 @@ class _PhaseProgram:
 
     @cached_property
     def weights(self) -> list[_Weight]:
-        return _weights(self.model, self.phase)
+        return [weight for name in self.tower for weight in _weights(self.model, name)]
 
     @property
     def slots(self) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from jaxmllm.config.adapter_sections import ADAPTER, AdaptersConfig
 from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.section import Auto, DType, Section
 
@@ -71,6 +73,14 @@ class LanguageConfig(LayerWindows):
     # Media whose tokens see their whole item; all else is causal.
     bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")
 
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of every layer that can have adapters: see adapter_sections.py."""
+        gated = dict.fromkeys(("gate", "up"), (self.width, self.mlp_width))
+        mlp = gated | {"down": (self.mlp_width, self.width)}
+        heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
+        return _attention_matrices(self.width, heads, kv_heads) | _in_layers("mlp", mlp)
+
     @model_validator(mode="after")
     def _check(self) -> LanguageConfig:
         if self.heads % self.kv_heads:
@@ -103,6 +113,13 @@ class TowerConfig(Section):
     @property
     def head_size(self) -> int:
         return self.width // self.heads
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of every layer that can have adapters: see adapter_sections.py."""
+        mlp = {"up": (self.width, self.mlp_width), "down": (self.mlp_width, self.width)}
+        attention = _attention_matrices(self.width, self.width, self.width)
+        return attention | _in_layers("mlp", mlp)
 
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
@@ -205,6 +222,7 @@ class ModelConfig(Section):
     vision: VisionConfig | None = None
     audio: AudioConfig | None = None
     diffusion: DiffusionConfig | None = None
+    adapters: AdaptersConfig = AdaptersConfig()
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -231,25 +249,42 @@ class ModelConfig(Section):
             if getattr(section, "window", None) is not None
         }
 
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        for name, adapter in self.adapters.by_component.items():
+            section = getattr(self, name)
+            if section is None:
+                raise ValueError(
+                    f"adapters.{name}: there is no model.{name} to adapt; leave it out, or add that section"
+                )
+            adapter.check(name, section.matrices)
+        return self
+
+
+def _attention_matrices(width: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+    """Those of attention; `heads` and `kv_heads` are the widths of all heads together."""
+    matrices = {
+        "query": (width, heads),
+        "key": (width, kv_heads),
+        "value": (width, kv_heads),
+        "out": (heads, width),
+    }
+    return _in_layers("attention", matrices)
+
+
+def _in_layers(part: str, matrices: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """With the paths that parameters of a part of every layer have."""
+    return {f"layers.{part}.{name}": size for name, size in matrices.items()}
+
 
 # ---------------------------------------------------------------------------- components
 
 
-class ComponentConfig(Section):
-    """How one component trains.
+class TrainingConfig(Section):
+    """What of a component trains, and how fast.
 
     `train` names the parameters that do, by patterns of their paths inside the component, in which
-    `*` stands for any characters: `[layers.mlp.*, "*bias"]`. `layout` overrides the rules of
-    sharding/rules.py, logical axis -> mesh axes: `{batch: [data, fsdp, tensor], heads: [], mlp: []}`
-    runs an encoder data-parallel over `tensor`.
-
-    `remat` is what the backward pass of a layer, or of a projector, computes again: `full` all but
-    its input, `dots` all but the products with weights, `none` nothing. A list names what is kept
-    instead, beside the input:
-
-        attention     its output and logsumexp, so that it runs once; not what it reads
-        projections   the products that make queries, keys, values and its output
-        mlp           the products before its activation
+    `*` stands for any characters: `[layers.mlp.*, "*bias"]`.
 
     With `ema`, a running average of what is trained is kept beside it, in at least float32: after each
     update it moves towards the parameters by 1 - `ema` of the difference, in the first updates by more
@@ -260,6 +295,40 @@ class ComponentConfig(Section):
     train: tuple[str, ...] = ("*",)
     ema: float | None = Field(None, gt=0.0, lt=1.0)
     learning_rate_scale: float = Field(1.0, ge=0.0)
+
+    @model_validator(mode="after")
+    def _check_train(self) -> Self:
+        if not self.train:
+            raise ValueError(
+                "train is empty: freeze the component (freeze: true), or name some of its parameters"
+            )
+        if self.freeze and self.train != ("*",):
+            raise ValueError(
+                f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out"
+            )
+        if self.freeze and self.ema is not None:
+            raise ValueError(
+                f"ema ({self.ema:g}): the component is frozen, so that its average is what it is; set freeze: false, "
+                "or leave ema out"
+            )
+        return self
+
+
+class ComponentConfig(TrainingConfig):
+    """How one component trains and runs.
+
+    `layout` overrides the rules of sharding/rules.py, logical axis -> mesh axes:
+    `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`.
+
+    `remat` is what the backward pass of a layer, or of a projector, computes again: `full` all but
+    its input, `dots` all but the products with weights, `none` nothing. A list names what is kept
+    instead, beside the input:
+
+        attention     its output and logsumexp, so that it runs once; not what it reads
+        projections   the products that make queries, keys, values and its output
+        mlp           the products before its activation
+    """
+
     compute_dtype: DType = "float32"
     # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
     # sends half as much where that is bfloat16, and rounds every sum
@@ -278,23 +347,6 @@ class ComponentConfig(Section):
                 f"must be 'none', 'dots', 'full' or different names of what is kept (got {[*remat]})"
             )
         return remat
-
-    @model_validator(mode="after")
-    def _check_train(self) -> ComponentConfig:
-        if not self.train:
-            raise ValueError(
-                "train is empty: freeze the component (freeze: true), or name some of its parameters"
-            )
-        if self.freeze and self.train != ("*",):
-            raise ValueError(
-                f"train ({[*self.train]}): the component is frozen; set freeze: false, or leave it out"
-            )
-        if self.freeze and self.ema is not None:
-            raise ValueError(
-                f"ema ({self.ema:g}): the component is frozen, so that its average is what it is; set freeze: false, "
-                "or leave ema out"
-            )
-        return self
 
 
 class ProjectorConfig(ComponentConfig):
@@ -321,6 +373,14 @@ class ProjectorComponents(Section):
     language: ProjectorConfig = ProjectorConfig()  # the decoder's states -> what `diffusion` reads
 
 
+class AdapterComponents(Section):
+    """What of adapters trains; they run as the component does that they adapt, and lie as its matrices do."""
+
+    vision: TrainingConfig = TrainingConfig()
+    audio: TrainingConfig = TrainingConfig()
+    language: TrainingConfig = TrainingConfig()
+
+
 class ComponentsConfig(Section):
     """Settings by component; parameters, metrics and checkpoints have the same tree of names."""
 
@@ -329,3 +389,12 @@ class ComponentsConfig(Section):
     projector: ProjectorComponents = ProjectorComponents()
     language: ComponentConfig = ComponentConfig()
     diffusion: ComponentConfig = ComponentConfig()
+    adapter: AdapterComponents = AdapterComponents()
+
+    def of(self, name: str) -> ComponentConfig:
+        """Settings of a component by its name: "vision", "projector.vision", "adapter.vision", ..."""
+        own = attrgetter(name)(self)
+        if not name.startswith(ADAPTER):
+            component: ComponentConfig = own
+            return component
+        return self.of(name.removeprefix(ADAPTER)).model_copy(update=dict(own))

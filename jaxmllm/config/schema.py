@@ -1,6 +1,6 @@
 """The one schema of a run: frozen, typed records, one section each. Import them from here.
 
-    model, components                    model_sections.py
+    model, components                    model_sections.py, adapter_sections.py
     data                                 data_sections.py
     phases, balance, mesh, pipeline      plan_sections.py
     run, optimizer, evaluation, ...      run_sections.py
@@ -11,10 +11,9 @@ section it needs.
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from pydantic import model_validator
 
+from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConfig, Matrices
 from jaxmllm.config.data_sections import (
     AudioDataConfig,
     DataConfig,
@@ -23,6 +22,7 @@ from jaxmllm.config.data_sections import (
     Targets,
 )
 from jaxmllm.config.model_sections import (
+    AdapterComponents,
     AudioConfig,
     ComponentConfig,
     ComponentsConfig,
@@ -36,6 +36,7 @@ from jaxmllm.config.model_sections import (
     ProjectorConfig,
     Remat,
     TowerConfig,
+    TrainingConfig,
     VisionConfig,
 )
 from jaxmllm.config.plan_sections import (
@@ -61,6 +62,10 @@ from jaxmllm.config.run_sections import (
 from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
 
 __all__ = [
+    "ADAPTER",
+    "AdapterComponents",
+    "AdapterConfig",
+    "AdaptersConfig",
     "AudioConfig",
     "AudioDataConfig",
     "BalanceConfig",
@@ -81,6 +86,7 @@ __all__ = [
     "LanguageObjectiveConfig",
     "LayerWindows",
     "LoggingConfig",
+    "Matrices",
     "MeshConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -99,6 +105,7 @@ __all__ = [
     "SourceConfig",
     "Targets",
     "TowerConfig",
+    "TrainingConfig",
     "VisionConfig",
 ]
 
@@ -124,11 +131,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        self._check_adapters()
         self._check_generator()
         projectors = [f"projector.{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
-            component = attrgetter(name)(self.components)
+            component = self.components.of(name)
             for key, usual in (("reduce_dtype", "float32"), ("reduce", "microbatch")):
                 value = getattr(component, key)
                 if self.pipeline.stages > 1 and value != usual:
@@ -161,6 +169,14 @@ class Config(Section):
                 )
         return self
 
+    def _check_adapters(self) -> None:
+        for name in type(self.components.adapter).model_fields:
+            there = name in self.model.adapters.by_component
+            if not there and getattr(self.components.adapter, name) != TrainingConfig():
+                raise ValueError(
+                    f"components.adapter.{name}: there is no model.adapters.{name}; leave it out, or add that section"
+                )
+
     def _check_generator(self) -> None:
         if self.model.diffusion is None:
             if self.objective != ObjectiveConfig():
@@ -180,7 +196,8 @@ class Config(Section):
                 "measured; leave it out, so that items are balanced by FLOPs"
             )
         names = (*self.model.encoders, *(f"projector.{name}" for name in self.model.encoders))
-        upstream = (attrgetter(name)(self.components) for name in (*names, "language"))
+        adapters = (f"{ADAPTER}{name}" for name in self.model.adapters.by_component)
+        upstream = (self.components.of(name) for name in (*names, "language", *adapters))
         if self.objective.language.weight and all(component.freeze for component in upstream):
             raise ValueError(
                 f"objective.language.weight ({self.objective.language.weight:g}): the decoder and all that it reads "

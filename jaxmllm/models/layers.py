@@ -23,7 +23,7 @@ from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Kept, Kernel, Remat, RotaryScaling, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
-from sharding.parameters import gathered
+from sharding.parameters import Parameter, gathered
 from sharding.rules import Axes, Layout
 
 AnyBlock = TypeVar("AnyBlock", bound=nnx.Module)
@@ -75,6 +75,43 @@ def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
 def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
     """The parameter as a computation in `dtype` needs it: cast, then gathered."""
     return gathered(layout, p[...], p.axes, dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix with factors of low rank: in place of its array, for `product`."""
+
+    matrix: Array  # [*inputs, *outputs]
+    a: Parameter  # [*inputs, rank]
+    b: Parameter  # [rank, *outputs]
+    scale: float  # of their product
+
+    def __getitem__(self, index: Any) -> Adapted:
+        """Itself, for `[...]`: modules read their parameters so."""
+        assert index is Ellipsis, "a matrix with an adapter is used whole"
+        return self
+
+
+def product(
+    x: Float[Array, "R C *I"], p: nnx.Param[Array], layout: Layout, inputs: int = 1
+) -> Float[Array, "R C *O"]:
+    """x times a matrix [*I, *O], to which its adapter is added, where it has one (arXiv 2106.09685).
+
+    The factors stay factors. So the gradient of x and those of the factors are products of low rank,
+    and the matrix, of which no gradient is asked, costs that of x alone.
+
+    Args:
+      inputs: number of axes in I.
+    """
+    value: Any = p[...]
+    if not isinstance(value, Adapted):
+        return jnp.tensordot(x, gathered(layout, value, p.axes, x.dtype), inputs)
+    matrix = gathered(layout, value.matrix, p.axes, x.dtype)
+    a = gathered(layout, value.a, (*p.axes[:inputs], None), x.dtype)
+    b = gathered(layout, value.b, (None, *p.axes[inputs:]), x.dtype)
+    low = layout.constrain(jnp.tensordot(x, a, inputs), ("batch", "sequence", None))
+    return jnp.tensordot(x, matrix, inputs) + jnp.tensordot(value.scale * low, b, 1)
 
 
 def named(x: Array, name: Kept) -> Array:
@@ -259,7 +296,7 @@ class SelfAttention(nnx.Module):
             out_axes=query_axes,
         )
         mixed = attend(q, k, v, rows.ids, rows.tiles)
-        out = jnp.einsum("rchk,hkd->rcd", mixed, weight(self.out, layout, x.dtype))
+        out = product(mixed, self.out, layout, inputs=2)
         if self.out_bias is not None:
             out = biased(out, self.out_bias, layout)
         return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
@@ -272,7 +309,7 @@ class SelfAttention(nnx.Module):
         norm: RMSNorm | None,
         rows: RowContext,
     ) -> Array:
-        y = jnp.einsum("rcd,dhk->rchk", x, weight(p, rows.layout, x.dtype))
+        y = product(x, p, rows.layout)
         if b is not None:
             y = biased(y, b, rows.layout)
         y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
@@ -306,14 +343,10 @@ class GatedMLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
-        gate, up = (
-            named(x @ weight(factor, layout, x.dtype), "mlp") for factor in (self.gate, self.up)
-        )
+        gate, up = (named(product(x, factor, layout), "mlp") for factor in (self.gate, self.up))
         hidden = jax.nn.silu(gate) * up
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        return layout.constrain(
-            hidden @ weight(self.down, layout, x.dtype), ("batch", "sequence", None)
-        )
+        return layout.constrain(product(hidden, self.down, layout), ("batch", "sequence", None))
 
 
 class MLP(nnx.Module):
@@ -327,10 +360,10 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        up = biased(x @ weight(self.up, layout, x.dtype), self.up_bias, layout)
+        up = biased(product(x, self.up, layout), self.up_bias, layout)
         hidden = jax.nn.gelu(named(up, "mlp"))
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        out = biased(hidden @ weight(self.down, layout, x.dtype), self.down_bias, layout)
+        out = biased(product(hidden, self.down, layout), self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
 
 

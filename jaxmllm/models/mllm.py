@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -21,7 +20,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import Choice, choice
-from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, ModelConfig
+from jaxmllm.config.schema import (
+    ADAPTER,
+    ComponentConfig,
+    ComponentsConfig,
+    ConfigError,
+    ModelConfig,
+)
+from jaxmllm.models.adapters import Adapter, with_adapters
 from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
@@ -30,7 +36,7 @@ from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
-from jaxmllm.trainable import Params, Trainable
+from jaxmllm.trainable import Params, Trainable, leaves_by_path
 from sharding.context import take_slots
 from sharding.mesh import platform_of
 from sharding.parameters import by_replica, deferred, is_split, row_axes, whole_sum
@@ -48,6 +54,7 @@ class Component:
     shapes: Any  # jax.ShapeDtypeStruct, likewise
     layout: Layout
     settings: ComponentConfig
+    adapter_scale: float | None = None  # of its adapter, another component, where there is one
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -58,7 +65,15 @@ class Component:
 
         Parts whose parameters are left out are there, too, for what needs none of them.
         """
-        return nnx.merge(self.graph, self.shapes | params[self.name])
+        return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
+
+    def adapted(self, params: Params) -> Params:
+        """Parameters by component, those of this one with the factors of its adapter beside them."""
+        factors = params.get(f"{ADAPTER}{self.name}")
+        if self.adapter_scale is None or not factors:
+            return params
+        own = with_adapters(params[self.name], factors, self.adapter_scale)
+        return params | {self.name: own}
 
     def defers(self, axes: ParameterAxes) -> bool:
         """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.
@@ -291,7 +306,7 @@ class MLLM:
     def layer(
         self,
         phase: str,
-        params: Any,
+        params: Params,
         x: Float[Array, "R T D"],
         rows: EncoderRows | LanguageRows,
         windowed: Bool[Array, ""] | None = None,
@@ -299,12 +314,12 @@ class MLLM:
         """One layer of a phase's tower or of the decoder.
 
         Args:
-          params: that layer's own.
+          params: that layer's own, by component.
           windowed: whether it attends in windows, where some layers do.
         """
         component = self.components[phase]
         tower = component.module({phase: {}})
-        block = nnx.merge(nnx.split(tower.layers)[0], params)
+        block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
         out: Array = block(x, context.for_layer(windowed))
         return out
@@ -354,11 +369,48 @@ def build_model(
         name: _component(name, make, layouts[name], setting)
         for name, (setting, make) in makers.items()
     }
+    for name in config.adapters.by_component:
+        components |= _with_adapter(components[name], config, settings)
     shapes = {name: component.shapes for name, component in components.items()}
     patterns = {
         name: part.settings.train for name, part in components.items() if not part.settings.freeze
     }
-    return MLLM(config, vocab_size, components, Trainable.of(shapes, patterns))
+    trainable = Trainable.of(shapes, patterns)
+    _check_adapted(config, trainable)
+    return MLLM(config, vocab_size, components, trainable)
+
+
+def _with_adapter(
+    component: Component, config: ModelConfig, settings: ComponentsConfig
+) -> dict[str, Component]:
+    """A component that knows of its adapter, and the adapter, by name."""
+    adapter = config.adapters.by_component[component.name]
+    matrices = getattr(config, component.name).matrices
+    axes = dict(leaves_by_path(component.axes))
+    parameters = {
+        path: (leaf.shape, axes[path].names) for path, leaf in leaves_by_path(component.shapes)
+    }
+    name = f"{ADAPTER}{component.name}"
+    return {
+        component.name: replace(component, adapter_scale=adapter.scale),
+        name: _component(
+            name,
+            lambda rngs: Adapter(adapter, matrices, parameters, rngs),
+            component.layout,
+            settings.of(name),
+        ),
+    }
+
+
+def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
+    """Raise `ConfigError` for a matrix that has an adapter and would be trained itself."""
+    for name, adapter in config.adapters.by_component.items():
+        for path in adapter.adapted(getattr(config, name).matrices):
+            if f"{name}.{path}" in trainable.paths:
+                raise ConfigError(
+                    f"components.{name}: {path} has an adapter (model.adapters.{name}) and would be trained "
+                    f"itself; set components.{name}.freeze: true, or leave it out of components.{name}.train"
+                )
 
 
 def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
@@ -370,7 +422,7 @@ def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh)
     Raises:
       MeshError: a layout that cannot be.
     """
-    chosen = {name: attrgetter(name)(settings) for name in model.components}
+    chosen = {name: settings.of(name) for name in model.components}
     layouts = _layouts(chosen, mesh)
     components = {
         name: replace(part, layout=layouts[name], settings=chosen[name])
@@ -384,8 +436,7 @@ def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh)
 def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
     """The same model in the same layouts, whose components have other settings of remat or types."""
     components = {
-        name: replace(part, settings=attrgetter(name)(settings))
-        for name, part in model.components.items()
+        name: replace(part, settings=settings.of(name)) for name, part in model.components.items()
     }
     return replace(model, components=components)
 
@@ -393,9 +444,12 @@ def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
 def _layouts(
     settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
 ) -> dict[str, Layout]:
-    """Layouts of components, each tower before its projector."""
+    """Layouts of components, each tower before its projector and its adapter."""
     layouts: dict[str, Layout] = {}
     for name, setting in settings.items():
+        if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
+            layouts[name] = layouts[name.removeprefix(ADAPTER)]
+            continue
         overrides = dict(setting.layout)
         if name.startswith("projector."):  # a projector runs on the ranks of its tower
             owner = (

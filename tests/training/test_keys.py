@@ -252,6 +252,11 @@ def averaged(config: Config, _: Scene) -> Any:
     return model(config).ema
 
 
+def adapter_scales(config: Config, _: Scene) -> Any:
+    """What the products of the factors of adapters are multiplied by."""
+    return {name: part.adapter_scale for name, part in model(config).components.items()}
+
+
 def rates(config: Config, _: Scene) -> Any:
     rate = functools.partial(learning_rate, config.optimizer, config.decay_steps)
     return jax.vmap(rate)(jnp.arange(config.run.steps)).tolist()
@@ -353,7 +358,19 @@ def mesh(config: Config, _: Scene) -> Any:
 # ---------------------------------------------------------------------------- every key
 
 
-QUICK = (decoder_weights, trained, scales, averaged, rates, updates, lengths, limits, mesh, draws)
+QUICK = (
+    decoder_weights,
+    trained,
+    scales,
+    adapter_scales,
+    averaged,
+    rates,
+    updates,
+    lengths,
+    limits,
+    mesh,
+    draws,
+)
 
 
 @dataclass(frozen=True)
@@ -438,6 +455,16 @@ def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[st
     return found | effects(section, seen, given, **values)
 
 
+def adapter(name: str) -> dict[str, Effect]:
+    section = f"model.adapters.{name}"
+    given = (f"{section}={{rank: 2, alpha: 4}}", f"components.{name}.freeze=true")
+    found = effects(section, weights, given, rank="4", parameters="[layers.mlp.*]")
+    found |= effects(section, adapter_scales, given, alpha="8")
+    section = f"components.adapter.{name}"
+    found |= effects(section, trained, given, freeze="true", train='["*.b"]')
+    return found | effects(section, scales, given, learning_rate_scale="0.5")
+
+
 def phase(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
     section = f"phases.{name}"
     found = effects(
@@ -514,6 +541,9 @@ EFFECTS: dict[str, Effect] = {
     **component("projector.vision", encoder("vision")),
     **component("projector.audio", encoder("audio")),
     **component("language", language),
+    **adapter("vision"),
+    **adapter("audio"),
+    **adapter("language"),
     **sources("sources"),
     **sources("evaluation"),
     **effects("data", examples, batch_size="4", tokenizer="absent.json"),

@@ -16,7 +16,7 @@ Recomputation (remat, or attention's own) is not counted: MFU measures the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import (
+    ADAPTER,
     AudioConfig,
     DiffusionConfig,
     LanguageConfig,
@@ -35,6 +36,9 @@ from jaxmllm.config.schema import (
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 NO_SQUARES: tuple[Fraction, ...] = (Fraction(0), Fraction(0))
+
+# How much of a component's parameters is trained, by component of which anything is
+Shares: TypeAlias = Mapping[str, Fraction | int]
 
 # Added to `ItemCost.squares`, by kind of layer: numbers, or [N] of items
 Extra: TypeAlias = Sequence[Any]
@@ -132,16 +136,36 @@ class Layer:
       parameters: numbers in its matrices.
       products: of products with weights, per slot; gradients of one flow through those after it.
       attention_squares: of scores and mixing, which have no weights, for each of `ItemCost.squares`.
+      adapters: of products with factors of low rank beside these, per slot; they count as the first ones.
     """
 
     component: str
     parameters: int
     products: tuple[Fraction, ...]
     attention_squares: tuple[Fraction, ...] = NO_SQUARES
+    adapters: Fraction = Fraction(0)
 
     def linear(self, slots: int) -> int:
         """FLOPs of products with weights."""
-        return round(sum(self.products, Fraction(0)) * slots)
+        return round((sum(self.products, Fraction(0)) + self.adapters) * slots)
+
+    @property
+    def adapter(self) -> str:
+        """The component of its adapters, where it has any."""
+        return f"{ADAPTER}{self.component}"
+
+    def is_trained(self, trained: Mapping[str, Any]) -> bool:
+        """Whether anything of its weights is trained, by the components of which anything is."""
+        return self.component in trained or bool(self.adapters and self.adapter in trained)
+
+    def trained_share(self, shares: Shares) -> Fraction | int:
+        """Of products with weights, how much has gradients of the weights."""
+        own = shares.get(self.component, 0)
+        if not self.adapters:
+            return own
+        products = sum(self.products, Fraction(0))
+        trained = own * products + shares.get(self.adapter, 0) * self.adapters
+        return trained / (products + self.adapters)
 
     def attention(self, squares: Sequence[int]) -> int:
         """FLOPs of scores and mixing.
@@ -155,7 +179,7 @@ class Layer:
         return round(sum(pairs))
 
 
-def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction | int]) -> ItemCost:
+def phase_flops(model: ModelConfig, phase: str, trained: Shares) -> ItemCost:
     """FLOPs of one item of a phase, forward and backward.
 
     An encoder phase includes its projector. The language phase includes the head on every slot, as if all had
@@ -183,7 +207,7 @@ def phase_flops(model: ModelConfig, phase: str, trained: Mapping[str, Fraction |
     return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
 
 
-def head_flops(model: ModelConfig, trained: Mapping[str, Fraction | int]) -> int:
+def head_flops(model: ModelConfig, trained: Shares) -> int:
     """FLOPs of the head for one slot, forward and backward, which are computed where the slot has a target.
 
     Args and errors are those of `phase_flops`.
@@ -217,11 +241,12 @@ def _trained_layers(
     upstream = any(name in trained for read in before for name in phases[read].components)
     totals = []
     for layer in layers:
+        # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
+        linear = (1 + upstream + trained.get(layer.adapter, 0)) * layer.adapters
+        upstream = upstream or bool(layer.adapters and layer.adapter in trained)
         # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
         attention_passes = 3 if upstream else 1
-        linear = Fraction(0)
         for product in layer.products or (Fraction(0),):
-            # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
         totals.append(
@@ -242,8 +267,26 @@ def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
     if phase not in phases:
         raise ValueError(f"phase {phase!r} is not in this model: it has {list(phases)}")
     if phase == LANGUAGE:
-        return _language(model.language)
-    return TOWERS[phase](getattr(model, phase), model.language.width)
+        layers = _language(model.language)
+    else:
+        layers = TOWERS[phase](getattr(model, phase), model.language.width)
+    return tuple(_with_adapters(layers, model, phase))
+
+
+def _with_adapters(layers: Iterable[Layer], model: ModelConfig, phase: str) -> Iterator[Layer]:
+    """The layers of a phase, those that attend with the adapters of their matrices."""
+    adapter = model.adapters.by_component.get(phase)
+    if adapter is None:
+        yield from layers
+        return
+    section = getattr(model, phase)
+    sizes = adapter.adapted(section.matrices).values()
+    weights = sum(adapter.rank * (inputs + outputs) for inputs, outputs in sizes)
+    (products,) = _product(weights, per_token=getattr(section, "stem_stride", 1))
+    for layer in layers:
+        attends = any(layer.attention_squares)
+        parameters = layer.parameters + weights
+        yield replace(layer, parameters=parameters, adapters=products) if attends else layer
 
 
 # ---------------------------------------------------------------------------- the layers of each phase

@@ -79,8 +79,8 @@ class ChainLayers:
                     linear=layer.linear(capacity),
                     attention=layer.attention(squares[name]),
                     parameters=layer.parameters,
-                    trainable=layer.component in self.trained,
-                    trained_share=self.trained.get(layer.component, 0),
+                    trainable=layer.is_trained(self.trained),
+                    trained_share=layer.trained_share(self.trained),
                     **again,
                 )
                 for layer, again in self._with_recomputation(name)

@@ -79,8 +79,8 @@ class StageFunctions:
             )
             layers.append(
                 Params(
-                    _layers_of(trained, phase),
-                    (_layers_of(frozen, phase), self._windowed(phase)),
+                    _layers_of(trained),
+                    (_layers_of(frozen), self._windowed(phase)),
                 ),
             )
             outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
@@ -101,9 +101,9 @@ class StageFunctions:
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
         """The executor's gradients by trained component."""
         gradients: dict[str, Any] = {}
-        for phase, stack, components in zip(self.model.phases, layers, outer, strict=True):
+        for stacks, components in zip(layers, outer, strict=True):
             for name, tree in components.items():
-                gradients[name] = tree | ({LAYERS: stack} if name == phase and stack else {})
+                gradients[name] = tree | ({LAYERS: stacks[name]} if name in stacks else {})
         return gradients
 
     def _encoder(self, phase: str) -> Component:
@@ -191,9 +191,9 @@ class StageFunctions:
         return checkpointed(layer, self.model.components[phase].settings.remat)
 
 
-def _layers_of(params: dict[str, Any], phase: str) -> Any:
-    """The stacked layers of a phase, or as much of them as there is."""
-    return params.get(phase, {}).get(LAYERS, {})
+def _layers_of(params: dict[str, Any]) -> dict[str, Any]:
+    """The stacked layers of components that have any."""
+    return {name: tree[LAYERS] for name, tree in params.items() if LAYERS in tree}
 
 
 def _without_layers(params: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from jax.tree_util import DictKey
 from jaxmllm.balance.records import PipelineRun
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
+from jaxmllm.config.schema import ADAPTER
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
@@ -218,8 +219,9 @@ class StagedPrograms(Programs):
             for component, key in itertools.pairwise(
                 keys,
             ):  # an optimizer's own levels lie between the two
-                if key == LAYERS and component in self.stage_layers:
-                    return change(self.stage_layers[component], leaf)
+                phase = component.removeprefix(ADAPTER)
+                if key == LAYERS and phase in self.stage_layers:
+                    return change(self.stage_layers[phase], leaf)
             return change_other(leaf)
 
         return jax.tree.map_with_path(visit, tree)

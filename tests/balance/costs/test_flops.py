@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.costs.flops import ItemCost, head_flops, phase_flops, phase_layers
-from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
+from jaxmllm.config.schema import (
+    AdapterConfig,
+    AdaptersConfig,
+    AudioConfig,
+    LanguageConfig,
+    ModelConfig,
+    VisionConfig,
+)
 from jaxmllm.tools.workload import MODEL as WORKLOAD
 
 LANGUAGE = LanguageConfig(
@@ -131,6 +138,42 @@ def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
     )
     assert part.quadratic == whole.quadratic == none.quadratic
     assert part.linear - none.linear == pytest.approx((whole.linear - none.linear) / 3, abs=1)
+
+
+def test_adapters_add_two_thin_products_to_each_matrix():
+    adapters = {
+        "language": AdapterConfig(rank=4, alpha=8, parameters=("*.key", "*.down")),
+        "audio": AdapterConfig(rank=2, alpha=1, parameters=("*.out",)),
+    }
+    adapted = MODEL.model_copy(update={"adapters": AdaptersConfig(**adapters)})
+    n = 160
+    own = sum(product(n, width, 4) + product(n, 4, out) for width, out in ((64, 32), (96, 64)))
+    matrices, attention = language_forward(n)
+    frozen = phase_flops(adapted, "language", NOTHING)
+    assert cost(frozen, n) == matrices + attention + 3 * own
+    # Gradients of what the first layer's matrices read, too: its adapters count before them
+    trained = phase_flops(adapted, "language", {"adapter.language": 1})
+    assert cost(trained, n) == 2 * matrices + 3 * attention + (2 + 3 + 3) * own
+    both = {"adapter.language": 1, "projector.vision": 1}
+    assert cost(phase_flops(adapted, "language", both), n) == 2 * matrices + 3 * attention + 9 * own
+    per_token = product(n // 4, 48, 2) + product(n // 4, 2, 48)
+    heard, plain = (phase_flops(model, "audio", NOTHING) for model in (adapted, MODEL))
+    assert cost(heard, n) - cost(plain, n) == 5 * per_token
+
+
+def test_layers_tell_what_of_them_is_trained():
+    adapters = AdaptersConfig(language=AdapterConfig(rank=4, alpha=8, parameters=("*.key",)))
+    embedding, block, *_, head = phase_layers(
+        MODEL.model_copy(update={"adapters": adapters}), "language"
+    )
+    own, low = product(1, 1, block.parameters - 4 * (64 + 32)), 2 * 4 * (64 + 32)
+    assert block.linear(1) == own + low
+    assert not embedding.is_trained({"adapter.language": 1})
+    assert not head.is_trained({"adapter.language": 1})
+    assert block.is_trained({"adapter.language": 1}) and block.is_trained({"language": 1})
+    assert block.trained_share({"adapter.language": 1}) == Fraction(low, own + low)
+    assert block.trained_share({"language": Fraction(1, 2)}) == Fraction(own, 2 * (own + low))
+    assert not block.is_trained({"projector.vision": 1})
 
 
 def test_a_windowed_layer_pays_for_its_window():
