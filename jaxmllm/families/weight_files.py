@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,27 @@ class WeightFile:
             if key != "__metadata__"
         }
         return cls(path, length.to_bytes(LENGTH_BYTES, "little") + text, size, tensors)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Write a file of tensors of types in `DTYPES`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which other readers ask for
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[key] = {
+            "dtype": names[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for tensor in tensors.values():
+            stream.write(np.ascontiguousarray(tensor).tobytes())
 
 
 def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:

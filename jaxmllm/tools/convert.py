@@ -2,7 +2,9 @@
 
     jaxmllm convert to-orbax FOLDER OUT               a checkpoint of the folder's decoder, for model.from
     jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
-                                                      types and split into files; all other files as they are
+                                                      types and split into files; all other files as they are;
+                                                      adapters are merged into the matrices
+    jaxmllm convert to-hf RUN OUT --adapters          RUN's adapters alone, as the peft library reads them
     jaxmllm convert verify FOLDER INPUTS.npz [--reference R.npz] [--gradients G.npz]
                                                       one JSON object: how far loss, logits and gradients are off
 
@@ -16,7 +18,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,23 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from numpy.typing import NDArray
 
-from jaxmllm.config.schema import ComponentsConfig, ConfigError, LanguageConfig, ModelConfig
-from jaxmllm.families.model_folder import ModelFolder, is_model_folder
+from jaxmllm.config.schema import (
+    ADAPTER,
+    AdapterConfig,
+    ComponentsConfig,
+    ConfigError,
+    LanguageConfig,
+    ModelConfig,
+)
+from jaxmllm.families.adapter_files import write_adapter
+from jaxmllm.families.model_folder import Fit, ModelFolder, is_model_folder
+from jaxmllm.models.adapters import merged
 from jaxmllm.models.mllm import build_model
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.checkpoint_files import (
+    ArrayPath,
+    ArraySpec,
     CheckpointError,
     check_files,
     read_arrays,
@@ -41,7 +56,7 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, differences
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 from jaxmllm.training.run import USER_ERRORS
-from jaxmllm.training.run_folder import read_config
+from jaxmllm.training.run_folder import config_of, read_config
 from sharding.mesh import make_mesh
 
 
@@ -52,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "to-orbax":
                 to_orbax(options.folder, options.out, options.dtype)
             case "to-hf":
-                to_folder(options.run, options.out, options.source)
+                write = to_adapters if options.adapters else to_folder
+                write(options.run, options.out, options.source)
             case "verify":
                 started = time.monotonic()
                 run = PreparedRun.of(options.folder, options.inputs)
@@ -79,35 +95,118 @@ def to_orbax(source: Path, out: Path, dtype: str) -> None:
 
 
 def to_folder(run: Path, out: Path, source: Path | None = None) -> None:
-    """Write the decoder of a run as the published folder that it began from.
+    """Write the decoder of a run as the published folder that it began from, adapters merged into it.
 
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    folder = ModelFolder.open(source or _origin(run))
-    location = source_checkpoints(str(run))[0]
-    check_files(location)
-    saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
-    shapes = {".".join(path[1:]): spec for path, spec in saved.items() if path[0] == LANGUAGE}
-    fit = folder.check({path: shape for path, (shape, _) in shapes.items()})
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-
-    def values(path: str) -> NDArray[Any]:
-        """One parameter, the only one that is in memory."""
-        leaf = jax.ShapeDtypeStruct(*shapes[path], sharding=sharding)
-        wanted = {"params": {LANGUAGE: unflatten_dict({path: leaf}, sep=".")}}
-        return np.asarray(jax.tree.leaves(read_arrays(location, wanted))[0])
-
+    decoder = _SavedDecoder.of(run, source)
     draft = out.with_name(f"{out.name}.partial")
-    left_out = fit.write(values, draft)
+    left_out = decoder.fit.write(decoder.merged, draft)
     draft.rename(out)
-    print(f"{folder.family.name}: {LANGUAGE} of {location} -> {out}")
-    if other := sorted({path[0] for path in saved} - {LANGUAGE}):
-        print(f"{', '.join(other)} of {location}: left out, {folder.path} has none")
+    folder, location = decoder.fit.folder, decoder.location
+    print(f"{folder.family.name}: {' + '.join(decoder.components)} of {location} -> {out}")
+    if others := sorted({path[0] for path in decoder.saved} - {*decoder.components}):
+        print(f"{', '.join(others)} of {location}: left out, {folder.path} has none")
     if left_out:
         print(
             f"{', '.join(left_out)} of {folder.path}: left out, they may hold the weights as they were"
         )
+
+
+def to_adapters(run: Path, out: Path, source: Path | None = None) -> None:
+    """Write the adapters of a run's decoder in the layout of the peft library.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged.
+      ConfigError: the run has none, or has changed more than they hold.
+    """
+    _check_new(out)
+    decoder = _SavedDecoder.of(run, source)
+    fit, adapter = decoder.fit, decoder.adapter
+    if adapter is None:
+        raise ConfigError(
+            f"{run} has no {ADAPTER}{LANGUAGE} to write; leave out --adapters, or add model.adapters.language"
+        )
+    for path, shape in fit.shapes.items():
+        own = decoder.values(LANGUAGE, path)
+        whole = tuple(slice(0, size) for size in shape)
+        if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
+            raise ConfigError(
+                f"{LANGUAGE}.{path} of {decoder.location} is not what {fit.folder.path} has, and a folder of adapters "
+                "holds nothing else; write the folder whole, without --adapters"
+            )
+    draft = out.with_name(f"{out.name}.partial")
+    write_adapter(fit.folder, adapter, decoder.adapted, decoder.factors, draft)
+    draft.rename(out)
+    print(f"{fit.folder.family.name}: {ADAPTER}{LANGUAGE} of {decoder.location} -> {out}")
+
+
+@dataclass(frozen=True)
+class _SavedDecoder:
+    """The decoder of a checkpoint, of which one parameter at a time is in memory."""
+
+    location: Path  # of the checkpoint
+    saved: Mapping[ArrayPath, ArraySpec]  # its parameters
+    fit: Fit
+    adapter: AdapterConfig | None
+
+    @classmethod
+    def of(cls, run: Path, source: Path | None) -> _SavedDecoder:
+        """The latest one of a run. Raises `ConfigError`, `CheckpointError`."""
+        folder = ModelFolder.open(source or _origin(run))
+        location = source_checkpoints(str(run))[0]
+        check_files(location)
+        specs = saved_specs(location).items()
+        saved = {path[1:]: spec for path, spec in specs if path[0] == "params"}
+        shapes = {
+            ".".join(path[1:]): shape for path, (shape, _) in saved.items() if path[0] == LANGUAGE
+        }
+        there = any(path[0] == f"{ADAPTER}{LANGUAGE}" for path in saved)
+        adapter = _adapter_of(run) if there else None
+        return cls(location, saved, folder.check(shapes), adapter)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Those that the published decoder is made of."""
+        return (LANGUAGE,) if self.adapter is None else (LANGUAGE, f"{ADAPTER}{LANGUAGE}")
+
+    @cached_property
+    def adapted(self) -> tuple[str, ...]:
+        """Paths of the parameters that have an adapter."""
+        paths = (path for path in self.saved if path[0] == f"{ADAPTER}{LANGUAGE}")
+        return tuple(dict.fromkeys(".".join(path[1:-1]) for path in paths))
+
+    def values(self, component: str, path: str) -> NDArray[Any]:
+        """One parameter."""
+        spec = self.saved[(component, *path.split("."))]
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
+        wanted = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
+        return np.asarray(jax.tree.leaves(read_arrays(self.location, wanted))[0])
+
+    def factors(self, path: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Those of an adapted parameter."""
+        component = f"{ADAPTER}{LANGUAGE}"
+        return self.values(component, f"{path}.a"), self.values(component, f"{path}.b")
+
+    def merged(self, path: str) -> NDArray[Any]:
+        """One parameter, with its adapter added to it."""
+        own = self.values(LANGUAGE, path)
+        if self.adapter is None or path not in self.adapted:
+            return own
+        return merged(own, *self.factors(path), self.adapter.scale)
+
+
+def _adapter_of(run: Path) -> AdapterConfig:
+    """What the config of a run says of its decoder's adapter: a checkpoint does not hold alpha."""
+    config = config_of(run)
+    adapter = None if config is None else config.model.adapters.language
+    if adapter is None:
+        raise ConfigError(
+            f"{run} has {ADAPTER}{LANGUAGE}, but no config.yaml that says its alpha; name the folder of the run"
+        )
+    return adapter
 
 
 def _origin(run: Path) -> Path:
@@ -142,6 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("run", type=Path)
     published.add_argument("out", type=Path)
     published.add_argument("--source", type=Path, metavar="FOLDER", help="the published folder")
+    published.add_argument(
+        "--adapters", action="store_true", help="adapters alone, as the peft library reads them"
+    )
     verify = actions.add_parser("verify", help="compare a folder's model with a reference")
     verify.add_argument("folder", type=Path)
     verify.add_argument("inputs", type=Path, metavar="INPUTS.npz")

@@ -69,6 +69,12 @@ def read_config(run_directory: str | Path) -> Config | None:
         ) from error
 
 
+def config_of(source: str | Path) -> Config | None:
+    """The config of a run, by its folder or a checkpoint in that; None if none is there. Raises `CheckpointError`."""
+    path = Path(source).absolute()
+    return read_config(path.parent.parent if path.parent.name == CHECKPOINTS else path)
+
+
 @contextmanager
 def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
@@ -131,7 +137,22 @@ def check_folder(config: Config, resume: bool | str) -> Config:
         )
     if config.model.from_ is not None:
         check_source(config.model.from_)
+        _check_adapters(config, config.model.from_)
     return begun_config(config)
+
+
+def _check_adapters(config: Config, source: str) -> None:
+    """Raise `CheckpointError` unless components that come from another run have the adapters that they have there."""
+    begun = config_of(source)
+    there = {} if begun is None else begun.model.adapters.by_component
+    for name, adapter in there.items():
+        own = config.model.adapters.by_component.get(name)
+        if name in config.model.phases and own != adapter:
+            said = "none" if own is None else str(own)
+            raise CheckpointError(
+                f"model.adapters.{name}: {name} of {source} was trained with an adapter of {adapter}, this model has "
+                f"{said}; say the same here, or begin from a folder that they are merged into (jaxmllm convert to-hf)"
+            )
 
 
 def check_writable(folder: Path, key: str = "run.directory") -> None:

@@ -1,7 +1,9 @@
 """Published folders in and out: bit for bit without training, and equal to the reference in what they compute."""
 
+import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,17 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmllm.config.read import parse_config
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.weight_files import WeightFile
+from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
+from jaxmllm.training.folder_parameters import read_folder
+from jaxmllm.training.run_folder import write_config
+from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
@@ -85,6 +95,144 @@ def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
     assert [tokens.tolist() for tokens in texts.tokens] == [[5, 6, 7], [8, 9, 4]]
     assert [targets.tolist() for targets in texts.targets] == [[-1, 7, -1], [9, 4, -1]]
     assert texts.gather(np.array([1, 0])).targets == 3
+
+
+# ---------------------------------------------------------------------------- adapters
+
+ADAPTER = {"rank": 3, "alpha": 6.0, "parameters": ["layers.attention.*", "*.down"]}
+
+
+def adapted_run(source: Path, run: Path, **changed: Any) -> dict[str, Any]:
+    """The checkpoint of a run from a folder, whose adapters have been trained; returns its parameters.
+
+    Args:
+      changed: by how much other parameters of the decoder have.
+    """
+    language = ModelFolder.open(source).family.language(FolderConfig.read(source))
+    config = parse_config(
+        {
+            "run": {"directory": str(run), "steps": 1},
+            "model": {
+                "from": str(source),
+                "language": language,
+                "adapters": {"language": ADAPTER},
+            },
+            "components": {"language": {"freeze": True}},
+            "data": {"sources": [{"name": "a", "path": "a.jsonl"}], "batch_size": 1},
+            "optimizer": {"learning_rate": 1.0},
+        }
+    )
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    model = build_model(config.model, language["vocab_size"], config.components, mesh)
+    abstract = model.abstract("float32")
+    random = np.random.default_rng(0)
+    factors = jax.tree.map(
+        lambda leaf: 0.1 * random.standard_normal(leaf.shape, np.float32),
+        abstract["adapter.language"],
+    )
+    params = {
+        "language": read_folder(str(source), abstract["language"]),
+        "adapter.language": factors,
+    }
+    for name, amount in changed.items():
+        params["language"][name] = params["language"][name] + amount
+    run.mkdir()
+    write_config(run, config)
+    with Checkpoints(run / "checkpoints", 1) as checkpoints:
+        checkpoints.save(1, {"params": params})
+    return params
+
+
+def test_adapters_are_merged_or_written_alone(tmp_path, capsys):
+    """What is written alone, B A of each layer, is what the merged folder has more than the first one."""
+    source, run = GOLDENS / "qwen2", tmp_path / "run"
+    adapted_run(source, run)
+    assert main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
+    assert "Qwen2: language + adapter.language of" in capsys.readouterr().out
+    assert main(["to-hf", str(run), str(tmp_path / "alone"), "--adapters"]) == 0
+    config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 6)
+    assert config["base_model_name_or_path"] == str(source)
+    before, after = (ModelFolder.open(path).tensors for path in (source, tmp_path / "merged"))
+    factors = WeightFile.open(tmp_path / "alone" / "adapter_model.safetensors").tensors
+    adapted = set()
+    for key in before:
+        module = key.removesuffix(".weight")
+        first, last = before[key].array(), after[key].array()
+        if not re.fullmatch(config["target_modules"], module):
+            np.testing.assert_array_equal(first, last)
+            continue
+        adapted.add(module.split(".")[-1])
+        a, b = (factors.pop(f"base_model.model.{module}.lora_{name}.weight") for name in "AB")
+        np.testing.assert_allclose(last - first, 2.0 * b.array() @ a.array(), atol=1e-6)
+    assert not factors
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+
+
+def test_adapters_that_cannot_be_written(tmp_path, capsys):
+    source, run = GOLDENS / "qwen2", tmp_path / "run"
+    adapted_run(source, run, embedding=0.5)
+    assert main(["to-hf", str(run), str(tmp_path / "out"), "--adapters"]) == 2
+    assert "language.embedding of" in (error := capsys.readouterr().err)
+    assert "without --adapters" in error
+    (run / "config.yaml").unlink()
+    arguments = ["to-hf", str(run), str(tmp_path / "out"), "--source", str(source)]
+    assert main(arguments) == 2
+    assert "has adapter.language, but no config.yaml that says its alpha" in capsys.readouterr().err
+    assert main(["to-orbax", str(source), str(tmp_path / "plain")]) == 0
+    arguments[1] = str(tmp_path / "plain")
+    assert main([*arguments, "--adapters"]) == 2
+    assert "has no adapter.language to write" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def logits_of(run: PreparedRun) -> list[np.ndarray]:
+    return [values for _, values in sorted(run.logits(), key=lambda text: text[0])]
+
+
+@pytest.mark.slow
+def test_merged_and_unmerged_logits_are_those_of_peft(tmp_path):
+    """Of the same parameters: adapters beside their matrices, a merged folder, and, where it is there, peft."""
+    source, run, inputs = GOLDENS / QUICK, tmp_path / "run", GOLDENS / QUICK / "inputs.npz"
+    params = adapted_run(source, run)
+    folder = ModelFolder.open(source)
+    language = folder.family.language(folder.config)
+    unmerged = on_one_device(
+        source,
+        inputs,
+        model={"language": language, "adapters": {"language": ADAPTER}},
+        components={"language": {"freeze": True}},
+    )
+    own = logits_of(dataclasses.replace(unmerged, params=params))
+    assert main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
+    merged = logits_of(on_one_device(tmp_path / "merged", inputs))
+    first = logits_of(on_one_device(source, inputs))
+    assert max(np.abs(a - b).max() for a, b in zip(own, merged, strict=True)) < 1e-5
+    assert max(np.abs(a - b).max() for a, b in zip(own, first, strict=True)) > 1e-1
+    if importlib.util.find_spec("peft") is None:
+        return
+    out = tmp_path / "alone"
+    assert main(["to-hf", str(run), str(out), "--adapters"]) == 0
+    subprocess.run([sys.executable, "-c", PEFT, str(source), str(out), str(inputs)], check=True)
+    with np.load(out / "theirs.npz") as theirs:
+        for text, logits in enumerate(own):
+            slots = theirs["valid"][text].astype(bool)
+            assert np.abs(logits - theirs["logits"][text, slots]).max() < 1e-5
+
+
+PEFT = """
+import sys
+import numpy as np, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, inputs = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.float32)
+model = PeftModel.from_pretrained(model, adapter)
+inputs = {name: torch.tensor(array) for name, array in np.load(inputs).items()}
+with torch.no_grad():
+    logits = model(**inputs).logits.numpy()
+np.savez(adapter + "/theirs.npz", logits=logits, valid=inputs["attention_mask"].numpy())
+"""
 
 
 # ---------------------------------------------------------------------------- against the reference
@@ -163,7 +311,7 @@ np.savez(sys.argv[1] + "/theirs.npz", logits=logits, valid=inputs["attention_mas
 """
 
 
-def on_one_device(folder: Path, inputs: Path) -> PreparedRun:
+def on_one_device(folder: Path, inputs: Path, **sections: Any) -> PreparedRun:
     return PreparedRun.of(
-        folder, inputs, jax.devices()[:1], mesh={"data": 1}, phases={"language": ROWS}
+        folder, inputs, jax.devices()[:1], mesh={"data": 1}, phases={"language": ROWS}, **sections
     )

@@ -107,3 +107,28 @@ def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError), open_folder(make_config(str(tmp_path)), False):
         raise FileNotFoundError
     assert list(tmp_path.iterdir()) == [], "the folder is released"
+
+
+def test_a_component_comes_with_the_adapter_that_it_was_trained_with(tmp_path: Path) -> None:
+    """The arrays alone tell neither alpha nor that there should be any."""
+    adapter = {"rank": 2, "alpha": 4.0}
+    first = make_config(str(tmp_path / "first"), model__adapters={"language": adapter})
+    write_config(tmp_path / "first", first)
+    checkpoint = tmp_path / "first" / "checkpoints" / "1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checksums.json").write_text("{}")
+    for source in (checkpoint.parent.parent, checkpoint):
+        for own in ({}, {"language": adapter | {"alpha": 8.0}}):
+            config = make_config(
+                str(tmp_path / "next"), model__from=str(source), model__adapters=own
+            )
+            with pytest.raises(CheckpointError, match=r"model.adapters.language: .* alpha=4.0"):
+                check_folder(config, False)
+        check_folder(
+            make_config(
+                str(tmp_path / "next"),
+                model__from=str(source),
+                model__adapters={"language": adapter},
+            ),
+            False,
+        )
