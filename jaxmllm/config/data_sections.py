@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from jaxmllm.config.section import Section
 
@@ -47,6 +47,41 @@ class ImageDataConfig(Section):
     max_pixels: PositiveInt = 1024 * 1024
 
 
+class ClipBounds(Section):
+    """How long clips of frames may be. What has more than `max_frames` is refused, or with `shorten` ends there."""
+
+    max_frames: PositiveInt = 128
+    shorten: bool = False
+
+
+class GeneratedDataConfig(ClipBounds, ImageDataConfig):
+    """What is learned to be drawn, as pixels: areas are those of an image and of each frame of a clip.
+
+    With `fps`, clips are sampled at so many frames per second, an animation by the times of its frames, and a
+    folder of frames by `folder_fps`. Without, all frames are taken.
+    """
+
+    fps: PositiveFloat | None = None
+    folder_fps: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> GeneratedDataConfig:
+        if self.folder_fps is not None and self.fps is None:
+            raise ValueError(
+                f"folder_fps ({self.folder_fps:g}): without fps all frames are taken, whatever their times; set fps, "
+                "or leave it out"
+            )
+        return self
+
+
+class LatentsDataConfig(ClipBounds):
+    """What is learned to be drawn, as latents x: the model draws (x - mean) / std, one number for all channels
+    or one for each."""
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[PositiveFloat, ...] = (1.0,)
+
+
 class AudioDataConfig(Section):
     """Log-mel settings: frames of `window_length` samples, `hop_length` samples apart.
 
@@ -69,7 +104,8 @@ class DataConfig(Section):
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     images: ImageDataConfig = ImageDataConfig()
     audio: AudioDataConfig = AudioDataConfig()
-    generated: ImageDataConfig = ImageDataConfig()  # of images that the model learns to draw
+    generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels
+    latents: LatentsDataConfig = LatentsDataConfig()  # of models that draw latents
     index_cache: str | None = None  # folder of length indexes; none: next to each source
     workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
     prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker

@@ -166,7 +166,8 @@ class AudioConfig(TowerConfig):
 
 
 class DiffusionConfig(Section):
-    """A diffusion transformer that draws images, patch by patch at native size.
+    """A diffusion transformer that draws images and clips of frames, patch by patch at native size: pixels, or
+    latents of so many `channels`.
 
     It is a single stream (arXiv 2503.21758): what an image is drawn from, states of the decoder, and its patches
     are one sequence, which shares all weights. `modulation`: each layer makes scales, shifts and gates of the time
@@ -178,7 +179,9 @@ class DiffusionConfig(Section):
     layers: PositiveInt
     heads: PositiveInt
     mlp_width: PositiveInt
-    patch_size: PositiveInt = 16  # pixels of a patch's side
+    channels: PositiveInt | None = None  # of latents; none: pixels of three colors
+    patch_size: PositiveInt = 16  # pixels, or numbers of a channel, of a patch's side
+    patch_frames: PositiveInt = 1  # frames of a patch
     modulation: Literal["shared", "layer"] = "layer"
     qk_norm: bool = True
     rope_theta: PositiveFloat = 10_000.0
@@ -190,8 +193,8 @@ class DiffusionConfig(Section):
 
     @property
     def patch_features(self) -> int:
-        """Numbers per patch: three colors of every pixel."""
-        return 3 * self.patch_size**2
+        """Numbers per patch."""
+        return (self.channels or 3) * self.patch_frames * self.patch_size**2
 
     @property
     def rope_sections(self) -> tuple[int, int, int]:

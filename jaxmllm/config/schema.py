@@ -17,7 +17,9 @@ from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConf
 from jaxmllm.config.data_sections import (
     AudioDataConfig,
     DataConfig,
+    GeneratedDataConfig,
     ImageDataConfig,
+    LatentsDataConfig,
     SourceConfig,
     Targets,
 )
@@ -79,11 +81,13 @@ __all__ = [
     "DiffusionObjectiveConfig",
     "DistributedConfig",
     "EvaluationConfig",
+    "GeneratedDataConfig",
     "ImageDataConfig",
     "Kept",
     "Kernel",
     "LanguageConfig",
     "LanguageObjectiveConfig",
+    "LatentsDataConfig",
     "LayerWindows",
     "LoggingConfig",
     "Matrices",
@@ -133,6 +137,7 @@ class Config(Section):
     def _check(self) -> Config:
         self._check_adapters()
         self._check_generator()
+        self._check_latents()
         projectors = [f"projector.{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
@@ -202,6 +207,31 @@ class Config(Section):
             raise ValueError(
                 f"objective.language.weight ({self.objective.language.weight:g}): the decoder and all that it reads "
                 "are frozen, so that the loss of text trains nothing; set it to 0"
+            )
+
+    def _check_latents(self) -> None:
+        latents, model = self.data.latents, self.model.diffusion
+        if model is None or model.channels is None:
+            if latents != LatentsDataConfig():
+                raise ValueError(
+                    "data.latents: the model draws no latents; set model.diffusion.channels, or leave it out"
+                )
+            return
+        if self.data.generated != GeneratedDataConfig():
+            raise ValueError(
+                f"data.generated: it is about pixels, and model.diffusion.channels ({model.channels}) says that "
+                "latents are drawn; leave it out, and see data.latents"
+            )
+        for key in ("mean", "std"):
+            if (count := len(getattr(latents, key))) not in (1, model.channels):
+                raise ValueError(
+                    f"data.latents.{key}: {count} numbers, but one for all channels or one for each of "
+                    f"model.diffusion.channels ({model.channels})"
+                )
+        if latents.shorten and latents.max_frames % model.patch_frames:
+            raise ValueError(
+                f"data.latents.max_frames ({latents.max_frames}): shortened clips would end within a patch; make it a "
+                f"multiple of model.diffusion.patch_frames ({model.patch_frames})"
             )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:

@@ -36,7 +36,8 @@ SHOWN = 5  # refusals quoted in an error
 _RESIZED_BY = {
     "vision": "lower data.images.max_pixels",
     "audio": "lower data.audio.max_seconds or split the clip",
-    "diffusion": "lower data.generated.max_pixels or shorten what it is made from",
+    "diffusion": "lower data.generated.max_pixels, lower max_frames of data.generated or data.latents, or shorten what "
+    "it is made from",
 }
 
 

@@ -261,6 +261,25 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
 
 
+def test_latents_and_pixels_have_sections_of_their_own(path):
+    latents = (DRAWS, "model.diffusion.channels=4", "model.diffusion.patch_size=2")
+    config = load_config(path, [*latents, "data.latents.mean=[1, 2, 3, 4]"])
+    assert config.model.diffusion.patch_features == 16
+    for said, keys in {
+        "the model draws no latents; set model.diffusion.channels": (DRAWS, "data.latents.std=[2]"),
+        "data.generated: it is about pixels": (*latents, "data.generated.max_pixels=4096"),
+        "data.latents.mean: 3 numbers, but one": (*latents, "data.latents.mean=[1, 2, 3]"),
+        "greater than 0": (*latents, "data.latents.std=[0]"),
+        "data.latents.max_frames (128): shortened clips": (
+            *latents,
+            "data.latents.shorten=true",
+            "model.diffusion.patch_frames=3",
+        ),
+        "folder_fps (8): without fps": (DRAWS, "data.generated.folder_fps=8"),
+    }.items():
+        assert said in refusal(path, *keys)
+
+
 def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     frozen = [
         f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")

@@ -1,50 +1,98 @@
-"""A tiny set-up of a model that draws: pictures with captions, edits of pictures, and text alone."""
+"""A tiny set-up of a model that draws: pictures and clips with captions, edits of pictures, and text alone."""
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from tests.data.media.test_latents import tensors
 from tests.support import tiny_config
 
 PATCH = 4
+CHANNELS = 5  # of latents
 
 
 def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:
-    """A JSONL file of captions with pictures in the assistant's turns, some after another picture or (`shown`) of
-    one that the user shows, and of text alone; every example is a source of its own."""
+    """A JSONL file of captions with pictures in the assistant's turns, some before a clip (an animation, or a
+    folder of frames) or (`shown`) after one that the user shows, and of text alone; every example is a source of
+    its own."""
     random = np.random.default_rng(0)
-    lines = []
+
+    def frames(count: int) -> list[Image.Image]:
+        height, width = random.integers(5, 24, 2)
+        pixels = random.integers(0, 256, (count, height, width, 3)).astype(np.uint8)
+        return [Image.fromarray(frame) for frame in pixels]
 
     def picture(name: str) -> dict[str, str]:
-        height, width = random.integers(5, 24, 2)
-        pixels = random.integers(0, 256, (height, width, 3)).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / name)
-        return {"type": "image", "image": name}
+        frames(1)[0].save(folder / f"{name}.png")
+        return {"type": "image", "image": f"{name}.png"}
 
+    def clip(name: str) -> dict[str, str]:
+        first, *others = frames(int(random.integers(2, 6)))
+        if len(others) > 2:
+            (folder / name).mkdir()
+            for number, frame in enumerate((first, *others)):
+                frame.save(folder / name / f"{number}.png")
+            return {"type": "video", "video": name}
+        first.save(folder / f"{name}.webp", save_all=True, append_images=others, lossless=True)
+        return {"type": "video", "video": f"{name}.webp"}
+
+    return _write(folder / "pictures.jsonl", examples, random, picture, clip, shown)
+
+
+def make_latents(folder: Path, examples: int = 12) -> Path:
+    """The same with latents of pictures and of clips, and nothing that the user shows."""
+    random = np.random.default_rng(0)
+
+    def values(*frames: int) -> NDArray[np.float32]:
+        sides = 2 * random.integers(1, 8, 2)
+        return random.normal(size=(CHANNELS, *frames, *sides)).astype(np.float32)
+
+    def picture(name: str) -> dict[str, str]:
+        np.save(folder / f"{name}.npy", values().astype(np.float16))
+        return {"type": "image", "image": f"{name}.npy"}
+
+    def clip(name: str) -> dict[str, str]:
+        latents = values(int(random.integers(2, 6)))
+        (folder / f"{name}.safetensors").write_bytes(tensors(latents))
+        return {"type": "video", "video": f"{name}.safetensors"}
+
+    return _write(folder / "pictures.jsonl", examples, random, picture, clip, shown=False)
+
+
+def _write(
+    path: Path,
+    examples: int,
+    random: np.random.Generator,
+    picture: Callable[[str], dict[str, str]],
+    clip: Callable[[str], dict[str, str]],
+    shown: bool,
+) -> Path:
+    lines = []
     for i in range(examples):
         kind = i % 4
         asked: list[dict[str, str]] = [
             {"type": "text", "text": "draw " + "a" * int(random.integers(1, 30))}
         ]
-        answer: list[dict[str, str]] = [picture(f"{i}.png")]
+        answer: list[dict[str, str]] = [picture(f"{i}")]
         if kind == 1:
-            answer += [{"type": "text", "text": "or so"}, picture(f"{i}-again.png")]
+            answer += [{"type": "text", "text": "or so"}, clip(f"{i}-again")]
         if kind == 2 and shown:
-            asked.insert(0, picture(f"{i}-shown.png"))
+            asked.insert(0, picture(f"{i}-shown"))
         if kind == 3:
             answer = [{"type": "text", "text": "no"}]
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         lines.append(
             json.dumps({"id": f"e{i:02}", "source": f"e{i:02}", "messages": messages}) + "\n"
         )
-    path = folder / "pictures.jsonl"
     path.write_text("".join(lines))
     return path
 
@@ -52,7 +100,8 @@ def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:
 def drawing_config(data: Path, **changes: Any) -> dict[str, Any]:
     """The config of a model that sees and draws pictures; `changes` as of `tiny_config`."""
     source = [{"name": "pictures", "path": str(data / "pictures.jsonl")}]
-    diffusion = {"width": 16, "layers": 2, "heads": 2, "mlp_width": 24, "patch_size": PATCH}
+    diffusion = {"width": 16, "layers": 2, "heads": 2, "mlp_width": 24}
+    diffusion |= {"patch_size": PATCH, "patch_frames": 2}
     small = {
         "model__vision__patch_size": 4,
         "model__diffusion": diffusion,
@@ -66,6 +115,23 @@ def drawing_config(data: Path, **changes: Any) -> dict[str, Any]:
     tree = tiny_config(data, **(small | changes))
     tree["model"].pop("audio", None)
     return tree
+
+
+def latents_config(data: Path, **changes: Any) -> dict[str, Any]:
+    """The config of a model that draws latents, and learns from them alone."""
+    tree = drawing_config(
+        data, model__vision=None, objective__language__weight=0.0, **LATENTS | changes
+    )
+    del tree["data"]["generated"]
+    return tree
+
+
+LATENTS: dict[str, Any] = {
+    "model__diffusion__channels": CHANNELS,
+    "model__diffusion__patch_size": 2,
+    "model__diffusion__patch_frames": 1,
+    "data__latents": {"mean": [0.5], "std": [1.0, 2.0, 3.0, 2.0, 1.0]},
+}
 
 
 def perturbed(params: Any) -> Any:

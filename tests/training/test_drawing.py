@@ -1,4 +1,4 @@
-"""A model that sees and draws pictures: what must not change the mathematics."""
+"""A model that sees pictures, and draws pictures and clips: what must not change the mathematics."""
 
 import jax
 import numpy as np
@@ -6,7 +6,13 @@ import pytest
 
 from jaxmllm.data.rows.fill import HostStep
 from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled
-from tests.training.drawing import drawing_config, make_pictures, perturbed
+from tests.training.drawing import (
+    drawing_config,
+    latents_config,
+    make_latents,
+    make_pictures,
+    perturbed,
+)
 
 EXAMPLES = np.random.default_rng(1).permutation(24)[:16]
 # Only what reads states learns from them, and what they come from
@@ -64,9 +70,15 @@ def without_pictures(setup: Setup) -> list[int]:
 
 
 def test_packed_equals_each_item_alone(drawing):
-    """Gradients of the decoder come from the pictures alone, by way of its states."""
-    examples = [i for i in EXAMPLES if drawing.corpus.example(i).media][:3]
+    """Gradients of the decoder come from pictures and clips alone, by way of its states."""
+    assert_packed_as_alone(drawing)
+
+
+def assert_packed_as_alone(drawing: Setup) -> None:
+    examples = [i for i in range(12) if drawing.corpus.example(i).media][:3]
     packed = drawing.step(examples)
+    shapes = [media.shape for i in examples for media in drawing.corpus.example(i).media]
+    assert max(time for time, _, _ in shapes) > 1 and min(time for time, _, _ in shapes) == 1
     assert max(row["owners"].max() for row in packed.rows["diffusion"]) >= 3
     whole = computed(drawing, packed)
     parts, patches = [], 0
@@ -133,6 +145,31 @@ def test_a_picture_that_does_not_decode_masks_itself_and_is_counted(drawing):
     others = [drawing.corpus.source_of(i) for i in examples[1:]]
     np.testing.assert_array_equal(patches[others], whole[1].drawn.patches[others])
     assert patches.sum() < step.patches
+
+
+@pytest.mark.slow
+def test_latents_are_drawn_as_pixels_are(tmp_path):
+    """Packed or alone, on one device or with parts of rows, and numbers that are not finite are masked."""
+    make_latents(tmp_path)
+    alone = assemble(latents_config(tmp_path), 1)
+    assert_packed_as_alone(alone)
+    whole = computed(alone, alone.step(range(12)))
+    mesh = {"data": 2, "fsdp": 2, "context": 2}
+    split = assemble(latents_config(tmp_path, mesh=mesh), 8)
+    assert_as(computed(split, split.step(range(12))), whole)
+    damaged = alone.corpus.example(0).media[0].reference.path
+    values = np.load(damaged)
+    values[0, 0, 0] = np.nan
+    np.save(damaged, values)
+    step = alone.step(range(12))
+    _, sums, failed = jax.device_get(
+        alone.programs.gradients(perturbed(alone.params), alone.put(step))
+    )
+    assert failed == len(step.failures) == 1 and "not finite" in step.failures[0]
+    counted, before = sums.drawn.patches.sum(0), whole[1].drawn.patches
+    source = alone.corpus.source_of(0)
+    assert counted[source] == 0 < before[source]
+    np.testing.assert_array_equal(np.delete(counted, source), np.delete(before, source))
 
 
 @pytest.mark.slow

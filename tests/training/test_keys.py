@@ -390,6 +390,7 @@ def effects(
 
 SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
 DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_size: 4}",)
+LATENTS = (*DRAWS, "model.diffusion.channels=4")
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
 LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
 BY_TURNS = (
@@ -528,7 +529,12 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.diffusion", generator, DRAWS, **NORMS),
     **component("diffusion", generator, DRAWS),
     **component("projector.language", generator, DRAWS),
+    **effects("model.diffusion", weights, DRAWS, patch_frames="2", channels="4"),
     **effects("data.generated", lengths, DRAWS, min_pixels="1000", max_pixels="10000"),
+    **effects("data.generated", lengths, DRAWS, max_frames="2", shorten="true", fps="4"),
+    **effects("data.generated", lengths, (*DRAWS, "data.generated.fps=4"), folder_fps="8"),
+    **effects("data.latents", lengths, LATENTS, mean="[1]", std="[2]", max_frames="2"),
+    **effects("data.latents", lengths, LATENTS, shorten="true"),
     **phase("diffusion", (*DRAWS, "phases.diffusion.row_classes=1")),
     **effects("objective.language", objective, DRAWS, weight="0.5"),
     **effects("objective.diffusion", objective, DRAWS, weight="0.5"),

@@ -37,7 +37,7 @@ from jaxmllm.data.index.length_index import (
     starts,
 )
 from jaxmllm.data.media.modality import Modality, Shape
-from jaxmllm.data.media.reference import MediaError
+from jaxmllm.data.media.reference import MediaError, taken_as
 from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.formats import open_source
 from jaxmllm.data.sources.source import DataError, RawRecord, Source
@@ -183,17 +183,19 @@ class _Builder:
     def _measure_one(self, key: MediaKey) -> Measured:
         if key in self.known:
             return self.known[key]
-        phase, address = key
         # The stamp before the header: a file that changes in between is measured again next time.
-        stamp = self.source.media_stamp(address)
+        stamp = self.source.media_stamp(key.address)
+        media = taken_as(key.part, self.source.media(key.address))
         try:
-            return Measured(stamp, self.modalities[phase].measure(self.source.media(address)))
+            return Measured(stamp, self.modalities[key.phase].measure(media))
         except MediaError as error:
             return Measured(stamp, None, (error.reason, str(error)))
 
     def _keys(self, conversation: Conversation) -> list[MediaKey]:
-        media = conversation.media
-        return [(modality_of(item, self.modalities).name, item.reference.address) for item in media]
+        return [
+            MediaKey(modality_of(item, self.modalities).name, item.part, item.reference.address)
+            for item in conversation.media
+        ]
 
     def _add(self, line: _Parsed) -> None:
         if line.conversation is None:
@@ -282,8 +284,9 @@ class _Builder:
     def _media_table(self) -> MediaTable:
         measured = [measured for _, measured in self.media.values()]
         return MediaTable(
-            address=tuple(address for _, address in self.media),
-            phase=np.array([self.phases.index(phase) for phase, _ in self.media], np.int8),
+            address=tuple(key.address for key in self.media),
+            part=tuple(key.part for key in self.media),
+            phase=np.array([self.phases.index(key.phase) for key in self.media], np.int8),
             stamp=np.array([item.stamp for item in measured], np.int64).reshape(-1, 2),
             shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(
                 -1, 3

@@ -43,7 +43,7 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 from jaxmllm.data.text.tokenizers import Tokenizer
 
-VERSION = 6  # of the cache file and of everything lengths depend on that is no setting
+VERSION = 7  # of the cache file and of everything lengths depend on that is no setting
 STALE_SECONDS = 24 * 3600  # the draft of a cache file that is older is nobody's
 STAMP_THREADS = 16  # they wait for the disk, above all on network file systems
 STAMPS_AT_ONCE = 2048  # by one thread: less would cost more in handing out than in asking
@@ -105,7 +105,7 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
             if stamp == tuple(media.stamp[row]) and (
                 failures if row in media.failure else successes
             ):
-                known[phase, media.address[row]] = media.measured(row)
+                known[MediaKey(phase, media.part[row], media.address[row])] = media.measured(row)
     return known
 
 
@@ -127,6 +127,7 @@ def read_cache(file: Path, config: SourceConfig, source: Source) -> Stored | Non
         words = json.loads(columns.pop("words").tobytes())
         media = MediaTable(
             address=tuple(words["media_address"]),
+            part=tuple(words["media_part"]),
             failure={row: (reason, message) for row, reason, message in words["media_failure"]},
             **{name: columns.pop(f"media_{name}") for name in MEDIA_COLUMNS},
         )
@@ -160,6 +161,7 @@ def write_cache(file: Path, stored: Stored) -> None:
         "labels": index.labels,
         "rejected": [asdict(rejected) for rejected in index.rejected],
         "media_address": media.address,
+        "media_part": media.part,
         "media_failure": [(row, *failure) for row, failure in media.failure.items()],
     }
     columns = {

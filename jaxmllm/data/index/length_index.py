@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,13 @@ ITEM_COLUMNS: Final = (
 )
 MEDIA_COLUMNS: Final = ("phase", "stamp", "shape")
 
-MediaKey = tuple[str, str]  # phase, address
+
+class MediaKey(NamedTuple):
+    """One item as it is measured: a file may be both an image and a video."""
+
+    phase: str
+    part: str  # as conversations call it
+    address: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class MediaTable:
     """The D distinct media items of a source and what their headers said."""
 
     address: tuple[str, ...]  # [D] see `Source.media`
+    part: tuple[str, ...]  # [D] as conversations call them
     phase: NDArray[np.int8]  # [D]
     stamp: Longs  # [D, 2] see `Source.media_stamp`
     shape: Ints  # [D, 3]; -1 where the header is of no use

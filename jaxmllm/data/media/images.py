@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any, cast
+from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,7 @@ class Images:
     max_pixels: int
 
     name = "vision"
-    part = "image"
+    parts: ClassVar[tuple[str, ...]] = ("image",)
     generated = False
     section = "images"  # of the config's `data`
     cell = "merged cell (model.vision.patch_size * merge)"
@@ -108,7 +108,7 @@ class Images:
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_image_header,
         image_too_large, extreme_aspect_ratio, unsupported_image."""
-        with media.open() as file, closing(_open(file, media)) as image:
+        with media.open() as file, closing(opened(file, media)) as image:
             return self._shape(image, media)
 
     def length(self, shape: Shape) -> int:
@@ -123,7 +123,11 @@ class Images:
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
         undecodable_image."""
-        with media.open() as file, closing(_open(file, media)) as image:
+        return self._patches(self._pixels(media, shape), shape)
+
+    def _pixels(self, media: MediaReference, shape: Shape) -> NDArray[np.uint8]:
+        """The resized image, with the errors of `load`: [grid_h * patch_size, grid_w * patch_size, 3]."""
+        with media.open() as file, closing(opened(file, media)) as image:
             if (shape_now := self._shape(image, media)) != shape:
                 raise MediaError(
                     "shape_changed",
@@ -131,17 +135,8 @@ class Images:
                 )
             if image.format == "JPEG":
                 _check_scans(file, media)
-            try:
-                pixels = _pixels(image, shape[2] * self.patch_size, shape[1] * self.patch_size)
-            except MemoryError:  # the machine's fault, not the file's
-                raise
-            except (
-                Exception
-            ) as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
-                raise MediaError(
-                    "undecodable_image", f"{media} does not decode: {error}"
-                ) from error
-        return self._patches(pixels, shape)
+            height, width = shape[1] * self.patch_size, shape[2] * self.patch_size
+            return decoded(image, width, height, media, "undecodable_image")
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(0, row, column) of each patch in the grid: [length, 3]."""
@@ -212,21 +207,8 @@ class Images:
         )
 
 
-class GeneratedImages(Images):
-    """The diffusion modality: images that the model learns to draw, patch by patch, the one after the other."""
-
-    name = "diffusion"
-    generated = True
-    section = "generated"
-    cell = "patch (model.diffusion.patch_size)"
-
-    @cached_property
-    def format(self) -> RowFormat:
-        return replace(super().format, axes=(0, 1, 2))
-
-
-def _open(file: Stream, media: MediaReference) -> Image.Image:
-    """Read the header only."""
+def opened(file: Stream, media: MediaReference) -> Image.Image:
+    """An image of which only the header is read. Raises `MediaError`: image_too_large, broken_image_header."""
     size = size_of(file)
     if size > MAX_FILE_BYTES:
         raise MediaError(
@@ -301,7 +283,21 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _UPRIGHT else 1
 
 
-def _pixels(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
+def decoded(
+    image: Image.Image, width: int, height: int, media: MediaReference, reason: str, frame: int = 0
+) -> NDArray[np.uint8]:
+    """The pixels of a frame, resized and upright: [height, width, 3]. Raises `MediaError` with this reason."""
+    try:
+        if frame:
+            image.seek(frame)
+        return _resized(image, width, height)
+    except MemoryError:  # the machine's fault, not the file's
+        raise
+    except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
+        raise MediaError(reason, f"{media} does not decode: {error}") from error
+
+
+def _resized(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
     """Decode, resize and turn upright: [height, width, 3]."""
     orientation = _orientation(image)
     size = (height, width) if orientation >= 5 else (width, height)  # as the file lies

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from jaxmllm.config.schema import DataConfig, ModelConfig
-from jaxmllm.data.media.images import GeneratedImages, Images
+from jaxmllm.config.schema import DataConfig, DiffusionConfig, ModelConfig
+from jaxmllm.data.media.generated import GeneratedPixels
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.row_format import RowFormat
@@ -37,13 +39,24 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 whole_chunks=phase in split,
             )
     if model.diffusion is not None:
-        made["diffusion"] = GeneratedImages(
-            patch_size=model.diffusion.patch_size,
-            merge=1,
-            min_pixels=data.generated.min_pixels,
-            max_pixels=data.generated.max_pixels,
-        )
+        made["diffusion"] = _generated(model.diffusion, data)
     return made
+
+
+def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
+    if model.channels is None:
+        return GeneratedPixels(
+            patch_size=model.patch_size,
+            merge=1,
+            patch_frames=model.patch_frames,
+            **data.generated.model_dump(),
+        )
+    return GeneratedLatents(
+        channels=model.channels,
+        patch_frames=model.patch_frames,
+        patch_size=model.patch_size,
+        **data.latents.model_dump(),
+    )
 
 
 def row_formats(modalities: Mapping[str, Modality]) -> dict[str, RowFormat]:

@@ -28,8 +28,8 @@ class Modality(Protocol):
         ...
 
     @property
-    def part(self) -> str:
-        """The word in conversations: "image"."""
+    def parts(self) -> tuple[str, ...]:
+        """The words in conversations of what it takes: ("image",)."""
         ...
 
     @property

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +60,11 @@ class MediaReference(Protocol):
         """Its bytes. Raises `MediaError("missing_file")`."""
         ...
 
+    def files(self) -> Sequence[MediaReference]:
+        """The files of a folder in the order of the words and numbers of their names; none where it is no
+        folder. Raises `MediaError("missing_file")` for a folder that cannot be read."""
+        ...
+
 
 @dataclass(frozen=True)
 class File:
@@ -68,6 +75,17 @@ class File:
 
     def open(self) -> io.FileIO:
         return open_file(self.path)
+
+    def files(self) -> Sequence[MediaReference]:
+        try:
+            names = [name for name in os.listdir(self.path) if not name.startswith(".")]
+        except (NotADirectoryError, FileNotFoundError):
+            return ()
+        except OSError as error:
+            raise MediaError(
+                "missing_file", f"{self.path} cannot be read: {error.strerror}"
+            ) from error
+        return [File(self.path / name) for name in sorted(names, key=_words_and_numbers)]
 
     def __str__(self) -> str:
         return str(self.path)
@@ -87,8 +105,37 @@ class FileRange:
     def open(self) -> _RangeStream:
         return _RangeStream(open_file(self.path), self.start, self.size)
 
+    def files(self) -> Sequence[MediaReference]:
+        return ()
+
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A media item that a conversation calls a video: all frames of an animation count, and a folder has a
+    file for each."""
+
+    media: MediaReference
+
+    @property
+    def address(self) -> str:
+        return self.media.address
+
+    def open(self) -> Stream:
+        return self.media.open()
+
+    def files(self) -> Sequence[MediaReference]:
+        return self.media.files()
+
+    def __str__(self) -> str:
+        return str(self.media)
+
+
+def taken_as(part: str, media: MediaReference) -> MediaReference:
+    """A media item as the part of a conversation calls it."""
+    return Clip(media) if part == "video" else media
 
 
 class _RangeStream(io.RawIOBase):
@@ -151,6 +198,12 @@ def open_file(path: Path) -> io.FileIO:
         raise MediaError("missing_file", f"{path} does not exist") from error
     except OSError as error:
         raise MediaError("missing_file", f"{path} cannot be read: {error.strerror}") from error
+
+
+def _words_and_numbers(name: str) -> tuple[tuple[int, str], ...]:
+    """By which names are put in order: frame 10 after frame 9."""
+    pieces = re.split("([0-9]+)", name)
+    return tuple((int(piece), piece) if i % 2 else (0, piece) for i, piece in enumerate(pieces))
 
 
 def size_of(stream: Stream) -> int:

@@ -70,7 +70,7 @@ class Sounds:
     whole_chunks: bool = False
 
     name = "audio"
-    part = "audio"
+    parts = ("audio",)
     generated = False
     formats = ("WAV", "FLAC", "OGG", "MP3")
 

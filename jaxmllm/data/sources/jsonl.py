@@ -92,8 +92,13 @@ class JsonLines:
         return File(self.root / address, address)
 
     def media_stamp(self, address: str) -> tuple[int, int]:
+        path = os.path.join(self.root, address)
         try:
-            status = os.stat(os.path.join(self.root, address))
+            status = os.stat(path)
+            if stat.S_ISDIR(status.st_mode):
+                with os.scandir(path) as entries:
+                    files = [status, *(entry.stat() for entry in entries)]
+                return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
         except OSError:
             return MISSING
         return status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""One record -> one `Conversation`: who said what, with which images and audio clips.
+"""One record -> one `Conversation`: who said what, with which images, audio clips and videos.
 
 Two forms are read. *Content parts* name the media where they stand; their text is literal:
 
@@ -33,14 +33,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmllm.config.schema import Targets
-from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.media.reference import MediaReference, taken_as
 from jaxmllm.data.printable import shown
 
 ROLES = ("system", "user", "assistant", "tool")
 DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
 FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
 # Part -> key of its list in the placeholder form
-MEDIA_LISTS = {"image": "images", "audio": "audios"}
+MEDIA_LISTS = {"image": "images", "audio": "audios", "video": "videos"}
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
 # What a record names -> where it is; may raise `ConversationError`
@@ -65,7 +65,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A media item; `part` is "image" or "audio"."""
+    """A media item; `part` is "image", "audio" or "video"."""
 
     part: str
     reference: MediaReference
@@ -220,7 +220,7 @@ def _join(
         if text:
             yield TextPart(text)
         text = ""
-        yield MediaPart(kind, resolve(value))
+        yield MediaPart(kind, taken_as(kind, resolve(value)))
     if text:
         yield TextPart(text)
 

@@ -86,7 +86,7 @@ def render(
                     if not something_said:
                         raise ConversationError(
                             "nothing_to_draw",
-                            f"the assistant answers with an {part.part}, but no text or media stand before it that "
+                            f"the assistant answers with {_a(part.part)}, but no text or media stand before it that "
                             "it could be made from",
                         )
                     something_said = False
@@ -110,7 +110,7 @@ def render(
 def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality:
     """The modality that takes a media part: of what the assistant answers, the one that generates such
     parts, if there is one. Raises `ConversationError("no_encoder")`."""
-    taking = [modality for modality in modalities.values() if modality.part == part.part]
+    taking = [modality for modality in modalities.values() if part.part in modality.parts]
     generating = [modality for modality in taking if modality.generated]
     if part.answered and generating:
         return generating[0]
@@ -120,8 +120,12 @@ def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality
     encoders = ", ".join(name for name, modality in modalities.items() if not modality.generated)
     raise ConversationError(
         "no_encoder",
-        f"holds an {part.part}, but no encoder of the model takes it (encoders: {encoders or 'none'})",
+        f"holds {_a(part.part)}, but no encoder of the model takes it (encoders: {encoders or 'none'})",
     )
+
+
+def _a(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 class _Sequence:

@@ -77,6 +77,7 @@ class ByteTokenizer:
         media={
             "image": MediaTokens((261,), (262,), 256),
             "audio": MediaTokens((263,), (264,), 256),
+            "video": MediaTokens((266,), (267,), 256),
         },
         pad=256,
     )
@@ -189,6 +190,7 @@ class FileTokenizer:
             role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES
         }
         media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
+        media["video"] = media["image"]  # both are framed as vision
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
         layout = ChatLayout(headers, turn_end, tuple(self._plain(names.separator)), media, pad)
         return layout, {turn_begin, turn_end, pad, *frames}

@@ -41,7 +41,7 @@ class NoisyPatches(NamedTuple):
 
 
 def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> NoisyPatches:
-    """The patches of rows, in [-1, 1], with noise; in slots without a patch anything finite.
+    """The patches of rows, pixels in [-1, 1], with noise; in slots without a patch anything finite.
 
     Noise is made in float32, whatever the dtype.
     """
@@ -49,7 +49,9 @@ def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Nois
     def on_device(
         features: Array, owners: Array, patches: Array, keys: Array, times: Array
     ) -> tuple[Array, ...]:
-        image = features[0].astype(dtype) / MIDDLE_GRAY - 1
+        image = features[0].astype(dtype)
+        if features.dtype == jnp.uint8:  # pixels; latents are normalised where they are loaded
+            image = image / MIDDLE_GRAY - 1
         segment = jnp.maximum(owners[0] - 1, 0)
         noise = patch_noise(keys[0][segment], patches[0], image.shape[1]).astype(dtype)
         time = times[0][segment].astype(dtype)

@@ -9,7 +9,10 @@ from PIL import Image
 
 from jaxmllm.data.index.builder import build_index
 from jaxmllm.data.index.length_index import LengthIndex
+from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from tests.data.index.examples import IMAGES, ask, image, index_of, same, sound, write
 
@@ -135,3 +138,41 @@ def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(
     assert same(index_of(source), first)
     assert len(index_of(source, media / ("x" * 300))) == 1
     assert "data.index_cache" in caplog.text
+
+
+def test_a_file_is_measured_as_an_image_and_as_a_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a folder of frames again when one of them changes."""
+    frames = [Image.new("RGB", (8, 12), (40 * i, 0, 0)) for i in range(3)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "clip").mkdir()
+    for number in range(2):
+        frames[number].save(tmp_path / f"clip/{number}.png")
+    drawn = [{"type": "image", "image": "a.gif"}, {"type": "video", "video": "a.gif"}]
+    drawn.append({"type": "video", "video": "clip"})
+    answers = [
+        {"role": "assistant", "content": [{"type": "text", "text": "so"}, item]} for item in drawn
+    ]
+    source = write(tmp_path / "train.jsonl", {"messages": answers})
+    measured: list[str] = []
+
+    def measure(self: GeneratedPixels, media: MediaReference) -> Shape:
+        measured.append(media.address)
+        return real(self, media)
+
+    real = GeneratedPixels.measure
+    monkeypatch.setattr(GeneratedPixels, "measure", measure)
+
+    def index_again() -> LengthIndex:
+        measured.clear()
+        return build_index(source, ByteTokenizer(), {"diffusion": GeneratedPixels(4, 1, 1, 4096)})
+
+    first = index_again()
+    assert first.shapes(0) == ((1, 3, 2), (3, 3, 2), (2, 3, 2))
+    assert sorted(measured) == ["a.gif", "a.gif", "clip"]
+    assert same(first, index_again()) and measured == []
+    frames[2].save(tmp_path / "clip/2.png")
+    assert index_again().shapes(0)[2] == (3, 3, 2) and measured == ["clip"]
+    os.utime(tmp_path / "clip/1.png", ns=(1, 2**62))
+    assert index_again().shapes(0)[2] == (3, 3, 2) and measured == ["clip"]

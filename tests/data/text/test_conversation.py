@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmllm.data.media.reference import File
+from jaxmllm.data.media.reference import Clip, File
 from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.data.text.conversation import (
     Conversation,
@@ -149,6 +149,16 @@ def learn_all(record: object, root: Path) -> Conversation:
     return parse_conversation(
         record, resolver(root), default_id="s:1", default_source="s", targets="all"
     )
+
+
+def test_a_video_is_a_clip_of_frames(tmp_path: Path) -> None:
+    """The same file may be an image, too."""
+    answer = {"role": "assistant", "content": "<image> moves: <video>"}
+    record = {"messages": [answer], "images": ["a.gif"], "videos": ["a.gif"]}
+    image, video = parse(record, tmp_path).media
+    file = File(tmp_path / "a.gif", "a.gif")
+    assert image == MediaPart("image", file, answered=True)
+    assert video == MediaPart("video", Clip(file), answered=True)
 
 
 def test_documents(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmllm.data.media.images import GeneratedImages
+from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, TextPart, Turn
 from jaxmllm.data.text.render import MediaSpan, Rendered, render
@@ -160,7 +160,7 @@ def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
     assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()
 
 
-DRAWING = {"vision": MODALITIES["vision"], "diffusion": GeneratedImages(14, 1, 1, 1 << 20)}
+DRAWING = {"vision": MODALITIES["vision"], "diffusion": GeneratedPixels(14, 1, 1, 1 << 20)}
 DRAWN = replace(PICTURE, answered=True)
 
 
@@ -188,6 +188,18 @@ def test_generated_items_read_what_is_said_before_them_and_have_no_tokens() -> N
     learned = got.targets[got.targets >= 0].tolist()
     drawn = [*frame.begin, *frame.end]
     assert learned == [*drawn, *b"or", *drawn, *b"!", ByteTokenizer().layout.turn_end]
+
+
+def test_a_video_is_framed_as_such_and_only_drawn() -> None:
+    video = replace(DRAWN, part="video")
+    got = drawing(Turn("user", (TextPart("spin"),)), Turn("assistant", (video,)))
+    (span,) = got.media
+    frame = ByteTokenizer().layout.media["video"]
+    assert (span.phase, got.tokens[span.tokens - 1]) == ("diffusion", frame.begin[0])
+    with pytest.raises(
+        ConversationError, match="holds a video, but no encoder of the model takes it"
+    ):
+        drawing(Turn("user", (replace(video, answered=False),)))
 
 
 def test_nothing_is_drawn_from_nothing() -> None:

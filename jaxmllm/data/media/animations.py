@@ -1,0 +1,156 @@
+"""Animated pictures as containers: how long each frame is shown, from the blocks around the pixels.
+
+Pillow tells of a frame's time only when it has decoded all frames before it. So the blocks are read here: of
+GIF89a, of PNG (third edition, section 11.3.6) and of WebP (RFC 9649). A file that ends before its last block is
+refused.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NoReturn, cast
+
+from jaxmllm.data.media.reference import MediaError, MediaReference, Stream
+
+MAX_FRAMES = 100_000  # of a file, so that its times fit into memory
+UNTIMED = Fraction(1, 10)  # seconds of a frame that is shown for none, as in browsers
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Animation:
+    """The frames of a file; a still picture has one."""
+
+    seconds: tuple[Fraction, ...]  # that each frame is shown
+    first: int = 0  # number of the first frame for Pillow, which counts a PNG's stand-in as one
+
+
+def read_animation(file: Stream, media: MediaReference) -> Animation:
+    """Frames and their times, without decoding. Raises `MediaError`: broken_video_header,
+    truncated_video, too_many_frames."""
+    file.seek(0)
+    # Most blocks are short, and streams are not buffered
+    buffered = io.BufferedReader(cast(io.RawIOBase, file))
+    try:
+        return _Blocks(buffered, media).animation()
+    finally:
+        buffered.detach()
+
+
+class _Blocks:
+    """Walks over the blocks of one file."""
+
+    def __init__(self, file: io.BufferedReader[Any], media: MediaReference):
+        self.file = file
+        self.media = media
+        self.seconds: list[Fraction] = []
+
+    def animation(self) -> Animation:
+        head = self.file.read(12)
+        if head[:6] in (b"GIF87a", b"GIF89a"):
+            self._gif()
+        elif head[:8] == _PNG:
+            return Animation(*self._png())
+        elif head[:4] == b"RIFF" and head[8:] == b"WEBP":
+            self._webp(int.from_bytes(head[4:8], "little") + 8)
+        else:
+            self._broken("it is no GIF, WebP or PNG file")
+        return self._timed()
+
+    def _gif(self) -> None:
+        self.file.seek(6)
+        self._skip_colors(self._read(7)[4])
+        shown = Fraction(0)
+        while (kind := self._read(1)) != b";":
+            if kind == b"!":
+                label = self._read(1)
+                size = self._read(1)[0]
+                block = self._read(size)
+                if label == b"\xf9" and size >= 4:
+                    shown = Fraction(int.from_bytes(block[1:3], "little"), 100)
+                if size:
+                    self._skip_sub_blocks()
+            elif kind == b",":
+                self._skip_colors(self._read(9)[8])
+                self._read(1)  # the width of the first codes
+                self._skip_sub_blocks()
+                self._add(shown)
+                shown = Fraction(0)
+            elif kind != b"\0":  # some programs end blocks twice
+                self._broken(f"byte {self.file.tell() - 1} begins no block")
+
+    def _skip_colors(self, flags: int) -> None:
+        if flags & 0x80:
+            self._read(3 << (flags & 7) + 1)
+
+    def _skip_sub_blocks(self) -> None:
+        while size := self._read(1)[0]:
+            self._read(size)
+
+    def _png(self) -> tuple[tuple[Fraction, ...], int]:
+        stated = 0
+        first = 0
+        self.file.seek(len(_PNG))
+        while True:
+            head = self._read(8)
+            size, kind = int.from_bytes(head[:4], "big"), head[4:]
+            if kind == b"acTL":
+                stated = int.from_bytes(self._read(size)[:4], "big")
+            elif kind == b"fcTL" and stated:
+                data = self._read(size)
+                delay, parts = (int.from_bytes(data[at : at + 2], "big") for at in (20, 22))
+                self._add(Fraction(delay, parts or 100))
+            else:
+                if kind == b"IDAT" and stated and not self.seconds:
+                    first = 1
+                self._skip(size)
+            self._skip(4)  # the checksum
+            if kind == b"IEND":
+                break
+        if stated != len(self.seconds):
+            self._broken(f"it tells of {stated} frames and has {len(self.seconds)}")
+        return self._timed().seconds, first
+
+    def _webp(self, end: int) -> None:
+        while self.file.tell() < end:
+            head = self._read(8)
+            size = int.from_bytes(head[4:], "little")
+            if head[:4] == b"ANMF":
+                start = self._read(16)
+                self._add(Fraction(int.from_bytes(start[12:15], "little"), 1000))
+                size -= len(start)
+            self._skip(size + size % 2)
+
+    def _timed(self) -> Animation:
+        """With the times as they are shown."""
+        if len(self.seconds) < 2:
+            return Animation((UNTIMED,))
+        return Animation(tuple(shown or UNTIMED for shown in self.seconds))
+
+    def _add(self, seconds: Fraction) -> None:
+        self.seconds.append(seconds)
+        if len(self.seconds) > MAX_FRAMES:
+            raise MediaError(
+                "too_many_frames",
+                f"{self.media} has more than {MAX_FRAMES} frames; split it",
+            )
+
+    def _skip(self, size: int) -> None:
+        """Go on behind so many bytes, of which the last one must be there."""
+        if size > 0:
+            self.file.seek(size - 1, io.SEEK_CUR)
+            self._read(1)
+
+    def _read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        if len(data) < size:
+            raise MediaError(
+                "truncated_video", f"{self.media} ends before its last frame does; copy it again"
+            )
+        return data
+
+    def _broken(self, what: str) -> NoReturn:
+        raise MediaError("broken_video_header", f"{self.media} is no animation: {what}")

@@ -1,0 +1,187 @@
+"""What a model learns to draw, in slots: patches of images and of clips, one after the other in time, height and width.
+
+    image   --decode--> [1, H, W, 3]
+    video   --decode, frames at `fps`--> [frames, H, W, 3]         animation, or folder with a file per frame
+                             |
+                             +--> patches [slots, patch_frames * patch_size * patch_size * 3]
+
+Of an animation, the frames to take follow from the times in its blocks, so headers tell how long a clip is.
+Frames are decoded and resized one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import ceil_divide
+from jaxmllm.data.media.animations import read_animation
+from jaxmllm.data.media.images import Images, decoded, opened
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
+from jaxmllm.row_format import RowFormat
+
+
+class Generated:
+    """What modalities of generated items have in common. A shape is (time, height, width) in patches, and
+    every slot is real."""
+
+    name = "diffusion"
+    parts: ClassVar[tuple[str, ...]] = ("image", "video")
+    generated = True
+
+    def length(self, shape: Shape) -> int:
+        return math.prod(shape)
+
+    def real(self, shape: Shape) -> int:
+        return math.prod(shape)
+
+    def tokens(self, shape: Shape) -> int:
+        return 0
+
+    def positions(self, shape: Shape) -> NDArray[np.int32]:
+        """(time, row, column) of each patch in the grid: [length, 3]."""
+        return np.indices(shape, np.int32).reshape(3, -1).T
+
+    def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
+        return np.ones(self.length(shape), np.bool_)
+
+    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+        return np.zeros((0, 3), np.int32)
+
+
+@dataclass(frozen=True)
+class GeneratedPixels(Generated, Images):
+    """The diffusion modality of models that draw pixels.
+
+    A slot holds one patch as uint8 [patch_frames, patch_size, patch_size, 3] flattened. What has no whole
+    number of patches in time, such as an image, repeats its last frame.
+    """
+
+    patch_frames: int = 1
+    max_frames: int = 128
+    fps: float | None = None  # of clips; none: all frames, whatever their times
+    folder_fps: float | None = None  # of the files of a folder
+    shorten: bool = False  # clips with more than `max_frames`, instead of refusing them
+
+    section = "generated"
+    cell = "patch (model.diffusion.patch_size)"
+
+    @cached_property
+    def format(self) -> RowFormat:
+        of_images = super().format
+        return replace(of_images, features=of_images.features * self.patch_frames, axes=(0, 1, 2))
+
+    def measure(self, media: MediaReference) -> Shape:
+        """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
+        images, broken_video_header, truncated_video, too_many_frames, unknown_frame_rate."""
+        return self._found(media)[0] if isinstance(media, Clip) else super().measure(media)
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
+        undecodable_image, undecodable_video, unlike_frames."""
+        if not isinstance(media, Clip):
+            return super().load(media, shape)
+        shape_now, numbers = self._found(media)
+        if shape_now != shape:
+            raise MediaError(
+                "shape_changed", f"{media} was indexed as {shape} patches but is {shape_now} now"
+            )
+        distinct, places = np.unique(numbers, return_inverse=True)
+        frames = np.stack(list(self._frames(media, distinct.tolist(), shape)))
+        return self._patches(frames[places], shape)
+
+    def _found(self, media: Clip) -> tuple[Shape, Sequence[int]]:
+        """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
+        if files := media.files():
+            if self.fps is not None and self.folder_fps is None:
+                raise MediaError(
+                    "unknown_frame_rate",
+                    f"{media} is a folder of frames, and nothing says how many of them are one second; set "
+                    "data.generated.folder_fps, or leave out data.generated.fps to take them all",
+                )
+            seconds = (1 / Fraction(self.folder_fps or 1),) * len(files)
+            grid = Images.measure(self, files[0])
+        else:
+            with media.open() as file:
+                seconds = read_animation(file, media).seconds
+                with closing(opened(file, media)) as image:
+                    grid = self._shape(image, media)
+        numbers = self._taken(seconds, media)
+        return (ceil_divide(len(numbers), self.patch_frames), *grid[1:]), numbers
+
+    def _taken(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
+        """Which frames are taken, given the time that each is shown: those in the middle of each 1 / fps
+        seconds, or all."""
+        sampled = self.fps is not None and len(seconds) > 1
+        fps = Fraction(self.fps or 1)
+        count = max(1, round(sum(seconds) * fps)) if sampled else len(seconds)
+        if count > self.max_frames and not self.shorten:
+            raise MediaError(
+                "too_many_frames",
+                f"{media} has {count} frames, more than data.generated.max_frames = {self.max_frames}; raise it, "
+                "lower data.generated.fps, split the clip, or let data.generated.shorten cut it",
+            )
+        numbers = range(min(count, self.max_frames))
+        if not sampled:
+            return numbers
+        ends = list(accumulate(seconds))
+        middles = (Fraction(2 * number + 1, 2) / fps for number in numbers)
+        return [min(bisect_right(ends, middle), len(ends) - 1) for middle in middles]
+
+    def _frames(
+        self, media: Clip, numbers: Sequence[int], shape: Shape
+    ) -> Iterator[NDArray[np.uint8]]:
+        """The frames of these rising numbers, resized: [height, width, 3] each."""
+        _, height, width = (size * self.patch_size for size in shape)
+        if files := media.files():
+            for number in numbers:
+                grid = Images.measure(self, files[number])
+                if grid[1:] != shape[1:]:
+                    raise MediaError(
+                        "unlike_frames",
+                        f"{files[number]} is of another size than the first frame of {media}; frames of a clip "
+                        "have the same",
+                    )
+                yield self._pixels(files[number], grid)
+            return
+        with media.open() as file:
+            first = read_animation(file, media).first
+            with closing(opened(file, media)) as image:
+                for number in numbers:
+                    yield decoded(image, width, height, media, "undecodable_video", first + number)
+
+    def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+        """Of an image [H, W, 3] or of frames [frames, H, W, 3]."""
+        frames = pixels.reshape(-1, *pixels.shape[-3:])
+        lacking = shape[0] * self.patch_frames - len(frames)
+        frames = np.concatenate([frames, np.repeat(frames[-1:], lacking, axis=0)])
+        return patches_of(frames, self.patch_frames, self.patch_size)
+
+
+def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDArray[Any]:
+    """Frames [T * patch_frames, H * patch_size, W * patch_size, K] -> patches [T * H * W, F], each in the order
+    (frame, row, column, channel)."""
+    count, height, width, channels = frames.shape
+    tiles = frames.reshape(
+        count // patch_frames,
+        patch_frames,
+        height // patch_size,
+        patch_size,
+        width // patch_size,
+        patch_size,
+        channels,
+    )
+    return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3, 5, 6)).reshape(
+        -1, patch_frames * patch_size**2 * channels
+    )

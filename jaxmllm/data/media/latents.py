@@ -1,0 +1,232 @@
+"""Latents that an autoencoder has made, from .npy and .safetensors files -> patches.
+
+    file --header--> type, [channels, (frames,) height, width]                measured once, for the index
+    file --> float32 --(x - mean) / std--> [frames, height, width, channels] --> [slots, F]
+
+A file is read, not mapped into memory: it is needed whole, and one that is cut while it is mapped ends the
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from jaxmllm.data.media.generated import Generated, patches_of
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.mpeg import read
+from jaxmllm.data.media.reference import Clip, MediaError, MediaReference, Stream, size_of
+from jaxmllm.row_format import RowFormat
+
+TENSOR_TYPES = {  # of safetensors
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+}
+MAX_TENSORS_HEADER = 1 << 20  # bytes; of one tensor it has a hundred
+_NPY_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+
+@dataclass(frozen=True)
+class GeneratedLatents(Generated):
+    """The diffusion modality of models that draw latents.
+
+    A slot holds one patch as float32 [patch_frames, patch_size, patch_size, channels] flattened. `mean` and
+    `std` are those of all channels, or of each.
+    """
+
+    channels: int
+    patch_frames: int
+    patch_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    max_frames: int
+    shorten: bool  # clips with more frames, instead of refusing them
+
+    formats = ("NPY", "SAFETENSORS")
+
+    @cached_property
+    def format(self) -> RowFormat:
+        return RowFormat(
+            features=self.channels * self.patch_frames * self.patch_size**2,
+            dtype=np.dtype(np.float32),
+            slots_per_token=1,
+            stride=1,
+            alignment=1,
+            axes=(0, 1, 2),
+        )
+
+    def measure(self, media: MediaReference) -> Shape:
+        """Patch grid from the header. Raises `MediaError`: missing_file, broken_latents_header,
+        truncated_latents, wrong_latents_length, unsupported_latents, other_channels, too_many_frames,
+        divided_patches."""
+        with media.open() as file:
+            return self._shape(_stored(file, media), media)
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        """float32 [length, features]. Raises `MediaError`: those of `measure`, shape_changed."""
+        with media.open() as file:
+            stored = _stored(file, media)
+            if (shape_now := self._shape(stored, media)) != shape:
+                raise MediaError(
+                    "shape_changed",
+                    f"{media} was indexed as {shape} patches but is {shape_now} now",
+                )
+            values = stored.array(file, media)
+        frames = values.reshape(len(values), -1, *values.shape[-2:])
+        kept = np.moveaxis(frames[:, : shape[0] * self.patch_frames], 0, -1).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever fills rows looks at the result
+            return patches_of((kept - mean) / std, self.patch_frames, self.patch_size)
+
+    def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
+        sizes = stored.shape
+        if len(sizes) not in (3, 4) or not all(sizes):
+            raise MediaError(
+                "unsupported_latents",
+                f"{media} holds numbers of shape {[*sizes]}; latents have [channels, height, width] or "
+                "[channels, frames, height, width]",
+            )
+        if sizes[0] != self.channels:
+            raise MediaError(
+                "other_channels",
+                f"{media} has {sizes[0]} channels, but model.diffusion.channels is {self.channels}",
+            )
+        frames = self._frames(sizes[1] if len(sizes) == 4 else 1, media)
+        patches = []
+        for what, size, key in (
+            ("frames", frames, "patch_frames"),
+            ("rows", sizes[-2], "patch_size"),
+            ("columns", sizes[-1], "patch_size"),
+        ):
+            count, rest = divmod(size, getattr(self, key))
+            if rest:
+                raise MediaError(
+                    "divided_patches",
+                    f"{media} has {size} {what}, no multiple of model.diffusion.{key} = {getattr(self, key)}",
+                )
+            patches.append(count)
+        time, height, width = patches
+        return time, height, width
+
+    def _frames(self, frames: int, media: MediaReference) -> int:
+        """How many are taken."""
+        if frames > 1 and not isinstance(media, Clip):
+            raise MediaError(
+                "too_many_frames",
+                f"{media} has {frames} frames, but is called an image; a part with more than one is a video",
+            )
+        if frames > self.max_frames and not self.shorten:
+            raise MediaError(
+                "too_many_frames",
+                f"{media} has {frames} frames, more than data.latents.max_frames = {self.max_frames}; raise it, split "
+                "the clip, or let data.latents.shorten cut it",
+            )
+        return min(frames, self.max_frames)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where the numbers of a file lie."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int  # bytes
+    by_columns: bool = False  # the first axis varies fastest
+
+    @property
+    def size(self) -> int:
+        """Bytes of the numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self, file: Stream, media: MediaReference) -> NDArray[Any]:
+        """The numbers."""
+        data = read(file, self.offset, self.size)
+        if len(data) < self.size:
+            raise _truncated(media, len(data), self.size)
+        order = "F" if self.by_columns else "C"
+        return np.frombuffer(data, self.dtype).reshape(self.shape, order=order)  # type: ignore[call-overload]
+
+
+def _stored(file: Stream, media: MediaReference) -> _Stored:
+    """The checked header of a file."""
+    is_npy = read(file, 0, len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+    file.seek(0)
+    stored = _npy(file, media) if is_npy else _safetensors(file, media)
+    present = size_of(file) - stored.offset
+    if present < stored.size:
+        raise _truncated(media, present, stored.size)
+    if present > stored.size:
+        raise MediaError(
+            "wrong_latents_length",
+            f"{media} continues for {present - stored.size} bytes after the numbers that its header tells of; write "
+            "it again",
+        )
+    return stored
+
+
+def _npy(file: Stream, media: MediaReference) -> _Stored:
+    try:
+        version = npy.read_magic(file)
+        if version not in _NPY_HEADERS:
+            raise ValueError(f"version {version}")
+        shape, by_columns, dtype = _NPY_HEADERS[version](file)
+    except (ValueError, OverflowError) as error:
+        raise _broken(media, str(error)) from error
+    if dtype.kind != "f" or dtype.itemsize not in (2, 4):
+        raise MediaError(
+            "unsupported_latents",
+            f"{media} holds {dtype}, and .npy files of latents hold float16 or float32; bfloat16 has a name in "
+            ".safetensors files alone",
+        )
+    return _Stored(dtype, shape, file.tell(), by_columns)
+
+
+def _safetensors(file: Stream, media: MediaReference) -> _Stored:
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= MAX_TENSORS_HEADER:
+        raise _broken(media, f"a header of {length} bytes")
+    try:
+        header = json.loads(file.read(length))
+        tensors = [entry for key, entry in header.items() if key != "__metadata__"]
+        named = [
+            (str(t["dtype"]), [int(n) for n in t["shape"]], t["data_offsets"]) for t in tensors
+        ]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise _broken(media, f"{type(error).__name__}: {error}") from error
+    if len(named) != 1:
+        raise MediaError(
+            "unsupported_latents",
+            f"{media} holds {len(named)} tensors; a file of latents holds one",
+        )
+    name, shape, offsets = named[0]
+    if name not in TENSOR_TYPES:
+        raise MediaError(
+            "unsupported_latents",
+            f"{media} holds {name}, and latents are one of {', '.join(TENSOR_TYPES)}",
+        )
+    stored = _Stored(TENSOR_TYPES[name], tuple(shape), 8 + length)
+    if min(shape, default=0) < 0 or offsets != [0, stored.size]:
+        raise _broken(media, f"{name}{shape} at {offsets}")
+    return stored
+
+
+def _broken(media: MediaReference, what: str) -> MediaError:
+    return MediaError(
+        "broken_latents_header", f"{media} is no .npy or .safetensors file of latents: {what}"
+    )
+
+
+def _truncated(media: MediaReference, present: int, expected: int) -> MediaError:
+    return MediaError(
+        "truncated_latents",
+        f"{media} holds {present} of the {expected} bytes that its header says: the file is cut; copy it again",
+    )
