@@ -24,7 +24,7 @@ from jaxmllm.config.command_line import add_overrides, parse
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.sources.requests import Requests
 from jaxmllm.runtime.checkpoint_files import CheckpointError
-from jaxmllm.runtime.distributed import start_jax
+from jaxmllm.runtime.distributed import LaunchError, start_jax
 from jaxmllm.setup.sampling import check_guidance, drawing_config, plan_drawing
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import command_parser
@@ -66,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests = Requests.of_file(options.jsonl, options.seed)
         start_jax(config)
         draw(config, requests, options.steps, options.guidance, options.out)
-    except (*USER_ERRORS, CheckpointError) as error:
+    except (
+        *USER_ERRORS,
+        CheckpointError,
+        LaunchError,
+        OSError,
+    ) as error:  # the latter of full disks
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

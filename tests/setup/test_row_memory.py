@@ -74,8 +74,9 @@ def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monk
     assert kept(capacity=1 << 40) == 0
 
 
-def test_gradients_that_stay_whole_are_counted(tmp_path):
-    """Their sums in float32, and a microbatch's beside them in the type of the computation: of layers, that is."""
+def test_averages_and_gradients_that_stay_whole_are_counted(tmp_path):
+    """Averages in float32. Of gradients the sums in float32, and a microbatch's beside them in the type of the
+    computation: of layers, that is."""
 
     def state(mesh, **changes):
         config = parse_config(tiny_config(tmp_path, **changes) | {"mesh": mesh})
@@ -84,6 +85,10 @@ def test_gradients_that_stay_whole_are_counted(tmp_path):
         )
         return row_memory.state_bytes(config, model), model
 
+    averaged = {"components__language__ema": 0.9}
+    usual, model = state({"data": 8})
+    decoder = sum(leaf.size for leaf in jax.tree.leaves(model.components["language"].shapes))
+    assert state({"data": 8}, **averaged)[0] == usual + 4 * decoder
     step = {"components__language__reduce": "step"}
     bfloat16 = {"components__language__compute_dtype": "bfloat16"}
     assert state({"data": 8}, **step)[0] == state({"data": 8})[0]

@@ -107,7 +107,8 @@ def test_the_fastest_plan_is_that_of_all_layouts(devices):
 
 
 def test_state_is_that_of_the_sizing_of_rows():
-    made = planner(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    averaged = {"language": {"ema": 0.9}}
+    made = planner(mesh={"data": 2, "fsdp": 2, "tensor": 2}, components=averaged)
     estimate = made.estimates(8).estimates[0]
     counted = StepBytes(estimate.config, estimate.model, 0, parameter_numbers(made.model)).state
     assert counted == state_bytes(estimate.config, estimate.model)
