@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from datetime import date
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -10,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from jaxmllm.config.section import Section
 
 Targets = Literal["assistant", "all"]
+CHATML = "chatml"  # the layout of turns that needs no template
 
 
 class SourceConfig(Section):
@@ -102,6 +104,10 @@ class DataConfig(Section):
     root: str | None = None  # folder of the sources' relative paths; none: the current one
     batch_size: int = Field(gt=0, le=1 << 20)  # examples per step, on all hosts together
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
+    # How turns are laid out: `chatml`, or a file with a Jinja template
+    chat_template: str = Field(CHATML, min_length=1)
+    # That the template prints as today's date; none: it is given no clock
+    chat_date: date | None = None
     images: ImageDataConfig = ImageDataConfig()
     audio: AudioDataConfig = AudioDataConfig()
     generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels
@@ -119,3 +125,16 @@ class DataConfig(Section):
         if not sources:
             raise ValueError("must name at least one source (got [])")
         return sources
+
+    @model_validator(mode="after")
+    def _check_template(self) -> DataConfig:
+        if self.chat_template != CHATML and self.tokenizer is None:
+            raise ValueError(
+                f"chat_template ({self.chat_template}): it is written with the tokens of its model, and bytes have "
+                "none; name the model's tokenizer.json in data.tokenizer"
+            )
+        if self.chat_template == CHATML and self.chat_date is not None:
+            raise ValueError(
+                f"chat_date ({self.chat_date}): {CHATML} prints no date; leave it out, or name a data.chat_template"
+            )
+        return self

@@ -15,6 +15,7 @@ from pydantic import model_validator
 
 from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConfig, Matrices
 from jaxmllm.config.data_sections import (
+    CHATML,
     AudioDataConfig,
     DataConfig,
     GeneratedDataConfig,
@@ -65,6 +66,7 @@ from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
 
 __all__ = [
     "ADAPTER",
+    "CHATML",
     "AdapterComponents",
     "AdapterConfig",
     "AdaptersConfig",

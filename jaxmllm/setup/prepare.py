@@ -22,7 +22,8 @@ from jaxmllm.data.batches import example_order, sample_batches, source_batches
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
-from jaxmllm.data.text.tokenizers import Tokenizer, load_tokenizer
+from jaxmllm.data.text.load import load_tokenizer
+from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.row_format import RowFormat
 from jaxmllm.runtime import hosts
@@ -64,7 +65,7 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     check_exchange(config)
     if config.pipeline.schedule != "auto":
         scheduler_of(config.pipeline.schedule)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     if not model.trainable.components:
         raise ConfigError(

@@ -31,7 +31,7 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.rows.masks import Row
 from jaxmllm.data.sources.requests import Requests
 from jaxmllm.data.sources.source import DataError
-from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.resume import check_free
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
@@ -151,7 +151,7 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
       ConfigError, MeshError: a config that cannot be run on this mesh.
       DataError: requests that cannot be drawn.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     spans = spans_of_phases(config, model)
     modalities = run_modalities(config, model, spans)

@@ -15,7 +15,7 @@ from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import row_formats
-from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
@@ -99,7 +99,7 @@ def generated_lengths(
             "model.diffusion: there are no made-up lengths of what it draws; take those of the config's data"
         )
     mix = mix_for(config.model, mix)
-    words = vocabulary(config, load_tokenizer(config.data.tokenizer))
+    words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)
     spans = spans_of_phases(config, model)
     samples, items = generated_batches(config.data.batch_size, seed, config.model, mix)

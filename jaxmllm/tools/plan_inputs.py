@@ -16,7 +16,7 @@ from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.mllm import build_model
 from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
@@ -49,7 +49,7 @@ def make_planner(
             "room for what it adds"
         )
     config = with_nodes(config, cluster, devices)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
     mesh = cluster_mesh(config, sizes, cluster)
     open_config = config.model_copy(update={"components": _without_layouts(config)})

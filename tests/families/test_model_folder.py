@@ -293,3 +293,31 @@ def test_other_sources_are_left_alone(tmp_path):
     assert resolved({"model": None}) == {"model": None}
     with pytest.raises(ConfigError, match=r"language is missing, and model\.from: .*absent has no"):
         resolved({"model": {"from": str(tmp_path / "absent")}})
+
+
+def test_a_run_takes_the_chat_template(copy, tmp_path):
+    """Together with the tokenizer that it is written for, unless the config names another."""
+    (copy / "tokenizer.json").write_text("{}")
+    tree = tiny_config(tmp_path)
+    tree["model"] = {"from": str(copy)}
+
+    def template(**values):
+        return resolved(tree | {"data": tree["data"] | values})["data"].get("chat_template")
+
+    assert template() is None and template(tokenizer=None, chat_template=None) is None
+    written = {"tokenizer_config.json": json.dumps({"eos_token": "<eos>"})}
+    written["processor_config.json"] = json.dumps({"chat_template": "a"})
+    for name, text in written.items():
+        (copy / name).write_text(text)
+    assert template() == str(copy / "processor_config.json")
+    (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": "b"}))
+    assert template() == str(copy / "tokenizer_config.json")
+    (copy / "chat_template.jinja").write_text("c")
+    assert template() == str(copy / "chat_template.jinja")
+    assert template(chat_template="chatml") == "chatml"
+    assert template(chat_template=None) == str(copy / "chat_template.jinja")
+    assert template(tokenizer=str(copy / "tokenizer.json")) is None
+    (copy / "chat_template.jinja").unlink()
+    (copy / "tokenizer_config.json").write_text("{")
+    with pytest.raises(FolderError, match=r"tokenizer_config\.json cannot be read: .*; copy the"):
+        template()

@@ -33,7 +33,7 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.data.media.modalities import modalities, row_formats
-from jaxmllm.data.text.tokenizers import load_tokenizer
+from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import (
     abstract_encoder_rows,
@@ -99,7 +99,7 @@ Observer = Callable[[Config, Scene], Any]
 @functools.lru_cache(maxsize=4)
 def model_of(config: str) -> MLLM:
     made = Config.model_validate_json(config)
-    size = vocabulary(made, load_tokenizer(made.data.tokenizer))
+    size = vocabulary(made, load_tokenizer(made.data))
     return build_model(made.model, size, made.components, MESH)
 
 
@@ -327,7 +327,7 @@ def kept(config: Config, scene: Scene) -> Any:
 def shared(config: Config, _: Scene) -> Any:
     """How many ranks may hold a row together."""
     mesh = make_mesh({"data": 4, "fsdp": 2}, spans=mesh_spans(config))
-    size = vocabulary(config, load_tokenizer(config.data.tokenizer))
+    size = vocabulary(config, load_tokenizer(config.data))
     return spans_of_phases(config, build_model(config.model, size, config.components, mesh))
 
 
@@ -625,6 +625,8 @@ RUN = {  # changes of a run of three steps; see `left_by`
 ELSEWHERE = {
     "run.compilation_cache": "runtime/test_compilation_cache.py::test_programs_are_kept_where_they_shall_be",
     "model.from": "training/test_initial.py::test_parameters_are_read_on_any_mesh",
+    "data.chat_template": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
+    "data.chat_date": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
     "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
     "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",
     "balance.check_every": "runtime/test_hosts.py::test_plans_are_compared_however_far_apart_the_processes_are",

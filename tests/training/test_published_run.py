@@ -12,19 +12,25 @@ from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.tools.convert import main as convert
 from jaxmllm.train import main as train
+from tests.data.text.dialects import DIALECTS, Dialect
+from tests.support import EXHAUSTIVE
 
-GOLDEN = Path(__file__).parents[1] / "families" / "goldens" / "qwen2-windows"
+GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 WORDS = ["what", "is", "a", "cat", "dog", "it", "red", "blue", "green", "one", "two", "three"]
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
+    return published(tmp_path, "qwen2-windows", ["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+
+
+def published(tmp_path: Path, golden: str, special: list[str]) -> Path:
     """A published folder with a tokenizer of a few words."""
-    folder = Path(shutil.copytree(GOLDEN, tmp_path / "published"))
+    folder = Path(shutil.copytree(GOLDENS / golden, tmp_path / "published"))
     words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    made.add_special_tokens(special)
     made.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -80,3 +86,37 @@ def test_a_folder_that_cannot_be_is_told_in_a_line(folder, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and f"{path} is truncated" in error
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def give_template(folder: Path, dialect: Dialect, template: str) -> None:
+    values = dialect.names | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def test_a_template_that_reaches_out_is_told_in_a_line(tmp_path, capsys):
+    dialect = DIALECTS["mistral"]
+    folder = published(tmp_path, "mistral", list(dialect.special))
+    give_template(folder, dialect, "{{ messages.__class__ }}")
+    config = write_config(tmp_path, folder, pipeline={}, mesh={"data": -1})
+    assert train(["--config", str(config)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(
+        f"error: data.chat_template: {folder}/tokenizer_config.json reaches out of its sandbox"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("golden", ["mistral", pytest.param("llama", marks=EXHAUSTIVE)])
+def test_a_folder_trains_with_its_own_template(golden, tmp_path, capsys):
+    """Whose tokenizer has no ChatML; and goes on with that template alone."""
+    dialect = DIALECTS[{"llama": "llama3.1"}.get(golden, golden)]
+    folder = published(tmp_path, golden, list(dialect.special))
+    give_template(folder, dialect, dialect.template)
+    config = write_config(tmp_path, folder, pipeline={}, mesh={"data": -1})
+    date = [] if golden == "mistral" else ["data.chat_date=2024-07-26"]
+    assert train(["--config", str(config), *date]) == 0, capsys.readouterr().err
+    stored = (tmp_path / "run" / "config.yaml").read_text()
+    assert f"chat_template: {folder}/tokenizer_config.json" in stored
+    give_template(folder, dialect, dialect.template.replace("| trim", "| trim | upper"))
+    assert train(["--config", str(config), *date, "--resume", "run.steps=2"]) == 1
+    assert "was trained on other data" in capsys.readouterr().err

@@ -17,6 +17,9 @@ placeholders, or content parts. Interleaved pages are documents with images:
     {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."} {"content": [{"type":
     "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
 
+An assistant message may have "reasoning_content", a text that some chat templates put before the answer; without
+such a template it means nothing.
+
 What is learned is up to the source: `targets: assistant` (the default) learns what the assistant
 says, so there must be such a turn; `targets: all` learns the text of every turn and of documents.
 Optional keys: "id" (default `<source>:<line>`; need not be unique) and "source" (a label for
@@ -41,6 +44,7 @@ DOCUMENT = "document"  # what stands for the role of a text that nobody says; no
 FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
 # Part -> key of its list in the placeholder form
 MEDIA_LISTS = {"image": "images", "audio": "audios", "video": "videos"}
+REASONING = "reasoning_content"  # of an assistant's message
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
 # What a record names -> where it is; may raise `ConversationError`
@@ -81,6 +85,7 @@ class Turn:
 
     role: str
     parts: tuple[TextPart | MediaPart, ...]
+    reasoning: str = ""  # before what the assistant says, for templates that have a place for it
 
 
 @dataclass(frozen=True)
@@ -168,11 +173,20 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
         )
     content = _field(message, "content", (str, list), where)
     parts = _parts(content, f"{where}.content", pending, resolve)
-    if role == "assistant":
-        parts = tuple(
-            replace(part, answered=True) if isinstance(part, MediaPart) else part for part in parts
-        )
-    return Turn(role, parts)
+    if role != "assistant":
+        return Turn(role, parts)
+    parts = tuple(
+        replace(part, answered=True) if isinstance(part, MediaPart) else part for part in parts
+    )
+    return Turn(role, parts, _reasoning(message, where))
+
+
+def _reasoning(message: dict[str, Any], where: str) -> str:
+    if message.get(REASONING) is None:
+        return ""
+    reasoning: str = _field(message, REASONING, str, where)
+    _check_encodable(reasoning, f"{where}.{REASONING}")
+    return reasoning
 
 
 def _parts(

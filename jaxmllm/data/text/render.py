@@ -6,22 +6,32 @@
 A document has neither header nor separator, only its content and <turn end>. With targets `all`,
 the texts and ends of all turns are learned.
 
-A tokenizer brings its `ChatLayout`: which ids open and close turns and media. Positions follow M-RoPE (arXiv
+A tokenizer brings its `ChatLayout`: which ids open and close turns and media. One with a chat template of its own
+lets that write the turns (answer_marks.py), and media keep their frames. Positions follow M-RoPE (arXiv
 2409.12191): text advances time, height and width together, media spread over the axes, and the text after them
 continues at the maximum + 1.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import MediaReference
-from jaxmllm.data.text.conversation import DOCUMENT, Conversation, ConversationError, MediaPart
+from jaxmllm.data.text.answer_marks import Piece, written_pieces
+from jaxmllm.data.text.conversation import (
+    DOCUMENT,
+    Conversation,
+    ConversationError,
+    MediaPart,
+    TextPart,
+)
+from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
 from jaxmllm.data.text.tokenizers import Tokenizer
 
 
@@ -69,10 +79,23 @@ def render(
         raise ValueError(
             f"conversation {conversation.id!r} has {len(media)} media items, but {len(shapes)} shapes"
         )
+    _check_drawable(conversation, modalities)
+    if isinstance(tokenizer, TemplateTokenizer):
+        pieces = _pieces(conversation, tokenizer)
+        return _render_pieces(pieces, media, tokenizer, modalities, shapes)
+    return _render_turns(conversation, tokenizer, modalities, shapes)
+
+
+def _render_turns(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    modalities: Mapping[str, Modality],
+    shapes: Sequence[Shape],
+) -> Rendered:
+    """Turn by turn, as the tokenizer's layout frames them."""
     layout = tokenizer.layout
     remaining = iter(shapes)
     sequence = _Sequence()
-    something_said = False  # since the last generated item
     for turn in conversation.turns:
         learned = turn.role == "assistant" or conversation.targets == "all"
         spoken = turn.role != DOCUMENT
@@ -82,29 +105,87 @@ def render(
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
-                if modality.generated:
-                    if not something_said:
-                        raise ConversationError(
-                            "nothing_to_draw",
-                            f"the assistant answers with {_a(part.part)}, but no text or media stand before it that "
-                            "it could be made from",
-                        )
-                    something_said = False
-                    sequence.add_text(frame.begin, learned)
-                    sequence.add_generated(part.reference, modality, next(remaining))
-                    sequence.add_text(frame.end, learned)
-                    continue
-                something_said = True
-                sequence.add_text(frame.begin)
-                sequence.add_media(part.reference, modality, next(remaining), frame.pad)
-                sequence.add_text(frame.end)
+                sequence.add_text(frame.begin, learned and modality.generated)
+                sequence.add_item(part.reference, modality, next(remaining), frame.pad)
+                sequence.add_text(frame.end, learned and modality.generated)
             else:
-                something_said = True
                 sequence.add_text(tokenizer.encode(part.text), learned)
         sequence.add_text((layout.turn_end,), learned)
         if spoken:
             sequence.add_text(layout.separator)
     return sequence.finish()
+
+
+def _pieces(conversation: Conversation, tokenizer: TemplateTokenizer) -> list[Piece]:
+    """What a conversation is made of under the tokenizer's template; documents know none."""
+    turn = conversation.turns[0]
+    if turn.role != DOCUMENT:
+        return written_pieces(conversation, tokenizer.template, tokenizer.control)
+    media = itertools.count()
+    return [
+        *(Piece(i) for i in tokenizer.document_begin),
+        *(
+            Piece(part.text, True) if isinstance(part, TextPart) else Piece("", media=next(media))
+            for part in turn.parts
+        ),
+        Piece(tokenizer.layout.turn_end, learned=True),
+    ]
+
+
+def _render_pieces(
+    pieces: Sequence[Piece],
+    media: Sequence[MediaPart],
+    tokenizer: TemplateTokenizer,
+    modalities: Mapping[str, Modality],
+    shapes: Sequence[Shape],
+) -> Rendered:
+    """All text as one, which control tokens and media part."""
+    framed: list[Piece] = []
+    for piece in pieces:
+        if piece.media is None:
+            framed.append(piece)
+            continue
+        part = media[piece.media]
+        frame = tokenizer.layout.media[part.part]
+        made = modality_of(part, modalities).generated  # by the assistant, and so is its frame
+        framed += [Piece(i, learned=made) for i in frame.begin]
+        framed.append(replace(piece, content=frame.pad))  # in the place of all its tokens
+        framed += [Piece(i, learned=made) for i in frame.end]
+    encoded = tokenizer.encode_pieces([piece.content for piece in framed])
+    if not encoded.ids:
+        raise ConversationError("answers_unclear", "the chat template writes nothing of it")
+    # A token is learned if one of its characters is
+    learned_before = np.cumsum([0, *(piece.learned for piece in framed)])
+    is_learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
+    numbers = [framed[index].media for index in encoded.first.tolist()]
+    tokens = zip(encoded.ids, is_learned.tolist(), numbers, strict=True)
+    sequence = _Sequence()
+    for (learned, number), run in itertools.groupby(tokens, key=lambda token: token[1:]):
+        ids = [token for token, *_ in run]
+        if number is None:
+            sequence.add_text(ids, learned)
+        else:
+            part = media[number]
+            modality = modality_of(part, modalities)
+            sequence.add_item(part.reference, modality, shapes[number], *ids)
+    return sequence.finish()
+
+
+def _check_drawable(conversation: Conversation, modalities: Mapping[str, Modality]) -> None:
+    """Raise `ConversationError` for an item that the assistant makes from nothing."""
+    something_said = False  # since the last generated item
+    for turn in conversation.turns:
+        for part in turn.parts:
+            if isinstance(part, TextPart) or not modality_of(part, modalities).generated:
+                something_said = True
+                continue
+            if not something_said:
+                raise ConversationError(
+                    "nothing_to_draw",
+                    f"the assistant answers with {_a(part.part)}, but no text or media stand before it that "
+                    "it could be made from",
+                )
+            something_said = False
 
 
 def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality:
@@ -147,16 +228,19 @@ class _Sequence:
         line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
         self._advance(np.repeat(line[:, None], 3, axis=1))
 
-    def add_media(
+    def add_item(
         self, reference: MediaReference, modality: Modality, shape: Shape, pad: int
     ) -> None:
+        if modality.generated:
+            self._add_generated(reference, modality, shape)
+            return
         tokens = modality.tokens(shape)
         self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), tokens))
         self.tokens += [pad] * tokens
         self.learned += [False] * tokens
         self._advance(modality.token_positions(shape, self.next_position))
 
-    def add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:
+    def _add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:
         """An item without tokens of its own, made from all tokens since the one before it."""
         tokens = len(self.tokens) - self.drawn
         self.media.append(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import tokenizers
-
 from jaxmllm.data.printable import shown
 from jaxmllm.data.text.conversation import ROLES, ConversationError
+from jaxmllm.data.text.speller import Speller, literal_tokenizer, unknown_id
 
 Ids = tuple[int, ...]
 
@@ -128,12 +126,12 @@ class FileTokenizer:
             if not Path(path).is_file():  # a pipe could keep the reader waiting for ever
                 raise TokenizerError("no such file, or no regular one")
             self._json = Path(path).read_text(encoding="utf-8")
-            self._tokenizer = _literal_tokenizer(self._json)
+            self._tokenizer = literal_tokenizer(self._json)
         except Exception as error:  # the library raises bare Exception
             reason = shown(f"{path} is no readable tokenizers JSON file: {error}")
             raise TokenizerError(f"data.tokenizer: {reason}") from error
         # Made when first needed, which is hardly ever
-        self._speller: tokenizers.Tokenizer | None = None
+        self._speller: Speller | None = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)
@@ -150,15 +148,20 @@ class FileTokenizer:
         ids = self._plain(text)
         if self._control.isdisjoint(ids):
             return ids
-        if self._speller is None:
-            self._speller = _speller(self._json, self._control)
-        ids = self._speller.encode(text, add_special_tokens=False).ids
+        ids = self.speller.tokenizer.encode(text, add_special_tokens=False).ids
         if remaining := self._control.intersection(ids):
             names = ", ".join(str(self._tokenizer.id_to_token(i)) for i in sorted(remaining))
             raise ConversationError(
                 "control_token", f"holds text that the tokenizer can only write as {names}"
             )
         return ids
+
+    @property
+    def speller(self) -> Speller:
+        """The same tokenizer with other names of its control tokens."""
+        if self._speller is None:
+            self._speller = Speller.of(self._json, self._control)
+        return self._speller
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -170,7 +173,7 @@ class FileTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._tokenizer = _literal_tokenizer(self._json)
+        self._tokenizer = literal_tokenizer(self._json)
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -183,7 +186,7 @@ class FileTokenizer:
         if turn_begin is None or turn_end is None:
             raise TokenizerError(
                 f"data.tokenizer: {shown(path)} must have the tokens {names.turn_begin!r} and {names.turn_end!r}, "
-                "which frame a turn; use a chat tokenizer or add them to the file's added_tokens"
+                "which frame a turn; use a chat tokenizer, or name the model's own template in data.chat_template"
             )
         pad = next((i for i in map(find, names.pad) if i is not None), turn_end)
         headers = {
@@ -206,7 +209,7 @@ class FileTokenizer:
 
     def _control_ids(self, frame: set[int]) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()
-        unknown = _unknown_id(json.loads(self._json)["model"], self._tokenizer)
+        unknown = unknown_id(json.loads(self._json)["model"], self._tokenizer)
         return frozenset(
             frame | {i for i, token in added.items() if token.special and i != unknown}
         )
@@ -217,59 +220,3 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         words = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
         return any(i in words or i not in added or not added[i].special for i in self._control)
-
-
-def _literal_tokenizer(text: str) -> tokenizers.Tokenizer:
-    """A tokenizer that does not take what spells a special token for one. (The library forgets this
-    setting when it is pickled.)"""
-    tokenizer = tokenizers.Tokenizer.from_str(text)
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _speller(text: str, control: frozenset[int]) -> tokenizers.Tokenizer:
-    """The tokenizer of a file with the control tokens renamed to what no text says, so that text
-    which spells one is put together from other tokens. All ids stay."""
-    file = json.loads(text)
-    nonce = secrets.token_hex(16)  # a name that was known could be written in a text
-
-    def renamed(name: str, number: int) -> str:
-        return f"\ufdd0{nonce}{number}" if number in control else name
-
-    for token in file["added_tokens"]:
-        token["content"] = renamed(token["content"], token["id"])
-    model = file["model"]
-    if isinstance(model["vocab"], dict):
-        gone = {name for name, number in model["vocab"].items() if number in control}
-        unknown = model["vocab"].get(model.get("unk_token"))
-        if unknown in control:
-            model["unk_token"] = renamed("", unknown)
-        model["vocab"] = {renamed(name, number): number for name, number in model["vocab"].items()}
-    else:
-        gone = {name for number, (name, _) in enumerate(model["vocab"]) if number in control}
-        model["vocab"] = [
-            [renamed(name, number), score] for number, (name, score) in enumerate(model["vocab"])
-        ]
-    if model.get("merges"):
-        prefix = model.get("continuing_subword_prefix") or ""
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [
-            [first, second]
-            for first, second in pairs
-            if gone.isdisjoint((first, second, first + second.removeprefix(prefix)))
-        ]
-    return _literal_tokenizer(json.dumps(file))
-
-
-def _unknown_id(model: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The token that the model writes for text that it does not know, if there is one."""
-    number: int | None = model.get("unk_id")
-    name = model.get("unk_token")
-    return tokenizer.token_to_id(name) if number is None and name else number
-
-
-def load_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: a file, or bytes where none is named."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)

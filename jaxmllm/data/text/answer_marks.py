@@ -1,0 +1,279 @@
+"""What a chat template writes of each turn: marks in the contents, and where they come out.
+
+conversation --messages--> contents with marks --template--> text with marks --pieces--> what is text, a control token,
+a media item, and what of it is learned
+
+Marks are private characters, which no record may hold. One mark opens and one closes what is learned of a turn; each
+media item has one, which stays in its place; and each control token has one that stands for its spelling in a content,
+so that what is left spelled out is the template's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.data.text.chat_template import ChatTemplate, Message, reasoning_fields
+from jaxmllm.data.text.conversation import (
+    REASONING,
+    Conversation,
+    ConversationError,
+    MediaPart,
+    Turn,
+)
+from jaxmllm.data.text.sandbox import CLOSE, OPEN
+
+THOUGHT_OPEN, THOUGHT_CLOSE = "\U00100002", "\U00100003"
+MEDIA = 0x100010  # the mark of media item 0; those of the others follow
+SPELLED = 0xF0000  # the mark of control token 0 where a content spells it
+MOST = 0xFF00  # media items, and control tokens, that there are marks for
+PRIVATE = "[\U000f0000-\U0010ffff]"  # all of these
+
+_PRIVATE = re.compile(PRIVATE)
+_ANSWER_MARKS = re.compile(f"[{OPEN}{CLOSE}{THOUGHT_OPEN}{THOUGHT_CLOSE}]")
+# The marks of all turns in their order: a template may drop the reasoning of a turn, but as a whole
+_IN_ORDER = re.compile(f"(?:(?:{THOUGHT_OPEN}{THOUGHT_CLOSE})?{OPEN}{CLOSE})*")
+# Reasoning inside a content, as models write it; its first tag may have stood in the prompt
+_THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a written conversation: literal text, a control token by its id, or the place of a media item."""
+
+    content: str | int
+    learned: bool = False
+    media: int | None = None  # number of the item
+
+
+@dataclass(frozen=True)
+class ControlNames:
+    """The control tokens of a tokenizer as they are spelled: ids by name."""
+
+    ids: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) > MOST:
+            raise ValueError(f"{len(self.ids)} control tokens, but {MOST} marks")
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(self.ids)
+
+    @cached_property
+    def spelled(self) -> re.Pattern[str]:
+        """Finds the longest name of those that begin at the leftmost place."""
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @cached_property
+    def separators(self) -> re.Pattern[str]:
+        """Finds names and marks."""
+        return re.compile(f"{self.spelled.pattern}|{PRIVATE}")
+
+    @cached_property
+    def turn_end(self) -> re.Pattern[str]:
+        """Matches the control token that ends a turn, after white space."""
+        return re.compile(rf"\s*(?:{self.spelled.pattern})")
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """The mark of each name."""
+        return {name: chr(SPELLED + number) for number, name in enumerate(self.names)}
+
+    def hide(self, text: str) -> str:
+        """A text with marks for what spells a control token."""
+        return self.spelled.sub(lambda found: self.marks[found[0]], text)
+
+    def show(self, text: str) -> str:
+        """A text without marks: what was spelled is spelled again, media keep theirs."""
+        return _PRIVATE.sub(self._shown, text)
+
+    def _shown(self, found: re.Match[str]) -> str:
+        number = ord(found[0])
+        if number >= MEDIA:
+            return found[0]
+        return self.names[number - SPELLED] if number < SPELLED + len(self.ids) else ""
+
+
+def written_pieces(
+    conversation: Conversation, template: ChatTemplate, control: ControlNames
+) -> list[Piece]:
+    """What a template makes of a conversation, in reading order.
+
+    It writes the conversation twice, plainly and with marks.
+
+    Raises:
+      ConversationError: answers_unclear or media_unclear, if they cannot be found again in what the template writes;
+        no_place for reasoning; private_characters; and what `ChatTemplate.write` raises.
+    """
+    _check_private(conversation)
+    if not template.has_reasoning and any(turn.reasoning for turn in conversation.turns):
+        raise _unclear("no_place", f"has no place for {REASONING}")
+    plain = template.write(_messages(conversation, None, mark=False))
+    if template.has_generation and conversation.targets == "assistant":
+        messages = _messages(conversation, control, mark=False)
+        marked = template.write(messages, marked=True)
+        problem = _unfound(marked, plain, control, None)
+        learned = _between_marks(marked)
+    else:
+        answers = sum(_is_learned(conversation, turn) for turn in conversation.turns)
+        for inline in (True, False):
+            marked = template.write(_messages(conversation, control, inline=inline))
+            problem = _unfound(marked, plain, control, answers)
+            if problem is None:
+                break
+        learned = _learned(marked, template, control)
+    if problem is not None:
+        raise _unclear("answers_unclear", problem)
+    media = [ord(mark) - MEDIA for mark in _PRIVATE.findall(marked) if ord(mark) >= MEDIA]
+    if media != list(range(len(conversation.media))):
+        raise _unclear(
+            "media_unclear",
+            f"writes {len(media)} of its {len(conversation.media)} media, or in another order",
+        )
+    return _split(marked, learned, control)
+
+
+def _unfound(marked: str, plain: str, control: ControlNames, answers: int | None) -> str | None:
+    """Why answers cannot be found again in a text, if they cannot; None as their number: at least one."""
+    if control.show(marked) != plain:
+        return "writes it otherwise when its texts are marked"
+    order = "".join(_ANSWER_MARKS.findall(marked))
+    found = order.count(OPEN)
+    if not _IN_ORDER.fullmatch(order) or (found != answers if answers is not None else not found):
+        return "does not write each of its learned texts whole, and once"
+    return None
+
+
+def _unclear(reason: str, what: str) -> ConversationError:
+    return ConversationError(
+        reason, f"the chat template {what}; use another template, or data.chat_template: chatml"
+    )
+
+
+def _check_private(conversation: Conversation) -> None:
+    if len(conversation.media) > MOST:
+        raise ConversationError("media_unclear", f"holds more than {MOST} media")
+    for turn in conversation.turns:
+        texts = [part.text for part in turn.parts if not isinstance(part, MediaPart)]
+        if found := _PRIVATE.search("\n".join([turn.reasoning, *texts])):
+            raise ConversationError(
+                "private_characters",
+                f"holds the private character U+{ord(found[0]):X}, which marks answers in chat templates; remove it",
+            )
+
+
+def _is_learned(conversation: Conversation, turn: Turn) -> bool:
+    return turn.role == "assistant" or conversation.targets == "all"
+
+
+def _messages(
+    conversation: Conversation,
+    control: ControlNames | None,
+    mark: bool = True,
+    inline: bool = True,
+) -> list[Message]:
+    """Messages as templates read them, with marks for media.
+
+    Args:
+      control: what is spelled in them has marks, too; None: it stands as it is.
+      mark: put marks around what is learned.
+      inline: reasoning inside a content has marks of its own.
+    """
+    messages = []
+    number = MEDIA
+    hide = control.hide if control else str
+    for turn in conversation.turns:
+        content = ""
+        for part in turn.parts:
+            if isinstance(part, MediaPart):
+                content += chr(number)
+                number += 1
+            else:
+                content += hide(part.text)
+        reasoning = hide(turn.reasoning)
+        if mark and _is_learned(conversation, turn):
+            found = _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None
+            if found and not reasoning:
+                begin, thought, end, answer = found.groups()
+                content = begin + _thought(thought) + end + _enclosed(answer, OPEN, CLOSE)
+            else:
+                content = _enclosed(content, OPEN, CLOSE)
+                reasoning = reasoning and _thought(reasoning)
+        message = {"role": turn.role, "content": content}
+        if reasoning:
+            message |= reasoning_fields(reasoning)
+        messages.append(message)
+    return messages
+
+
+def _thought(text: str) -> str:
+    return _enclosed(text, THOUGHT_OPEN, THOUGHT_CLOSE)
+
+
+def _enclosed(text: str, before: str, after: str) -> str:
+    """A text with marks around all but its outer white space, which templates may strip."""
+    inner = text.strip()
+    start = len(text) - len(text.lstrip())
+    return text[:start] + before + inner + after + text[start + len(inner) :]
+
+
+def _between_marks(marked: str) -> NDArray[np.bool_]:
+    """Which characters stand between two marks."""
+    learned = np.zeros(len(marked), bool)
+    for answer in re.finditer(f"{OPEN}[^{CLOSE}]*{CLOSE}", marked):
+        learned[answer.start() : answer.end()] = True
+    return learned
+
+
+def _learned(marked: str, template: ChatTemplate, control: ControlNames) -> NDArray[np.bool_]:
+    """Which characters are learned: from the first mark of a turn to the last, and the control token that follows.
+
+    What the template writes before reasoning (`<think>`) is learned, too, from the place on where the model begins
+    to speak; and so is white space of the content there.
+    """
+    learned = np.zeros(len(marked), bool)
+    after = 0
+    for turn in re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked):
+        start = turn.start()
+        begin = marked.rfind(template.prompt, after, start) if template.prompt else -1
+        if begin >= 0:
+            begin += len(template.prompt)
+            if turn[1] or not marked[begin:start].strip():
+                start = begin
+        end = control.turn_end.match(marked, turn.end())
+        after = end.end() if end else turn.end()
+        learned[start:after] = True
+    return learned
+
+
+def _split(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> list[Piece]:
+    pieces: list[Piece] = []
+
+    def add_text(start: int, end: int) -> None:
+        changes = np.flatnonzero(learned[start + 1 : end] ^ learned[start : max(end - 1, start)])
+        cuts = [start, *(start + 1 + changes).tolist(), end]
+        for first, last in itertools.pairwise(cuts):
+            if first < last:
+                pieces.append(Piece(marked[first:last], bool(learned[first])))
+
+    at = 0
+    for found in control.separators.finditer(marked):
+        add_text(at, found.start())
+        at = found.end()
+        number, here = ord(found[0][0]), bool(learned[found.start()])
+        if number < SPELLED:
+            pieces.append(Piece(control.ids[found[0]], here))
+        elif number >= MEDIA:
+            pieces.append(Piece("", media=number - MEDIA))
+        elif spelled := control.show(found[0]):
+            pieces.append(Piece(spelled, here))
+    add_text(at, len(marked))
+    return pieces

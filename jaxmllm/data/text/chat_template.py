@@ -1,0 +1,216 @@
+"""A model's own chat template: a Jinja file, or a JSON file that holds one as `chat_template`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
+from jinja2.sandbox import SecurityError
+
+from jaxmllm.data.printable import shown
+from jaxmllm.data.text import sandbox
+from jaxmllm.data.text.conversation import REASONING, ConversationError
+from jaxmllm.data.text.template_limits import LimitError
+from jaxmllm.data.text.tokenizers import TokenizerError
+
+MAX_FILE = 64 << 20  # bytes: tokenizer_config.json lists the added tokens, too
+MAX_SOURCE = 1 << 20  # characters; published ones have up to 20,000
+DEFAULT = "default"  # of several templates with names
+CLOCK = "strftime_now"  # by which templates ask for the date
+
+QUESTION = {"role": "user", "content": "question"}
+UNUSUAL = "\U00100004"  # no template writes it by itself
+
+Message = dict[str, str]
+
+
+class TemplateFileError(TokenizerError):
+    """A template that cannot serve, whatever the conversation; the message names the key, the file and what to do."""
+
+
+class ChatTemplate:
+    """Writes conversations as one model expects them.
+
+    Args:
+      source: the template.
+      path: of its file, for messages.
+      names: special tokens by the names that templates have for them, such as bos_token.
+      today: the date that the template may print; without one it has no clock.
+
+    Raises:
+      TemplateFileError: it is no template, asks for what is not there, or prints no date though there is one.
+    """
+
+    def __init__(self, source: str, path: str, names: Mapping[str, str], today: date | None = None):
+        self.source = source
+        self.path = path
+        self.names = dict(names)
+        self.today = today
+        tree = self._compile()
+        # What the template itself writes, each piece apart, and the names that it has in it
+        self.literals = tuple(_literals(tree))
+        self.variables = frozenset(node.name for node in tree.find_all(nodes.Name))
+        self.has_generation = sandbox.has_generation(tree)
+        if today is not None and CLOCK not in self.variables:
+            raise TemplateFileError(
+                f"data.chat_date: {shown(path)} prints no date; leave the key out"
+            )
+        self.prompt = self._generation_prompt()
+        self.has_reasoning = self._writes_reasoning()
+
+    @classmethod
+    def read(cls, path: str | Path, names: Mapping[str, str], today: date | None) -> ChatTemplate:
+        """The template of a file. Raises `TemplateFileError`."""
+        return cls(_read_source(Path(path)), str(path), names, today)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same conversation could be written otherwise."""
+        settings = [self.source, sorted(self.names.items()), str(self.today)]
+        return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
+
+    def write(self, messages: Sequence[Message], marked: bool = False) -> str:
+        """A conversation as one text.
+
+        Args:
+          messages: as the template reads them, with `role` and `content`.
+          marked: put `sandbox.OPEN` and `sandbox.CLOSE` around what `{% generation %}` encloses.
+
+        Raises:
+          ConversationError: template_refused and template_failed, for this conversation alone.
+          TemplateFileError: for every one, or without end.
+        """
+        return self._run(messages, marked=marked)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_template": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._compile()
+
+    def _compile(self) -> nodes.Template:
+        clock = {} if self.today is None else {CLOCK: _clock(self.today)}
+        environment = sandbox.Sandbox({**self.names, **clock})
+        try:
+            tree = environment.parse(self.source)
+            self._template = environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            self._fail(f"is no template: line {error.lineno}: {error.message}", "correct it")
+        except SecurityError as error:
+            self._forbid(error)
+        except (TemplateError, RecursionError, MemoryError) as error:
+            self._fail(f"is no template: {error}", "correct it")
+        return tree
+
+    def _run(self, messages: Sequence[Message], prompt: bool = False, marked: bool = False) -> str:
+        values = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+        try:
+            return sandbox.run(self._template, values, marked)
+        except sandbox.RaisedError as error:
+            raise ConversationError(
+                "template_refused", f"the chat template refuses it: {error}"
+            ) from error
+        except SecurityError as error:
+            self._forbid(error)
+        except LimitError as error:
+            self._fail(f"has no end: it {error} for one conversation", "correct its loops")
+        except Exception as error:  # whatever a program may raise
+            if isinstance(error, UndefinedError) and CLOCK in str(error) and self.today is None:
+                self._fail("prints today's date", "say in data.chat_date which day that is")
+            raise ConversationError(
+                "template_failed",
+                f"the chat template {self.path} fails: {type(error).__name__}: {error}",
+            ) from error
+
+    def _generation_prompt(self) -> str:
+        """What stands between a question and the answer that the model begins, as far as the template says."""
+        try:
+            without, prompted = self._run([QUESTION]), self._run([QUESTION], prompt=True)
+        except ConversationError:
+            return ""
+        return prompted.removeprefix(without) if prompted.startswith(without) else ""
+
+    def _writes_reasoning(self) -> bool:
+        """Whether the template has a place for the reasoning of the last answer."""
+        answer = {"role": "assistant", "content": "answer", **reasoning_fields(UNUSUAL)}
+        try:
+            return UNUSUAL in self._run([QUESTION, answer])
+        except ConversationError:
+            return False
+
+    def _forbid(self, error: Exception) -> NoReturn:
+        self._fail(f"reaches out of its sandbox: {error}", "do not use it, or correct it")
+
+    def _fail(self, what: str, cure: str) -> NoReturn:
+        path = shown(self.path)
+        raise TemplateFileError(
+            f"data.chat_template: {path} {shown(what)}; {cure}, or set data.chat_template: chatml"
+        ) from None
+
+
+def reasoning_fields(reasoning: str) -> Message:
+    """The reasoning of a message, under both names that templates have for it."""
+    return {REASONING: reasoning, "thinking": reasoning}
+
+
+def _literals(tree: nodes.Template) -> list[str]:
+    constants = (node.value for node in tree.find_all(nodes.Const))
+    return [node.data for node in tree.find_all(nodes.TemplateData)] + [
+        value for value in constants if isinstance(value, str)
+    ]
+
+
+def _clock(today: date) -> Any:
+    moment = datetime.combine(today, time())
+    return lambda format: moment.strftime(format)
+
+
+def _read_source(path: Path) -> str:
+    def fail(what: str) -> NoReturn:
+        raise TemplateFileError(
+            f"data.chat_template: {shown(path)} {shown(what)}; name a file with a Jinja template, a JSON file that "
+            "holds one as 'chat_template', or chatml"
+        ) from None
+
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe could keep the reader waiting for ever
+            fail("is no regular file")
+        if status.st_size > MAX_FILE:
+            fail(f"has {status.st_size} bytes, more than a template could")
+        source: Any = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            value = json.loads(source)
+            source = value.get("chat_template") if isinstance(value, dict) else None
+    except OSError as error:
+        fail(f"cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        fail(f"cannot be read: {error}")
+    if isinstance(source, list):
+        source = next(
+            (
+                entry.get("template")
+                for entry in source
+                if isinstance(entry, dict) and entry.get("name") == DEFAULT
+            ),
+            None,
+        )
+    if not isinstance(source, str):
+        fail(f"has no 'chat_template', and none named {DEFAULT!r}")
+    if len(source) > MAX_SOURCE:
+        fail(
+            f"holds a template of {len(source)} characters, more than the {MAX_SOURCE} that are read"
+        )
+    return source

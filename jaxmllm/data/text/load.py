@@ -1,0 +1,16 @@
+"""The tokenizer of a run, with or without a chat template."""
+
+from __future__ import annotations
+
+from jaxmllm.config.schema import CHATML, DataConfig
+from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
+from jaxmllm.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+
+
+def load_tokenizer(data: DataConfig) -> Tokenizer:
+    """That of section `data`: a file, or bytes where none is named. Raises `TokenizerError`."""
+    if data.tokenizer is None:
+        return ByteTokenizer()
+    if data.chat_template == CHATML:
+        return FileTokenizer(data.tokenizer)
+    return TemplateTokenizer(data.tokenizer, data.chat_template, data.chat_date)

@@ -1,0 +1,121 @@
+"""What rendering one conversation may take: passes of loops, characters, digits, time.
+
+Checks of what a value would become stand before the value is made, wherever a small template can ask for a large one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateRuntimeError
+
+WIDTH = 9_999  # characters that a number may ask for: of a field, an indent, a batch
+_WIDE = re.compile(r"\d{5}|\*")  # a field of more, in a format string
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one rendering. Published templates take a few steps per message."""
+
+    steps: int = 1_000_000  # passes of loops and calls of macros
+    characters: int = 1 << 25  # of the output, and of each value on the way
+    bits: int = 1 << 16  # of a whole number
+    seconds: float = 60.0
+
+
+class LimitError(TemplateRuntimeError):
+    """A template that goes beyond one of the `Limits`; the message says which."""
+
+
+class Budget:
+    """What one rendering has taken so far; `marked` says whether it marks what the model says."""
+
+    def __init__(self, limits: Limits, marked: bool = False):
+        self.limits = limits
+        self.marked = marked
+        self.steps = 0
+        self.deadline = time.monotonic() + limits.seconds
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > self.limits.steps:
+            raise LimitError(f"takes more than {self.limits.steps} passes of its loops")
+        if time.monotonic() > self.deadline:
+            raise LimitError(f"takes more than {self.limits.seconds:g} s")
+
+
+_budget: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("budget", default=None)
+
+
+@contextmanager
+def limited(limits: Limits, marked: bool) -> Iterator[Budget]:
+    """A rendering with a budget of its own, in this thread alone."""
+    budget = Budget(limits, marked)
+    token = _budget.set(budget)
+    try:
+        yield budget
+    finally:
+        _budget.reset(token)
+
+
+def current_budget() -> Budget:
+    """That of the rendering at hand, or a whole one while constants are computed."""
+    return _budget.get() or Budget(Limits())
+
+
+def check_size(value: Any) -> Any:
+    """`value`, unless it is too large. Raises `LimitError`."""
+    if isinstance(value, str | list | tuple):
+        check_length(len(value))
+    if isinstance(value, int):
+        _check_bits(value.bit_length())
+    return value
+
+
+def check_length(length: int) -> None:
+    """Raises `LimitError` for more characters, or entries of a list, than a value may have."""
+    if length > (limit := current_budget().limits.characters):
+        raise LimitError(f"writes more than {limit} characters")
+
+
+def check_product(operator: str, left: Any, right: Any) -> None:
+    """Before `left * right` and `left ** right`. Raises `LimitError`."""
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, str | list | tuple) and isinstance(other, int):
+            check_length(len(one) * other)
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * right)
+
+
+def check_format(text: Any) -> None:
+    """Before values are put into a format string. Raises `LimitError`."""
+    if isinstance(text, str) and _WIDE.search(text):
+        raise LimitError(f"formats fields of more than {WIDTH} characters")
+
+
+def check_growth(name: str, arguments: tuple[Any, ...]) -> None:
+    """Before a text function writes one of its arguments again and again. Raises `LimitError`.
+
+    Args:
+      name: of the function, a method of text or a filter.
+      arguments: with the text, or list, that it is applied to as the first.
+    """
+    match name, arguments:
+        case "replace", (str() as text, str() as old, str() as new, *_):
+            check_length(len(text) + text.count(old) * len(new))
+        case "join", (list() | tuple() | str() as first, list() | tuple() | str() as second, *_):
+            check_length(len(first) * len(second))
+        case "indent", (str() as text, int() | str() as width, *_):
+            size = width if isinstance(width, int) else len(width)
+            check_length(len(text) + (text.count("\n") + 1) * size)
+
+
+def _check_bits(bits: int) -> None:
+    if bits > (limit := current_budget().limits.bits):
+        raise LimitError(f"counts beyond {limit} bits")

@@ -1,0 +1,207 @@
+"""Small tokenizers and templates that do what those of published models do."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+
+from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
+
+# What merges are learned from: line breaks run on over the ends of contents
+LEARNED = [
+    "Be kind.\n\nWhat is this?\n\n\nA cat.\n",
+    "Be kind. What is this? A cat, a red cat.",
+    "user\nassistant\nsystem\nmodel\n<think>\n\n</think>\n\n",
+    "1234 12 1 naïve\n\n\n\n",
+] * 3
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A template, the special tokens of its tokenizer, and their names."""
+
+    template: str
+    special: tuple[str, ...]
+    names: dict[str, Any]
+    by_bytes: bool = True  # else by characters, as SentencePiece has them
+
+    def folder(self, path: Path) -> Path:
+        """Files as a published folder has them."""
+        path.mkdir(parents=True, exist_ok=True)
+        made = byte_tokenizer(self.special) if self.by_bytes else character_tokenizer(self.special)
+        made.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(json.dumps(self.names))
+        (path / "chat_template.jinja").write_text(self.template)
+        return path
+
+
+def load(folder: Path, **options: Any) -> TemplateTokenizer:
+    return TemplateTokenizer(folder / "tokenizer.json", folder / "chat_template.jinja", **options)
+
+
+def byte_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
+    """Of the kind of Qwen's and Llama's: a pattern, then pairs of bytes."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    made.train_from_iterator(LEARNED, trainer)
+    made.add_special_tokens(list(special))
+    made.add_tokens([AddedToken(word, normalized=False) for word in ("<think>", "</think>")])
+    if "<|begin_of_text|>" in special:
+        begin = "<|begin_of_text|>"
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
+        )
+    return made
+
+
+def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
+    """Of the kind of Gemma's and Mistral's: ▁ for a space, before every first word, bytes for what is unknown."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=420,
+        show_progress=False,
+        special_tokens=["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))],
+    )
+    made.train_from_iterator(LEARNED, trainer)
+    file = json.loads(made.to_str())
+    # Bytes are words of the model alone
+    file["added_tokens"] = [t for t in file["added_tokens"] if not t["content"].startswith("<0x")]
+    made = tokenizers.Tokenizer.from_str(json.dumps(file))
+    made.add_tokens([AddedToken("\n" * length, normalized=False) for length in (2, 3, 4)])
+    return made
+
+
+CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+NO_SYSTEM = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+DEFAULT_SYSTEM = (
+    """\
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou are a test.<|im_end|>\\n' }}
+{%- endif %}
+"""
+    + NO_SYSTEM
+)
+# Reasoning is written after the last question alone
+REASONING = """\
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- set thought = message.reasoning_content or '' %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].split('<think>')[-1] %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > ns.last %}
+        {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+DATED = """\
+{{- bos_token }}
+{%- set date = strftime_now('%d %b %Y') %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday is ' + date + '.\\n\\n' }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content | trim }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MERGED = """\
+{{ bos_token }}
+{%- set first = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set first = messages[0].content + '\\n\\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+    {{- (first if loop.first else '') + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+INSTRUCTED = """\
+{{- bos_token }}
+{%- set system = messages[0].content if messages[0].role == 'system' else none %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message.content + '[/INST]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+GENERATION = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}"""
+
+_QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+_LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+DIALECTS = {
+    "qwen2.5": Dialect(DEFAULT_SYSTEM, CHATML + VISION, _QWEN),
+    "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
+    "generation": Dialect(GENERATION, CHATML, _QWEN),
+    "llama3.1": Dialect(
+        DATED,
+        _LLAMA,
+        {"bos_token": {"content": "<|begin_of_text|>", "special": True}, "eos_token": "<|eot_id|>"},
+    ),
+    "gemma3": Dialect(
+        MERGED,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+        by_bytes=False,
+    ),
+    "mistral": Dialect(
+        INSTRUCTED,
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        by_bytes=False,
+    ),
+}
