@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.rules import COMPUTE_AXES, Axes, Layout
+from sharding.rules import KEPT_AXES, Axes, Layout
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("shard", "stand_in"), meta_fields=())
@@ -228,7 +228,7 @@ def looked_up(
 
 def kept_axes(axes: Axes) -> Axes:
     """The axes of a gathered parameter."""
-    return tuple(name if name in COMPUTE_AXES else None for name in axes)
+    return tuple(name if name in KEPT_AXES else None for name in axes)
 
 
 def _row_devices(layout: Layout) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
     """Of each dimension of a parameter, the manual axes along which it is to be gathered."""
     manual = layout.manual_axes
     return [
-        () if name in COMPUTE_AXES else tuple(a for a in layout.mesh_axes(name) if a in manual)
+        () if name in KEPT_AXES else tuple(a for a in layout.mesh_axes(name) if a in manual)
         for name in axes
     ]
 

@@ -31,9 +31,12 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "experts": ("fsdp",),  # of a mixture: a device computes its own, for the tokens of all
 }
 # These stay split during the computation, so never over a batch axis.
 COMPUTE_AXES = ("sequence", "heads", "kv_heads", "mlp", "vocab")
+# Parameters are never gathered along these. Experts may be split over a batch axis: tokens come to them.
+KEPT_AXES = (*COMPUTE_AXES, "experts")
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,8 @@ def make_layout(
                 f"{where}: mesh axes {_whole(clash)} are named for both 'batch' and {name!r}"
             )
         rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
+    # What the experts' axes leave of those that a parameter's width is split over
+    rules["expert_embed"] = tuple(a for a in rules["embed"] if a not in rules["experts"])
     rules["rank"] = rules["batch"]  # what ranks keep for themselves, whatever the span of rows
     return Layout(mesh, tuple(rules.items()))
 

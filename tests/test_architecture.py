@@ -32,10 +32,19 @@ ARROWS = {  # from the top of the house to the bottom: a room imports only rooms
     "jaxmllm/setup": RECORDS
     | {"families", "runtime", "attention", "balance", "data", "models", "training", "sharding"},
     "jaxmllm/training": RECORDS | {"families", "runtime", "balance", "data", "models", "sharding"},
-    "jaxmllm/models": {"config", "phases", "trainable", "attention", "row_format", "sharding"},
+    "jaxmllm/models": {
+        "config",
+        "phases",
+        "trainable",
+        "attention",
+        "experts",
+        "row_format",
+        "sharding",
+    },
     "jaxmllm/data": RECORDS | {"attention", "balance"},
     "jaxmllm/balance": {"config", "phases", "arrays", "sharding"},
     "jaxmllm/attention": {"config", "arrays", "sharding"},
+    "jaxmllm/experts": {"config", "sharding"},
     "jaxmllm/runtime": {"config"},
     "jaxmllm/families": {"config"},
     "jaxmllm/phases.py": {"config"},
@@ -71,7 +80,7 @@ DATA = {  # and inside jaxmllm/data
 INNER = {"balance": PLANNER, "data": DATA}
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
 # A benchmark may have the name of the file that it measures
-MEASURED = {"ahead.py", "attention.py", "context.py"}
+MEASURED = {"ahead.py", "attention.py", "context.py", "experts.py"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MENTION = re.compile(
     r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b"

@@ -14,6 +14,7 @@ from jaxmllm.config.section import Auto, DType, Section
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
+ExpertKernel = Literal["auto", "jax", "ragged_dot"]  # see experts/experts.py
 
 
 class LayerWindows(Section):
@@ -45,8 +46,28 @@ class LayerWindows(Section):
         return self
 
 
+class ExpertsConfig(Section):
+    """A mixture of experts in place of the MLP of every layer: a token goes through the `per_token` of
+    `count` experts that the router's softmax gives most, whose shares are their weights.
+
+    With `renormalise`, the weights of a token add up to 1. No expert is ever full, and no token dropped.
+    """
+
+    count: PositiveInt
+    per_token: PositiveInt
+    renormalise: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsConfig:
+        if self.per_token > self.count:
+            raise ValueError(
+                f"per_token ({self.per_token}): a token cannot choose more than all experts, count ({self.count})"
+            )
+        return self
+
+
 class LanguageConfig(LayerWindows):
-    """A decoder with grouped-query attention, RMS norms and gated MLPs.
+    """A decoder with grouped-query attention, RMS norms and gated MLPs, or experts that are such MLPs.
 
     With `window`, a token sees itself and the `window` - 1 tokens before it in its example, except in
     `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
@@ -60,7 +81,8 @@ class LanguageConfig(LayerWindows):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_size: PositiveInt
-    mlp_width: PositiveInt
+    mlp_width: PositiveInt  # with `experts`, of each of them
+    experts: ExpertsConfig | None = None
     rope_theta: PositiveFloat = 10_000.0
     rope_sections: tuple[int, int, int] | None = None
     rope_scaling: RotaryScaling | None = None
@@ -340,6 +362,7 @@ class ComponentConfig(TrainingConfig):
     reduce: Literal["microbatch", "step"] = "microbatch"
     remat: Remat = "full"
     attention: Kernel = "auto"  # auto: the platform's own where there is one
+    experts: ExpertKernel = "auto"  # of a mixture of experts, where the component has one
     layout: dict[str, list[str]] = Field(default_factory=dict)
 
     @field_validator("remat")

@@ -53,11 +53,28 @@ class DiffusionObjectiveConfig(Section):
     condition_drop: float = Field(0.1, ge=0.0, le=1.0)
 
 
+class ExpertsObjectiveConfig(Section):
+    """Weights of what a mixture of experts adds to the loss; each term is a mean over layers and tokens.
+
+    `balance`: experts times the sum over experts of the share of the tokens' choices that an expert had in the last
+    step, of the whole batch (arXiv 2501.11873), times the probability that the router gives it now; 1 where all are
+    even. It is linear in the tokens, so that no plan changes it. `router_z`: the square of the logarithm of the
+    router's softmax denominator (arXiv 2202.08906).
+    """
+
+    balance: float = Field(0.0, ge=0.0)
+    router_z: float = Field(0.0, ge=0.0)
+
+
 class ObjectiveConfig(Section):
-    """The losses of a model that draws: their weighted sum is trained, each a mean over its own targets."""
+    """Losses besides the cross-entropy of text, and weights.
+
+    Of a model that draws, the weighted sum of `language` and `diffusion` is trained, each a mean over its own targets.
+    """
 
     language: LanguageObjectiveConfig = LanguageObjectiveConfig()
     diffusion: DiffusionObjectiveConfig = DiffusionObjectiveConfig()
+    experts: ExpertsObjectiveConfig = ExpertsObjectiveConfig()
 
 
 class CheckpointConfig(Section):

@@ -11,6 +11,8 @@ section it needs.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from pydantic import model_validator
 
 from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConfig, Matrices
@@ -30,6 +32,8 @@ from jaxmllm.config.model_sections import (
     ComponentConfig,
     ComponentsConfig,
     DiffusionConfig,
+    ExpertKernel,
+    ExpertsConfig,
     Kept,
     Kernel,
     LanguageConfig,
@@ -55,6 +59,7 @@ from jaxmllm.config.run_sections import (
     DiffusionObjectiveConfig,
     DistributedConfig,
     EvaluationConfig,
+    ExpertsObjectiveConfig,
     LanguageObjectiveConfig,
     LoggingConfig,
     ObjectiveConfig,
@@ -83,6 +88,9 @@ __all__ = [
     "DiffusionObjectiveConfig",
     "DistributedConfig",
     "EvaluationConfig",
+    "ExpertKernel",
+    "ExpertsConfig",
+    "ExpertsObjectiveConfig",
     "GeneratedDataConfig",
     "ImageDataConfig",
     "Kept",
@@ -140,6 +148,7 @@ class Config(Section):
         self._check_adapters()
         self._check_generator()
         self._check_latents()
+        self._check_experts()
         projectors = [f"projector.{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
@@ -186,7 +195,7 @@ class Config(Section):
 
     def _check_generator(self) -> None:
         if self.model.diffusion is None:
-            if self.objective != ObjectiveConfig():
+            if self.objective != ObjectiveConfig(experts=self.objective.experts):
                 raise ValueError(
                     "objective: it says how the losses of a model that draws add up, and this one has but the "
                     "cross-entropy of text; leave it out, or give it model.diffusion"
@@ -234,6 +243,39 @@ class Config(Section):
             raise ValueError(
                 f"data.latents.max_frames ({latents.max_frames}): shortened clips would end within a patch; make it a "
                 f"multiple of model.diffusion.patch_frames ({model.patch_frames})"
+            )
+
+    def _check_experts(self) -> None:
+        language = self.components.language
+        projectors = (f"projector.{name}" for name in ("vision", "audio", "language"))
+        for name in ("vision", "audio", "diffusion", *projectors):
+            kernel = attrgetter(name)(self.components).experts
+            if kernel != "auto":
+                raise ValueError(
+                    f"components.{name}.experts ({kernel}): only the decoder may have experts; leave it out"
+                )
+        if self.model.language.experts is None:
+            for key, value, usual in (
+                ("components.language.experts", language.experts, "auto"),
+                ("objective.experts", self.objective.experts, ExpertsObjectiveConfig()),
+            ):
+                if value != usual:
+                    raise ValueError(
+                        f"{key}: the decoder has no experts; leave it out, or give it model.language.experts"
+                    )
+            return
+        for key, present in (
+            (f"pipeline.stages ({self.pipeline.stages})", self.pipeline.stages > 1),
+            ("model.diffusion", self.model.diffusion is not None),
+        ):
+            if present:
+                raise ValueError(
+                    f"{key}: a decoder with model.language.experts runs without it; leave it out"
+                )
+        if "mlp" in language.remat and not isinstance(language.remat, str):
+            raise ValueError(
+                f"components.language.remat ({[*language.remat]}): the products of experts are computed again in any "
+                "case; leave mlp out"
             )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:

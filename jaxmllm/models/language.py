@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -19,8 +20,10 @@ from jaxmllm.models.layers import (
     parameter,
     rotary_angles,
     run_stack,
+    scan_layers,
     stacked,
 )
+from jaxmllm.models.mixture import MixtureBlock, RouterSums
 from jaxmllm.models.rows import LanguageRows
 from sharding.parameters import Deferred, looked_up
 from sharding.rules import Axes, Layout
@@ -35,8 +38,8 @@ def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
     return pairs - 2 * spatial, spatial, spatial
 
 
-def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
-    """Causal grouped-query attention and a SwiGLU MLP."""
+def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBlock:
+    """Causal grouped-query attention, and a SwiGLU MLP or a mixture of such."""
     attention = SelfAttention(
         rngs,
         config.width,
@@ -48,6 +51,10 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block:
         qk_norm=config.qk_norm,
         epsilon=config.norm_epsilon,
     )
+    if config.experts is not None:
+        return MixtureBlock(
+            rngs, config.width, config.norm_epsilon, attention, config.mlp_width, config.experts
+        )
     return Block(
         config.width, config.norm_epsilon, attention, GatedMLP(rngs, config.width, config.mlp_width)
     )
@@ -102,10 +109,15 @@ class Decoder(nnx.Module):
         rows: LanguageRows,
         layout: Layout,
         settings: ComponentConfig,
-    ) -> Float[Array, "R C D"]:
-        """Embedded rows -> normed hidden states."""
+    ) -> tuple[Float[Array, "R C D"], RouterSums | None]:
+        """Embedded rows -> normed hidden states, and sums over their routing [R, L, ...] where there are experts."""
         context = self.context(rows, layout, x.dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
+        how = context, settings.remat, self.config.windowed
+        if isinstance(self.layers, Block):
+            return self.norm(run_stack(self.layers, x, *how)), None
+        x, by_layer = scan_layers(lambda block, x, rows: block(x, rows), self.layers, x, *how)
+        sums: RouterSums = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), by_layer)
+        return self.norm(x), sums
 
     def context(
         self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
@@ -121,4 +133,7 @@ class Decoder(nnx.Module):
         if rows.window_tiles is not None:
             windows = ids.within(config.window), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
-        return RowContext(layout, ids, rows.tiles, angles, settings.attention, windows, multiplier)
+        return RowContext(
+            *(layout, ids, rows.tiles, angles, settings.attention, windows, multiplier),
+            experts=settings.experts,
+        )

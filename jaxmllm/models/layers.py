@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
-from jaxmllm.config.schema import Kept, Kernel, Remat, RotaryScaling, TowerConfig
+from jaxmllm.config.schema import ExpertKernel, Kept, Kernel, Remat, RotaryScaling, TowerConfig
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.parameters import Parameter, gathered
@@ -41,6 +41,7 @@ class RowContext:
     # Ids and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, RowTiles] | None = None
     multiplier: float = 1.0  # of rotated queries and keys
+    experts: ExpertKernel = "auto"  # the kernel of a mixture
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
@@ -415,15 +416,29 @@ def run_stack(
     Args:
       windowed: which layers attend in the windows of the rows; none: there are no windows.
     """
+    run = lambda block, x, rows: (block(x, rows), None)  # noqa: E731
+    x, _ = scan_layers(run, blocks, x, rows, remat, windowed)
+    return x
+
+
+def scan_layers(
+    run: Callable[[Any, Array, RowContext], tuple[Array, Any]],
+    blocks: nnx.Module,
+    x: Float[Array, "R C D"],
+    rows: RowContext,
+    remat: Remat,
+    windowed: Sequence[bool] | None = None,
+) -> tuple[Float[Array, "R C D"], Any]:
+    """The same for layers that `run` runs, and what each of them returns besides x, stacked."""
     graph, parameters = nnx.split(blocks)
     kinds = None if windowed is None else np.array(windowed)
 
-    def layer(x: Array, layer: Any) -> tuple[Array, None]:
+    def layer(x: Array, layer: Any) -> tuple[Array, Any]:
         parameters, windowed = layer
-        return nnx.merge(graph, parameters)(x, rows.for_layer(windowed)), None
+        return run(nnx.merge(graph, parameters), x, rows.for_layer(windowed))
 
-    x, _ = jax.lax.scan(checkpointed(layer, remat), x, (parameters, kinds))
-    return x
+    scanned: tuple[Array, Any] = jax.lax.scan(checkpointed(layer, remat), x, (parameters, kinds))
+    return scanned
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

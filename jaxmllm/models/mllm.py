@@ -32,6 +32,7 @@ from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed
+from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.projector import Projector
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
@@ -263,12 +264,19 @@ class MLLM:
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
     ) -> tuple[Float[Array, "R C D"], OutputHead]:
         """Normed hidden states of language rows, and the head. `media` holds the routed tokens."""
+        hidden, head, _ = self.routed_hidden(params, rows, media)
+        return hidden, head
+
+    def routed_hidden(
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+    ) -> tuple[Float[Array, "R C D"], OutputHead, RouterSums | None]:
+        """The same, and sums over the routing of the rows [R, L, ...] where there are experts."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
-        hidden = decoder(
+        hidden, routed = decoder(
             self.embed(params, rows, media), rows, component.layout, component.settings
         )
-        return hidden, decoder.output_head()
+        return hidden, decoder.output_head(), routed
 
     def draw(
         self,

@@ -86,9 +86,7 @@ class Checkpoints:
         with self._explained():
             if _is_main():
                 self._sweep()
-            # A state without averages is written as states were before there were any
-            fields = {name: value for name, value in _fields(state).items() if value is not None}
-            self._writer.save(self.directory / str(step), args=SealedSave(fields))
+            self._writer.save(self.directory / str(step), args=SealedSave(_fields(state)))
         return True
 
     def restore(
@@ -286,8 +284,9 @@ def _zeros(abstract: Any) -> Any:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The top level of a state, a dict or a namedtuple."""
-    return dict(state) if isinstance(state, dict) else state._asdict()
+    """The top level of a state, a dict or a namedtuple, without what it has none of."""
+    fields = dict(state) if isinstance(state, dict) else state._asdict()
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_main() -> bool:

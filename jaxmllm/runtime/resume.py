@@ -24,6 +24,7 @@ FREE_KEYS = (
     "components.*.remat",
     "components.*.reduce",
     "components.*.attention",
+    "components.*.experts",
     "components.*.layout",
     "data.root",
     "data.evaluation",
@@ -52,6 +53,7 @@ CHANGEABLE_KEYS = (
     "components.*.freeze",
     "components.*.ema",
     "components.*.learning_rate_scale",
+    "objective.experts",
     "optimizer",
 )
 

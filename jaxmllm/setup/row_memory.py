@@ -39,13 +39,15 @@ LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say 
 # of its MLP. What a list names comes to what `full` keeps.
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
+GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results and gradients, wide
 MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
     """Slots of a phase's row that a rank can hold: a power of two."""
-    slots = _left(config, model) * USED_SHARE / slot_bytes(config, phase)
+    each = slot_bytes(config, phase) + _gathered_bytes(config, model, phase)
+    slots = _left(config, model) * USED_SHARE / each
     parts = model.layout(phase).parts
     return 1 << int(math.log2(max(slots * parts, 1)))
 
@@ -146,6 +148,8 @@ def slot_bytes(config: Config, phase: str) -> float:
     running, running_mlp = RUNNING_WIDTHS
     if isinstance(shapes, DiffusionConfig):
         running += MODULATED_WIDTHS
+    if _has_experts(shapes):  # whose hidden values are those of a block
+        running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
     if config.pipeline.stages > 1:
         in_flight = config.pipeline.microbatches_in_flight
@@ -175,7 +179,8 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
     """Numbers that a layer keeps of a slot for its backward pass."""
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
-        return widths * shapes.width + mlp_widths * shapes.mlp_width
+        mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width
+        return widths * shapes.width + mlp_widths * mlp_width
     if isinstance(shapes, LanguageConfig):
         kv_heads, before_activation = shapes.kv_heads, 2
     else:
@@ -187,6 +192,20 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
     }
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
+
+
+def _has_experts(shapes: TowerConfig | DiffusionConfig | LanguageConfig) -> bool:
+    """Whether the MLPs of a tower are mixtures, which keep none of their hidden values."""
+    return isinstance(shapes, LanguageConfig) and shapes.experts is not None
+
+
+def _gathered_bytes(config: Config, model: MLLM, phase: str) -> float:
+    """Bytes that a slot takes where devices compute their experts for the tokens of all that share them."""
+    shapes = getattr(config.model, phase)
+    if not _has_experts(shapes):
+        return 0
+    numbers = GATHERED_WIDTHS * shapes.width * model.layout(phase).size("experts")
+    return float(numbers * _itemsize(config, phase))
 
 
 def kept_weights(config: Config, model: MLLM, phase: str) -> int:

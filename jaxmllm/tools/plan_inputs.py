@@ -48,6 +48,11 @@ def make_planner(
             "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
             "room for what it adds"
         )
+    if config.model.language.experts is not None:
+        raise ConfigError(
+            "model.language.experts: seconds and bytes of experts are not known yet; plan it with an MLP of per_token "
+            "times the width, and leave room for the parameters of all experts"
+        )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}

@@ -28,11 +28,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.config.schema import ObjectiveConfig, OptimizerConfig
 from jaxmllm.models.language import OutputHead
+from jaxmllm.models.mixture import RouterSums, sums_of_rows
 from jaxmllm.models.mllm import MLLM, Params
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import join
 from jaxmllm.training.averages import first_averages, moved_averages
+from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import (
     clip_by_norm,
@@ -59,6 +61,8 @@ class TrainState(NamedTuple):
     skipped_in_row: Int[Array, ""]
     failed_media: Int[Array, ""]  # media items so far whose body could not be decoded
     averages: Params | None = None  # of trained parameters, by component that has an `ema`, if any
+    # Tokens that chose an expert in the last step that was applied, of a decoder with experts
+    expert_counts: Int[Array, "L E"] | None = None
 
 
 class KeptFeatures(NamedTuple):
@@ -94,6 +98,14 @@ class StepFunctions:
     def learns_text(self) -> bool:
         """Whether the decoder has a loss, and with it a head."""
         return self.objective.language.weight > 0
+
+    @property
+    def routing_shape(self) -> tuple[int, int] | None:
+        """Layers and experts of the decoder, if it has any."""
+        language = self.model.config.language
+        if language.experts is None:
+            return None
+        return language.layers, language.experts.count
 
     @property
     def trains_states(self) -> bool:
@@ -226,7 +238,9 @@ class StepFunctions:
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"], valid: Array
     ) -> tuple[Float[Array, ""], Sums]:
         """Sum of the losses of the rows' target tokens, and the sums by source."""
-        return self.losses(*self.model.hidden(params, rows, media), rows, valid)
+        hidden, head, routed = self.model.routed_hidden(params, rows, media)
+        total, sums = self.losses(hidden, head, rows, valid)
+        return total, sums._replace(routed=self._routed(routed))
 
     def losses(
         self,
@@ -257,12 +271,14 @@ class StepFunctions:
         scale: Float[Array, ""],
         grads: Params,
         sums: Sums,
+        routing: Routing | None = None,
         d_states: Float[Array, "R W D"] | None = None,
     ) -> tuple[TokenPool, Params, Sums]:
         """Add one microbatch's gradients and sums, and put the gradients of the pool's tokens that it reads in
         their place: no other microbatch reads these.
 
         Args:
+          routing: of a decoder with experts.
           d_states: a pool of gradients of the states that generators have read, if there are any.
         """
         media, valid = self._arrived(rows, pool)
@@ -271,11 +287,14 @@ class StepFunctions:
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
 
         def objective(trained: Params, media: Array) -> tuple[Array, Sums | None]:
-            hidden, head = self.model.hidden(join(trained, frozen), rows, media)
+            hidden, head, routed = self.model.routed_hidden(join(trained, frozen), rows, media)
             total, sums = jnp.zeros((), scale.dtype), None
             if self.learns_text:
                 total, sums = self.losses(hidden, head, rows, valid)
                 total *= scale
+                sums = sums._replace(routed=self._routed(routed))
+            if routing is not None and routed is not None:
+                total += router_loss(self.objective.experts, routed, routing)
             if d_hidden is not None:  # its gradient is that of what reads the states
                 total += (hidden * d_hidden).sum(dtype=scale.dtype)
             return total, sums
@@ -289,6 +308,12 @@ class StepFunctions:
             d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
         sums = sums if row_sums is None else self.added(LANGUAGE, sums, row_sums)
         return pool, accumulated(grads, d_params), sums
+
+    def _routed(self, sums: RouterSums | None) -> RouterSums | None:
+        """Sums over the routing of whole rows, for what is reported."""
+        if sums is None:
+            return None
+        return jax.lax.stop_gradient(sums_of_rows(self.model.layout(LANGUAGE), sums))
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
@@ -332,7 +357,10 @@ class StepFunctions:
         zero = jnp.zeros((), jnp.int32)
         optimizer = init_optimizer(self.optimizer, trained)
         averages = first_averages(trained, self.model.ema) if self.model.ema else None
-        return TrainState(params, optimizer, zero, zero, zero, zero, averages)
+        counts = None
+        if self.routing_shape is not None:
+            counts = jnp.zeros(self.routing_shape, jnp.int32)
+        return TrainState(params, optimizer, zero, zero, zero, zero, averages, counts)
 
     def update(
         self,
@@ -346,7 +374,7 @@ class StepFunctions:
         targets = sums.targets.sum()
         loss = sums.loss.sum() / jnp.maximum(targets, 1)
         text_loss, drawn = loss, sums.drawn
-        if drawn is None:
+        if drawn is None:  # what a router adds is part of the sum, and rescaled with it
             rescale = planned / jnp.maximum(targets, 1)
             grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
             counted = targets
@@ -376,6 +404,7 @@ class StepFunctions:
         averages = state.averages
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
+        counts, routing_metrics = self._routing_after(state, sums, usable)
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -384,6 +413,7 @@ class StepFunctions:
             jnp.where(usable, 0, state.skipped_in_row + 1),
             state.failed_media + failed,
             averages,
+            counts,
         )
         metrics = {
             "loss": loss,
@@ -395,7 +425,7 @@ class StepFunctions:
             "skipped_in_row": new.skipped_in_row,
             "failed_media": new.failed_media,
             "masked_targets": planned - targets if self.learns_text else jnp.zeros_like(targets),
-        }
+        } | routing_metrics
         if drawn is not None:
             metrics |= {
                 "text_loss": text_loss,
@@ -405,12 +435,39 @@ class StepFunctions:
             }
         return new, metrics
 
+    def _routing_after(
+        self, state: TrainState, sums: Sums, usable: Array
+    ) -> tuple[Array | None, dict[str, Array]]:
+        """(counts of the new state, metrics) of a decoder with experts."""
+        experts = self.model.config.language.experts
+        if experts is None:
+            return None, {}
+        assert sums.routed is not None and state.expert_counts is not None
+        counts = sums.routed.counts.sum(0)
+        tokens = counts[0].sum() // experts.per_token
+        balance, z = router_means(sums.routed, Routing(state.expert_counts, tokens))
+        layout = self.model.layout(LANGUAGE)
+        devices = counts.reshape(len(counts), layout.size("experts"), -1).sum(2)
+        metrics = {
+            "balance_loss": balance,
+            "router_z_loss": z,
+            "expert_max_over_mean": _max_over_mean(counts),
+            "expert_device_max_over_mean": _max_over_mean(devices),
+        }
+        return jnp.where(usable, counts, state.expert_counts), metrics
+
     def split(self, params: Params, phase: str) -> tuple[Params, Params]:
         """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there."""
         trained, frozen = self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
         )
         return self.model.deferred(trained), frozen
+
+
+def _max_over_mean(counts: Int[Array, "L N"]) -> Float[Array, ""]:
+    """The largest count of a layer over their mean, of the layer where that is worst; 1 where all are zero."""
+    means = counts.mean(axis=1)
+    return jnp.max(jnp.where(means > 0, counts.max(axis=1) / jnp.maximum(means, 1e-9), 1))
 
 
 def media_slots(rows: LanguageRows) -> PoolSlots:

@@ -122,6 +122,20 @@ def failures(steps: Sequence[StepFacts]) -> Values:
     return {name: steps[-1].device[name] for name in ("skipped", "failed_media", "masked_targets")}
 
 
+def experts(steps: Sequence[StepFacts]) -> Values:
+    """Of a decoder with experts: `expert_max_over_mean`, tokens that chose the most popular expert over the mean of
+    all, in the layer where that is worst, and `expert_device_max_over_mean`, the same of the experts of a device.
+    `balance_loss` and `router_z_loss`: before they are weighted; `loss` is without them."""
+    device = steps[-1].device
+    names = (
+        "expert_max_over_mean",
+        "expert_device_max_over_mean",
+        "balance_loss",
+        "router_z_loss",
+    )
+    return {name: device[name] for name in names if name in device}
+
+
 def loss_by_source(steps: Sequence[StepFacts]) -> Values:
     """`loss/<source>`: the same mean over the target tokens of one source, where it has any."""
     device = steps[-1].device
@@ -187,6 +201,7 @@ METRICS: list[Metric] = [
     failures,
     loss_by_source,
     drawn,
+    experts,
     rates,
     plan_statistics,
     mfu,

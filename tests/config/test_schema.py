@@ -280,6 +280,23 @@ def test_latents_and_pixels_have_sections_of_their_own(path):
         assert said in refusal(path, *keys)
 
 
+MIXTURE = "model.language.experts={count: 4, per_token: 2}"
+
+
+def test_experts_and_what_they_do_without(path):
+    assert load_config(path, [MIXTURE, "objective.experts.balance=0.1"]).model.language.experts
+    for changes, words in (
+        ((MIXTURE, "model.language.experts.per_token=5"), "more than all experts, count (4)"),
+        ((MIXTURE, "pipeline.stages=2"), "pipeline.stages (2): a decoder with model.language.exp"),
+        ((MIXTURE, DRAWS), "model.diffusion: a decoder with model.language.experts runs without"),
+        ((MIXTURE, "components.language.remat=[attention, mlp]"), "computed again in any case"),
+        (("components.language.experts=ragged_dot",), "the decoder has no experts; leave it out"),
+        (("objective.experts.router_z=0.1",), "objective.experts: the decoder has no experts"),
+        (("components.projector.vision.experts=jax",), "only the decoder may have experts"),
+    ):
+        assert words in refusal(path, *changes)
+
+
 def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     frozen = [
         f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")

@@ -41,6 +41,13 @@ def test_keeping_more_or_more_layers_leaves_less(tmp_path):
     assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
 
 
+def test_experts_hold_tokens_of_all_devices_that_share_them(tmp_path):
+    experts = {"model__language__experts": {"count": 8, "per_token": 2}}
+    wide = {"model__language__mlp_width": 4096}
+    assert slots(tmp_path, **wide, **experts)[2] > slots(tmp_path, **wide)[2]
+    assert slots(tmp_path, {"fsdp": 8, "data": 1}, **experts)[2] < slots(tmp_path, **experts)[2]
+
+
 def test_stages_hold_the_layers_of_one_and_what_waits_between_them(tmp_path):
     deep = {"model__language__layers": 400}
     staged = deep | {"pipeline__stages": 4, "mesh": {"data": 2}}

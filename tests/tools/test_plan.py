@@ -156,6 +156,11 @@ def test_the_layouts_are_drawn(out):
             1,
             "model.diffusion: seconds and bytes of a model that draws",
         ),
+        (
+            ["model.language.experts={count: 4, per_token: 2}"],
+            1,
+            "model.language.experts: seconds and bytes of experts are not known",
+        ),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
         (

@@ -389,6 +389,7 @@ def effects(
 
 
 SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
+MIXTURE = ("model.language.experts={{count: 4, per_token: 2}}",)
 DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_size: 4}",)
 LATENTS = (*DRAWS, "model.diffusion.channels=4")
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
@@ -452,6 +453,7 @@ def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[st
     narrow = (*given, f"{section}.compute_dtype=bfloat16")
     found |= effects(section, reductions, narrow, reduce_dtype="compute")
     found |= effects(section, sums, given, reduce="step")
+    found |= effects(section, seen, given, experts="ragged_dot")
     values = {"compute_dtype": "bfloat16", "remat": remat, "attention": "gpu"}
     return found | effects(section, seen, given, **values)
 
@@ -550,6 +552,9 @@ EFFECTS: dict[str, Effect] = {
     **adapter("vision"),
     **adapter("audio"),
     **adapter("language"),
+    **effects("components.language", language, MIXTURE, experts="ragged_dot"),
+    **effects("model.language.experts", decoder_weights, MIXTURE, count="8"),
+    **effects("model.language.experts", language, MIXTURE, per_token="1", renormalise="true"),
     **sources("sources"),
     **sources("evaluation"),
     **effects("data", examples, batch_size="4", tokenizer="absent.json"),
@@ -629,6 +634,8 @@ ELSEWHERE = {
     "data.chat_date": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
     "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
     "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",
+    "objective.experts.balance": "training/test_mixtures.py::test_losses_of_the_router_have_their_gradients",
+    "objective.experts.router_z": "training/test_mixtures.py::test_losses_of_the_router_have_their_gradients",
     "balance.check_every": "runtime/test_hosts.py::test_plans_are_compared_however_far_apart_the_processes_are",
     "distributed.start_timeout": "runtime/test_hosts.py::test_a_process_that_does_not_answer_is_named",
     "distributed.peer_timeout": "runtime/test_hosts.py::test_a_silent_process_ends_the_others",

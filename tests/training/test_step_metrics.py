@@ -1,5 +1,6 @@
 """Metrics of a step: a new kind is a function in the table, and each has a text that says what it means."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_speed_is_told_without_a_known_peak() -> None:
     assert "mfu" not in record
     known = step_record([facts(peak_flops=1e12)])
     assert known["mfu"] == pytest.approx(record["teraflops/s"])
+
+
+def test_what_a_router_does_is_told_where_there_is_one() -> None:
+    assert not {name for name in step_record([facts()]) if "expert" in name or "router" in name}
+    routed = facts()
+    loads = {"expert_max_over_mean": np.float32(1.5), "expert_device_max_over_mean": 1.25}
+    losses = {"balance_loss": np.float32(1.1), "router_z_loss": np.float32(4)}
+    record = step_record([dataclasses.replace(routed, device={**routed.device, **loads, **losses})])
+    assert record["expert_max_over_mean"] == 1.5 and record["expert_device_max_over_mean"] == 1.25
+    assert record["balance_loss"] == pytest.approx(1.1) and record["router_z_loss"] == 4
 
 
 def test_the_head_counts_on_target_tokens_alone() -> None:

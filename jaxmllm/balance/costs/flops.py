@@ -28,6 +28,7 @@ from jaxmllm.config.schema import (
     ADAPTER,
     AudioConfig,
     DiffusionConfig,
+    ExpertsConfig,
     LanguageConfig,
     ModelConfig,
     TowerConfig,
@@ -304,6 +305,7 @@ def _language(config: LanguageConfig) -> tuple[Layer, ...]:
         config.heads * config.head_size,
         config.kv_heads * config.head_size,
         config.mlp_width,
+        experts=config.experts,
     )
     windowed = replace(full, attention_squares=full.attention_squares[::-1])
     blocks = [windowed if narrow else full for narrow in config.windowed]
@@ -311,7 +313,12 @@ def _language(config: LanguageConfig) -> tuple[Layer, ...]:
 
 
 def decoder_layer(
-    width: int, heads_width: int, kv_width: int, mlp_width: int, gated: bool = True
+    width: int,
+    heads_width: int,
+    kv_width: int,
+    mlp_width: int,
+    gated: bool = True,
+    experts: ExpertsConfig | None = None,
 ) -> Layer:
     """A layer that attends causally.
 
@@ -319,10 +326,17 @@ def decoder_layer(
       heads_width: heads * head_size, of queries.
       kv_width: likewise of keys.
       gated: whether the MLP has a third matrix, as ours has.
+      experts: of which each is such an MLP. A token costs those that it chooses, and the router; what is padding in
+        their blocks does not count.
     """
-    weights = width * (2 * heads_width + 2 * kv_width + (3 if gated else 2) * mlp_width)
+    mlp = width * (3 if gated else 2) * mlp_width
+    outside = width * (2 * heads_width + 2 * kv_width)
+    active, weights = outside + mlp, outside + mlp
+    if experts is not None:
+        outside += width * experts.count  # the router
+        active, weights = outside + experts.per_token * mlp, outside + experts.count * mlp
     causal = Fraction(2 * heads_width)  # half of the pairs
-    return Layer(LANGUAGE, weights, _product(weights), attention_squares=(causal, Fraction(0)))
+    return Layer(LANGUAGE, weights, _product(active), attention_squares=(causal, Fraction(0)))
 
 
 def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:

@@ -100,7 +100,7 @@ class TemplateTokenizer(FileTokenizer):
                 f"data.tokenizer: {shown(path)} has no eos_token: name one of its tokens in the "
                 f"{NAMED_IN[-1]} beside it"
             )
-        media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
+        media = self._frames(names, pad)
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
         named = {i for name in NAMES if name != "unk_token" if (i := self._find(name)) is not None}
         return ChatLayout({}, end, (), media, pad), {pad, end, *frames, *named}

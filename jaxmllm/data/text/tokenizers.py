@@ -192,11 +192,15 @@ class FileTokenizer:
         headers = {
             role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES
         }
-        media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
-        media["video"] = media["image"]  # both are framed as vision
+        media = self._frames(names, pad)
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
         layout = ChatLayout(headers, turn_end, tuple(self._plain(names.separator)), media, pad)
         return layout, {turn_begin, turn_end, pad, *frames}
+
+    def _frames(self, names: ChatNames, pad: int) -> dict[str, MediaTokens]:
+        """Around each media part."""
+        media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
+        return media | {"video": media["image"]}  # both are framed as vision
 
     def _media_tokens(
         self, triples: Sequence[tuple[str, str, str]], default_pad: int

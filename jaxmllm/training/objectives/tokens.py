@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.language import OutputHead
+from jaxmllm.models.mixture import RouterSums
 from jaxmllm.training.objectives.flow import FlowSums
 from sharding.context import SLOTS
 from sharding.parameters import Deferred, Parameter, kept_axes, whole_gradient
@@ -41,6 +42,7 @@ class Sums(NamedTuple):
     exact: Float[Array, "R N"]  # examples whose every target is the argmax
     examples: Float[Array, "R N"]
     drawn: FlowSums | None = None  # of a generator, once it has run
+    routed: RouterSums | None = None  # [R, L, ...], over all tokens, of a decoder with experts
 
 
 class TokenLosses(NamedTuple):

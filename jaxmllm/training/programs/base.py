@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +32,7 @@ from jaxmllm.balance.exchange.tables import backend_of
 from jaxmllm.balance.records import PlanSpec, shared_exchange
 from jaxmllm.data.rows.fill import HostStep, LocalRanks
 from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.models.mixture import RouterSums
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.averages import with_averages
@@ -182,9 +183,15 @@ class Programs(abc.ABC):
         """Start the transfer of this host's share of a batch."""
 
     @abc.abstractmethod
-    def gradients(self, params: Any, batch: Any) -> tuple[Any, Sums, jax.Array]:
+    def gradients(
+        self, params: Any, batch: Any, expert_counts: Any = None
+    ) -> tuple[Any, Sums, jax.Array]:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the
-        sums by rank and source; and the number of media items that could not be decoded."""
+        sums by rank and source; and the number of media items that could not be decoded.
+
+        Args:
+          expert_counts: those of the last step, of a decoder with experts; if not given, of none.
+        """
 
     @abc.abstractmethod
     def evaluate(self, params: Any, batch: Any, evaluated: Evaluated | None = None) -> Evaluated:
@@ -192,7 +199,7 @@ class Programs(abc.ABC):
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. Nothing here waits for the devices."""
-        gradients, sums, failed = self.gradients(state.params, batch)
+        gradients, sums, failed = self.gradients(state.params, batch, state.expert_counts)
         return self._call("update")(state, gradients, sums, self._planned_targets(batch), failed)
 
     def averaged(self, state: TrainState) -> Any:
@@ -328,7 +335,7 @@ class Programs(abc.ABC):
                 {name: trained[name] for name in averages},
             )
         counts = jax.tree.map(
-            lambda _: self._scalar(np.int32),
+            lambda leaf: self._replicated(leaf.shape, leaf.dtype),
             state._replace(params=None, optimizer=None, averages=None),
         )
         return counts._replace(params=params, optimizer=optimizer, averages=averages)
@@ -337,7 +344,20 @@ class Programs(abc.ABC):
         of_text = self._by_rank_and_source(LANGUAGE)
         drawn = [self._by_rank_and_source(phase) for phase in self.generators]
         sums = FlowSums(*drawn * 2) if drawn else None
-        return Sums(of_text, of_text, of_text, of_text, sums)
+        return Sums(of_text, of_text, of_text, of_text, sums, self._abstract_routed())
+
+    def _abstract_routed(self) -> RouterSums | None:
+        if self.functions.routing_shape is None:
+            return None
+        layers, experts = self.functions.routing_shape
+        layout = self.layouts[LANGUAGE]
+        make = partial(jax.ShapeDtypeStruct, sharding=layout.rows)
+        by_expert = (layout.ranks, layers, experts)
+        return RouterSums(
+            make(by_expert, np.int32),
+            make(by_expert, self._real_dtype),
+            make(by_expert[:2], self._real_dtype),
+        )
 
     def _by_rank_and_source(self, phase: str) -> Any:
         layout = self.layouts[phase]

@@ -43,6 +43,7 @@ from jaxmllm.models.rows import (
 )
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, zeros_job
 from jaxmllm.training.programs.exchange_programs import ExchangePrograms
@@ -100,9 +101,15 @@ class PhasedPrograms(GeneratorPrograms):
         }
         return DeviceStep(batch, rows, tables)
 
-    def gradients(self, params: Any, batch: DeviceStep) -> tuple[Any, Sums, jax.Array]:
+    def gradients(
+        self, params: Any, batch: DeviceStep, expert_counts: Any = None
+    ) -> tuple[Any, Sums, jax.Array]:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the
-        sums by rank and source; and the number of media items that could not be decoded."""
+        sums by rank and source; and the number of media items that could not be decoded.
+
+        Args:
+          expert_counts: those of the last step, of a decoder with experts; if not given, of none.
+        """
         host = batch.host
         pools, saved_for_backward, failed = self._encode(
             params, batch, self._zeros("failed"), backward=True
@@ -117,13 +124,14 @@ class PhasedPrograms(GeneratorPrograms):
             )
         if not self.generators or self.functions.trains_language:
             scale = self._scale(self.functions.objective.language.weight, host.targets)
+            routing = self._routing(host.statistics[f"{LANGUAGE}/tokens"], expert_counts)
             phase_params = self._params_of(params, LANGUAGE)
             phase_grads = self._grads_of(gradients, LANGUAGE)
             for m, rows in enumerate(batch.rows[LANGUAGE]):
                 pool = host.pools[LANGUAGE][m]
                 program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
                 pools[pool], phase_grads, sums = program(
-                    *(phase_params, rows, pools[pool], scale, phase_grads, sums),
+                    *(phase_params, rows, pools[pool], scale, phase_grads, sums, routing),
                     *d_states[pool : pool + 1],
                 )
             gradients |= phase_grads
@@ -298,6 +306,7 @@ class PhasedPrograms(GeneratorPrograms):
                 scale,
                 buffers.gradients,
                 buffers.sums,
+                self._routing(1),
             )
             pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
                 *arguments
@@ -351,6 +360,8 @@ class PhasedPrograms(GeneratorPrograms):
         sums = self._abstract_sums()._replace(drawn=None)
         generates = bool(self.generators)
         d_states = (pool.tokens,) if self.functions.trains_states else ()
+        shape = self.functions.routing_shape
+        routing = shape and Routing(self._replicated(shape, np.int32), self._scalar())
         windows = LANGUAGE in self.functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
@@ -369,7 +380,8 @@ class PhasedPrograms(GeneratorPrograms):
                     map_rows(layout, on_device, given, pool), given, pool, (2,)
                 )
             if not generates or functions.trains_language:
-                arguments = (params, rows, pool, self._scalar(), grads, sums, *d_states)
+                scalar = self._scalar()
+                arguments = (params, rows, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
                 by_device = functions.by_device(LANGUAGE).language_loss_and_grad
                 jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
@@ -439,6 +451,14 @@ class PhasedPrograms(GeneratorPrograms):
             )
         )
         return tuple(dict.fromkeys(trained))
+
+    def _routing(self, tokens: float, counts: Any = None) -> Routing | None:
+        """What the router's losses take, of a decoder with experts."""
+        shape = self.functions.routing_shape
+        if shape is None:
+            return None
+        counts = np.zeros(shape, np.int32) if counts is None else counts
+        return Routing(counts, np.asarray(tokens, self._real_dtype))
 
     def _put_row(
         self, phase: str, row: Mapping[str, Any], span: int

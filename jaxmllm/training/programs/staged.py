@@ -107,7 +107,9 @@ class StagedPrograms(Programs):
         rows = [run.table for run in batch.runs]
         save_tables(path, self.sizes.training.tables, rows, [run.wire_active for run in batch.runs])
 
-    def gradients(self, params: Any, batch: StagedStep) -> tuple[Any, Sums, jax.Array]:
+    def gradients(
+        self, params: Any, batch: StagedStep, expert_counts: Any = None
+    ) -> tuple[Any, Sums, jax.Array]:
         """Gradients of the mean loss over the batch's planned targets, by trainable component; the
         sums by rank and source; and the number of media items that could not be decoded."""
         results = None

@@ -13,6 +13,7 @@ from jaxmllm.config.schema import (
     AdapterConfig,
     AdaptersConfig,
     AudioConfig,
+    ExpertsConfig,
     LanguageConfig,
     ModelConfig,
     VisionConfig,
@@ -102,6 +103,19 @@ def test_a_window_counts_the_pairs_that_it_leaves(n, trainable, passes):
     layers = phase_layers(MODEL.model_copy(update={"language": config}), "language")
     forward = sum(layer.linear(n) + layer.attention(flops.squares(n)) for layer in layers)
     assert forward * passes == flops.of(n)
+
+
+def test_experts_cost_what_a_token_chooses_and_hold_all():
+    experts = ExpertsConfig(count=6, per_token=2)
+    model = MODEL.model_copy(update={"language": LANGUAGE.model_copy(update={"experts": experts})})
+    mlp, router = 3 * product(1, 64, 96), product(1, 64, 6)
+    more = (
+        phase_flops(model, "language", NOTHING).linear
+        - phase_flops(MODEL, "language", NOTHING).linear
+    )
+    assert more == 3 * (mlp + router)
+    dense, mixed = (phase_layers(each, "language")[1].parameters for each in (MODEL, model))
+    assert mixed - dense == (5 * mlp + router) / 2
 
 
 def test_measured_times_keep_the_shares_of_the_layers():

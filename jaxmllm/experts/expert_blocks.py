@@ -1,0 +1,172 @@
+"""The products of own experts, block by block: the kernel of every platform.
+
+    chosen --sort by expert--> pairs --blocks of one expert each--> a loop that runs as often as there are blocks
+
+A pair is a token and an expert that it chose. How many blocks there are is data: an expert that nobody chose
+costs nothing, one that everybody chose has as many blocks as it needs, and one compilation serves every routing.
+Rows of tokens are gathered, and results added, inside the loop, so that memory is linear in tokens * width.
+
+Letters: N tokens, k experts of a token, E own experts, D width, F MLP width, P = N k pairs, b rows of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 32, 256  # rows
+BLOCKS_PER_EXPERT = 4  # of an even routing; an expert's last block is half empty on average
+
+
+class Matrices(NamedTuple):
+    """The gated MLPs (arXiv 2002.05202) of own experts; or their gradients, or axes."""
+
+    gate: Any  # [E, D, F]
+    up: Any  # [E, D, F]
+    down: Any  # [E, F, D]
+
+
+Sums = tuple[Array, Array, Matrices | None]  # gradients of x, weights and matrices
+
+
+class Blocks(NamedTuple):
+    """Pairs in the order of their experts, in blocks of b: those of one expert begin a block of their own."""
+
+    pairs: Int[Array, " P+b"]  # token * k + choice, of own experts first
+    expert: Int[Array, " B"]  # of each block
+    begin: Int[Array, " B"]  # place of its first pair in `pairs`
+    end: Int[Array, " B"]  # place after its last
+    number: Int[Array, ""]  # of blocks that there are; B is what there may be
+
+
+def block_rows(pairs: int, experts: int) -> int:
+    """b: a power of two near a part of what an expert has where all have the same."""
+    rows = max(pairs // (experts * BLOCKS_PER_EXPERT), 1)
+    return min(max(1 << (rows - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
+
+
+def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
+    """The blocks of own experts 0 .. experts - 1; other numbers in `chosen` are not computed here."""
+    expert = chosen.reshape(-1)
+    own = (expert >= 0) & (expert < experts)
+    expert = jnp.where(own, expert, experts)
+    pairs = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    blocks = -(-counts // rows)
+    last = jnp.cumsum(blocks)
+    places = jnp.cumsum(counts) - counts
+    index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
+    of_block = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
+    begin = places[of_block] + rows * (index - (last - blocks)[of_block])
+    end = jnp.minimum(begin + rows, (places + counts)[of_block])
+    return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, last[-1])
+
+
+def forward(
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    matrices: Matrices,
+) -> Float[Array, "N D"]:
+    """Sum of what own experts make of each token, by weight: in at least float32, zero where no own one is chosen.
+
+    Args:
+      chosen: different experts of a token; those that are not 0 .. E - 1 are not computed here.
+    """
+    k, experts = chosen.shape[1], len(matrices.gate)
+    rows = block_rows(chosen.size, experts)
+    blocks = list_blocks(chosen, experts, rows)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def add_block(index: Array, out: Array) -> Array:
+        pairs, live = _pairs(blocks, index, rows)
+        tokens = _places(pairs // k, live, len(x))
+        gate, up, down = (matrix[blocks.expert[index]] for matrix in matrices)
+        given = _rows(x, tokens)
+        hidden = jax.nn.silu(given @ gate) * (given @ up)
+        made = jnp.matmul(hidden, down, preferred_element_type=wide)
+        weight = jnp.where(live, weights.reshape(-1)[pairs], 0).astype(wide)
+        return _added(out, tokens, weight[:, None] * made)
+
+    return jax.lax.fori_loop(0, blocks.number, add_block, jnp.zeros(x.shape, wide))
+
+
+def backward(
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    matrices: Matrices,
+    d_out: Float[Array, "N D"],
+    wants_matrices: bool = True,
+) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
+    """Gradients of x, weights and, if wanted, matrices, in at least float32; computes the products before the
+    activation again."""
+    k, experts = chosen.shape[1], len(matrices.gate)
+    rows = block_rows(chosen.size, experts)
+    blocks = list_blocks(chosen, experts, rows)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    flat_weights = weights.reshape(-1).astype(wide)
+    begin = (
+        jnp.zeros(x.shape, wide),
+        jnp.zeros(flat_weights.shape, wide),
+        Matrices(*(jnp.zeros(matrix.shape, wide) for matrix in matrices))
+        if wants_matrices
+        else None,
+    )
+
+    def add_block(index: Array, sums: Sums) -> Sums:
+        d_x, d_weights, d_matrices = sums
+        pairs, live = _pairs(blocks, index, rows)
+        tokens = _places(pairs // k, live, len(x))
+        expert = blocks.expert[index]
+        gate, up, down = (matrix[expert] for matrix in matrices)
+        given, d_made = _rows(x, tokens), _rows(d_out, tokens)
+        gated, act_vjp = jax.vjp(jax.nn.silu, given @ gate)
+        raised = given @ up
+        hidden = gated * raised
+        weight = jnp.where(live, flat_weights[pairs], 0)[:, None]
+        d_hidden = jnp.matmul(d_made, down.T, preferred_element_type=wide)
+        of_weight = (d_hidden * hidden).sum(axis=1)
+        d_hidden = (d_hidden * weight).astype(x.dtype)
+        (d_gated,) = act_vjp(d_hidden * raised)
+        d_raised = d_hidden * gated
+        d_given = jnp.matmul(d_gated, gate.T, preferred_element_type=wide)
+        d_given += jnp.matmul(d_raised, up.T, preferred_element_type=wide)
+        if d_matrices is not None:
+            d_made = (weight * d_made).astype(x.dtype)
+            factors = Matrices((given, d_gated), (given, d_raised), (hidden, d_made))
+            d_matrices = Matrices(
+                *(
+                    d_matrix.at[expert].add(jnp.matmul(left.T, right, preferred_element_type=wide))
+                    for d_matrix, (left, right) in zip(d_matrices, factors, strict=True)
+                )
+            )
+        places = _places(pairs, live, len(d_weights))
+        return _added(d_x, tokens, d_given), _added(d_weights, places, of_weight), d_matrices
+
+    d_x, d_weights, d_matrices = jax.lax.fori_loop(0, blocks.number, add_block, begin)
+    return d_x, d_weights.reshape(weights.shape), d_matrices
+
+
+def _pairs(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
+    """The pairs of a block, and which of them it has."""
+    begin = blocks.begin[index]
+    pairs = jax.lax.dynamic_slice_in_dim(blocks.pairs, begin, rows)
+    return pairs, begin + jnp.arange(rows) < blocks.end[index]
+
+
+def _places(places: Array, live: Array, length: int) -> Array:
+    """Where there is no pair, a place beyond the end, each another one: a block writes to no place twice."""
+    return jnp.where(live, places, length + jnp.arange(len(places), dtype=places.dtype))
+
+
+def _rows(x: Array, places: Array) -> Array:
+    return x.at[places].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _added(total: Array, places: Array, values: Array) -> Array:
+    return total.at[places].add(values, mode="drop", unique_indices=True)

@@ -1,0 +1,58 @@
+"""The products of own experts by `jax.lax.ragged_dot`, over the rows of all pairs at once.
+
+It needs memory for k rows of each token, and on CPU it computes as many dense products as there are experts.
+Arguments and results are those of expert_blocks.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.experts.expert_blocks import Matrices
+
+
+def forward(
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    matrices: Matrices,
+) -> Float[Array, "N D"]:
+    """Sum of what own experts make of each token, by weight."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    experts = len(matrices.gate)
+    expert = chosen.reshape(-1)
+    own = (expert >= 0) & (expert < experts)
+    pairs = jnp.argsort(jnp.where(own, expert, experts), stable=True)
+    counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    product = partial(jax.lax.ragged_dot, group_sizes=counts)
+    tokens = pairs // chosen.shape[1]
+    given = x[tokens]
+    hidden = jax.nn.silu(product(given, matrices.gate)) * product(given, matrices.up)
+    made = product(hidden, matrices.down, preferred_element_type=wide)
+    weight = weights.reshape(-1)[pairs].astype(wide)
+    # Rows of others' experts lie behind those of own ones, where products are not defined
+    weighted = jnp.where(own[pairs][:, None], weight[:, None] * made, 0)
+    return jnp.zeros(x.shape, wide).at[tokens].add(weighted)
+
+
+def backward(
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    matrices: Matrices,
+    d_out: Float[Array, "N D"],
+    wants_matrices: bool = True,
+) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
+    """Gradients of x, weights and, if wanted, matrices; computes the forward pass again."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    d_out = d_out.astype(wide)
+    if wants_matrices:
+        _, vjp = jax.vjp(lambda x, w, m: forward(x, chosen, w, m), x, weights, matrices)
+        d_x, d_weights, d_matrices = vjp(d_out)
+        return d_x, d_weights, d_matrices
+    _, vjp = jax.vjp(lambda x, w: forward(x, chosen, w, matrices), x, weights)
+    return *vjp(d_out), None

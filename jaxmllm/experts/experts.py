@@ -1,0 +1,214 @@
+"""A dropless mixture of experts: every token goes through the experts that it chose, however many choose the same.
+
+    tokens --gathered over the devices that share the experts--> own experts compute --summed, scattered back--> tokens
+
+The devices along the logical axis `experts` hold different ones. Each computes its own for the tokens of all of them,
+so that there is no capacity, and nothing is dropped. Gradients go the same way back; that of a matrix stays with its
+expert, and is summed over no more devices than share tokens with it.
+
+    experts     checks, and owns the gradient rule and the collectives
+    kernels     forward: out        backward: gradients      expert_blocks.py       every platform
+                                                             expert_ragged_dot.py   jax.lax.ragged_dot
+
+Letters: R rows, C slots, k experts of a token, E experts, D width, F MLP width; of one device: T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmllm.config.schema import ExpertKernel
+from jaxmllm.experts import expert_blocks, expert_ragged_dot
+from jaxmllm.experts.expert_blocks import Matrices
+from sharding.rules import Layout
+
+SLOTS = ("batch", "sequence")
+# Of matrices that are gathered but for what stays split during the computation
+MATRICES = Matrices(
+    gate=("experts", None, "mlp"), up=("experts", None, "mlp"), down=("experts", "mlp", None)
+)
+KERNELS = {"auto": expert_blocks, "jax": expert_blocks, "ragged_dot": expert_ragged_dot}
+
+
+def experts(
+    x: Float[Array, "R C D"],
+    chosen: Int[Array, "R C k"],
+    weights: Float[Array, "R C k"],
+    matrices: Matrices,
+    layout: Layout,
+    kernel: ExpertKernel = "auto",
+) -> Float[Array, "R C D"]:
+    """What the chosen experts make of each token, summed by weight, in the dtype of x.
+
+    Args:
+      chosen: different experts of each token; E where there is no token, whose result is zero.
+      matrices: of E experts, in the dtype of x, gathered but for `MATRICES`.
+      kernel: "jax", "ragged_dot", or "auto": the first, which needs the least memory, on every platform.
+
+    Sums are kept in at least float32. Raises `ValueError` if the shapes do not fit each other.
+    """
+    _check_shapes(x, chosen, weights, matrices)
+    return _experts(_Mixture(layout, kernel), x, chosen, weights, matrices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(
+    mixture: _Mixture, x: Array, chosen: Array, weights: Array, matrices: Matrices
+) -> Array:
+    return mixture.forward(x, chosen, weights, matrices)
+
+
+def _forward_rule(
+    mixture: _Mixture, x: Any, chosen: Any, weights: Any, matrices: Any
+) -> tuple[Array, tuple[Any, ...]]:
+    wants_matrices = any(matrix.perturbed for matrix in matrices)
+    values = x.value, chosen.value, weights.value, Matrices(*(m.value for m in matrices))
+    # Residuals are arrays: what is wanted shows in how many there are
+    return mixture.forward(*values), (*values, () if wants_matrices else None)
+
+
+def _backward_rule(
+    mixture: _Mixture, residuals: tuple[Any, ...], d_out: Any
+) -> tuple[Array, None, Array, Matrices]:
+    x, chosen, weights, matrices, wanted = residuals
+    if isinstance(d_out, jax.custom_derivatives.SymbolicZero):
+        d_out = jnp.zeros(d_out.shape, d_out.dtype)
+    d_x, d_weights, d_matrices = mixture.backward(
+        x, chosen, weights, matrices, d_out, wanted is not None
+    )
+    if d_matrices is None:
+        return d_x, None, d_weights, Matrices(None, None, None)
+    return d_x, None, d_weights, d_matrices
+
+
+_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """How devices meet, and what each of them runs."""
+
+    layout: Layout
+    kernel: ExpertKernel
+
+    def forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
+        tokens = (*SLOTS, None)
+        local = self.layout.local(self._forward, (tokens, tokens, tokens, MATRICES), tokens)
+        out: Array = local(x, chosen, weights, matrices)
+        return out
+
+    def backward(
+        self,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        matrices: Matrices,
+        d_out: Array,
+        wants_matrices: bool,
+    ) -> tuple[Array, Array, Matrices | None]:
+        tokens = (*SLOTS, None)
+        local = self.layout.local(
+            partial(self._backward, wants_matrices),
+            (tokens, tokens, tokens, MATRICES, tokens),
+            (tokens, tokens, MATRICES if wants_matrices else None),
+        )
+        gradients: tuple[Array, Array, Matrices | None] = local(x, chosen, weights, matrices, d_out)
+        return gradients
+
+    # ------------------------------------------------------------------ one device
+
+    def _forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
+        x_all, chosen_all, weights_all = self._gathered(x, chosen, weights)
+        chosen_all = self._own(chosen_all, matrices)
+        out = KERNELS[self.kernel].forward(x_all, chosen_all, weights_all, matrices)
+        return self._returned(out.astype(x.dtype), x.shape)
+
+    def _backward(
+        self,
+        wants_matrices: bool,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        matrices: Matrices,
+        d_out: Array,
+    ) -> tuple[Array, Array, Matrices | None]:
+        x_all, chosen_all, weights_all, d_all = self._gathered(x, chosen, weights, d_out)
+        chosen_all = self._own(chosen_all, matrices)
+        d_x, d_weights, d_matrices = KERNELS[self.kernel].backward(
+            x_all, chosen_all, weights_all, matrices, d_all, wants_matrices
+        )
+        if d_matrices is not None:
+            d_matrices = jax.tree.map(
+                lambda gradient, own: self._summed(gradient, self._replicas).astype(own.dtype),
+                d_matrices,
+                matrices,
+            )
+        return (
+            self._returned(d_x.astype(x.dtype), x.shape),
+            self._returned(d_weights.astype(weights.dtype), weights.shape),
+            d_matrices,
+        )
+
+    def _own(self, chosen: Array, matrices: Matrices) -> Array:
+        """Numbers of experts, counted from the first one of this device."""
+        axes = self._split("experts")
+        if not axes:
+            return chosen
+        return chosen - jax.lax.axis_index(axes) * len(matrices.gate)
+
+    def _gathered(self, *of_slots: Array) -> list[Array]:
+        """[R, C, ...] of this device -> [T, ...] of all devices that share the experts."""
+        flat = [x.reshape(-1, x.shape[-1]) for x in of_slots]
+        axes = self._token_axes
+        if not axes:
+            return flat
+        return [jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in flat]
+
+    def _returned(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
+        """Sums over all experts and all parts of their matrices, of the own tokens."""
+        others = [a for a in self._split("experts", "mlp") if a not in self._token_axes]
+        total = self._summed(partial_sums, tuple(others))
+        if self._token_axes:
+            total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
+        return total.reshape(shape)
+
+    def _summed(self, x: Array, axes: tuple[str, ...]) -> Array:
+        return jax.lax.psum(x, axes) if axes else x
+
+    @property
+    def _token_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which experts are split, and tokens as well."""
+        slots = self._split(*SLOTS)
+        return tuple(axis for axis in self._split("experts") if axis in slots)
+
+    @property
+    def _replicas(self) -> tuple[str, ...]:
+        """Mesh axes along which the same experts see other tokens; in manual code these keep sums of their own."""
+        kept = {*self._split("experts"), *self.layout.manual_axes}
+        return tuple(axis for axis in self._split(*SLOTS) if axis not in kept)
+
+    def _split(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of several devices that split logical axes."""
+        axes = (axis for name in names for axis in self.layout.mesh_axes(name))
+        return tuple(axis for axis in axes if self.layout.mesh.shape[axis] > 1)
+
+
+def _check_shapes(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> None:
+    width, mlp_width = x.shape[-1], matrices.gate.shape[-1]
+    count = len(matrices.gate)
+    expected = ((count, width, mlp_width),) * 2 + ((count, mlp_width, width),)
+    if tuple(matrix.shape for matrix in matrices) != expected:
+        raise ValueError(
+            f"experts: x {x.shape} needs gate and up [E, {width}, F] and down [E, F, {width}], got "
+            f"{', '.join(str(matrix.shape) for matrix in matrices)}"
+        )
+    if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"experts: chosen and weights must be {[*x.shape[:-1], 'k']}, got {chosen.shape} and {weights.shape}"
+        )

@@ -1,0 +1,139 @@
+"""A mixture of experts equals a dense loop over all of them, on one device and on many, whatever is chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.experts.expert_blocks import Matrices, list_blocks
+from jaxmllm.experts.experts import experts
+from jaxmllm.runtime.compilations import CompilationCounter
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
+from tests.support import slow_cases
+
+ROWS, SLOTS, WIDTH, MLP_WIDTH, COUNT = 8, 12, 6, 10, 8
+
+
+def inputs(k: int, routing: str = "random", count: int = COUNT, dtype=np.float64, seed: int = 0):
+    """x, chosen, weights, matrices; some slots hold no token."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((ROWS, SLOTS, WIDTH)).astype(dtype)
+    scores = random.standard_normal((ROWS, SLOTS, count))
+    if routing == "one":
+        scores[..., :k] += 100
+    chosen = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
+    chosen[random.random((ROWS, SLOTS)) < 0.2] = count
+    weights = random.random(chosen.shape).astype(dtype)
+    shapes = Matrices(
+        (count, WIDTH, MLP_WIDTH), (count, WIDTH, MLP_WIDTH), (count, MLP_WIDTH, WIDTH)
+    )
+    matrices = Matrices(*(random.standard_normal(shape).astype(dtype) for shape in shapes))
+    return x, chosen, weights, matrices
+
+
+def dense(x, chosen, weights, matrices):
+    """Every expert on every token."""
+    total = 0
+    for expert in range(len(matrices.gate)):
+        gate, up, down = (matrix[expert] for matrix in matrices)
+        weight = jnp.where(chosen == expert, weights, 0).sum(-1, keepdims=True)
+        total += weight * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+    return total
+
+
+def layout_of(devices: int = 1, overrides=None, **mesh: int):
+    return make_layout(make_mesh({"data": 1} | mesh, jax.devices()[:devices]), overrides)
+
+
+def gradients(function, x, chosen, weights, matrices):
+    """Of a sum that is not linear in the result, by x, weights and matrices; and the result."""
+
+    def objective(x, weights, matrices):
+        out = function(x, chosen, weights, matrices)
+        return (out**2).sum() / 2, out
+
+    grad = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))
+    return grad(x, weights, matrices)
+
+
+def assert_equal(found, expected, tolerance):
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max(), rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["jax", "ragged_dot"])
+@pytest.mark.parametrize(("k", "routing"), [(1, "one"), (3, "random")])
+def test_results_and_gradients_are_those_of_a_dense_loop(kernel, k, routing):
+    with jax.enable_x64(True):
+        given = inputs(k, routing)
+        layout = layout_of()
+        found = gradients(lambda *given: experts(*given, layout, kernel), *given)
+        assert_equal(found, gradients(dense, *given), 1e-10)
+        assert not np.any(found[1][given[1][..., 0] == COUNT])
+
+
+MESHES = {  # sizes, overrides of the layout
+    "experts-2": ({"fsdp": 2}, {}),
+    "experts-4": ({"data": 2, "fsdp": 4}, {}),
+    "experts-8": ({"fsdp": 8}, {}),
+    "tensor": ({"fsdp": 2, "tensor": 2, "context": 2}, {}),
+    "own-axis": ({"fsdp": 2, "tensor": 4}, {"experts": ["tensor"], "mlp": []}),
+    "whole": ({"fsdp": 4}, {"experts": []}),
+}
+
+
+@pytest.mark.parametrize("mesh, overrides", slow_cases(MESHES, MESHES))
+def test_every_mesh_computes_the_same(mesh, overrides):
+    given = inputs(2, dtype=np.float32)
+    layout = layout_of(8, overrides, **{"data": -1} | mesh)
+    found = gradients(lambda *given: experts(*given, layout), *given)
+    assert_equal(found, gradients(dense, *given), 1e-5)
+
+
+def test_frozen_matrices_cost_no_gradients():
+    """Products of a block: 3 forward; backward 3 that give the gradient of x, 2 made again, 3 of the matrices."""
+    x, chosen, weights, matrices = inputs(2, dtype=np.float32)
+    layout = layout_of()
+    objective = lambda x, matrices: experts(x, chosen, weights, matrices, layout).sum()  # noqa: E731
+    frozen, whole = (jax.grad(objective, argnums) for argnums in (0, (0, 1)))
+    products = [str(jax.make_jaxpr(f)(x, matrices)).count("dot_general") for f in (frozen, whole)]
+    assert products == [8, 11]
+    expected = jax.grad(lambda x: dense(x, chosen, weights, matrices).sum())(x)
+    assert_equal(jax.jit(frozen)(x, matrices), expected, 1e-5)
+
+
+@pytest.mark.parametrize("routing", ["random", "one"])
+def test_blocks_hold_every_pair_of_own_experts_once(routing):
+    _, chosen, _, _ = inputs(3, routing)
+    own = chosen.reshape(-1, 3) - 2  # of experts 2 .. 5
+    blocks = jax.device_get(list_blocks(jnp.array(own), 4, 8))
+    held = []
+    for block in range(int(blocks.number)):
+        begin, end = blocks.begin[block], blocks.end[block]
+        assert 0 < end - begin <= 8
+        pairs = blocks.pairs[begin:end]
+        assert (own.reshape(-1)[pairs] == blocks.expert[block]).all()
+        held += [*pairs]
+    assert sorted(held) == np.flatnonzero((own.reshape(-1) >= 0) & (own.reshape(-1) < 4)).tolist()
+
+
+def test_one_compilation_serves_every_routing():
+    layout = layout_of()
+    run = jax.jit(lambda *given: experts(*given, layout))
+    given = [inputs(2, routing, seed=seed) for seed in range(10) for routing in ("random", "one")]
+    run(*given[0])
+    counter = CompilationCounter()
+    for each in given:
+        assert np.isfinite(run(*each)).all()
+    assert counter.names == []
+    counter.close()
+
+
+def test_shapes_that_do_not_fit_are_told():
+    x, chosen, weights, matrices = inputs(2)
+    layout = layout_of()
+    with pytest.raises(ValueError, match=r"needs gate and up \[E, 6, F\]"):
+        experts(x, chosen, weights, matrices._replace(down=matrices.gate), layout)
+    with pytest.raises(ValueError, match=r"chosen and weights must be \[8, 12, 'k'\]"):
+        experts(x, chosen[:1], weights, matrices, layout)

@@ -1,0 +1,177 @@
+"""Whole steps of a decoder with experts: packed and cut in every way, its counts, and the router's losses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ExpertsObjectiveConfig, ModelConfig
+from jaxmllm.models.mixture import RouterSums
+from jaxmllm.models.mllm import build_model
+from jaxmllm.runtime.compilations import CompilationCounter
+from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
+from sharding.mesh import MeshError, abstract_mesh
+from tests.support import added, assert_close, scaled, slow_cases
+
+LAYERS, COUNT, PER_TOKEN = 2, 8, 2
+EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
+MODEL = {
+    "model__language__experts": {"count": COUNT, "per_token": PER_TOKEN, "renormalise": True},
+    "model__language__mlp_width": 24,
+    "objective__experts": {"balance": 0.1, "router_z": 0.01},
+}
+# Of a step before, as uneven as it gets
+COUNTS = np.random.default_rng(1).integers(0, 100, (LAYERS, COUNT)).astype(np.int32) ** 2
+
+
+def computed(setup, step, counts=COUNTS):
+    """(gradients, sums over the ranks)."""
+    gradients, sums, _ = setup.programs.gradients(setup.params, setup.put(step), counts)
+    return jax.device_get((gradients, jax.tree.map(lambda leaf: leaf.sum(0), sums)))
+
+
+@pytest.fixture(scope="module")
+def one(setups, by_example):
+    return setups(by_example(**MODEL), 1)
+
+
+@pytest.fixture(scope="module")
+def whole(one):
+    return computed(one, one.step(EXAMPLES))
+
+
+def assert_routed_alike(sums, expected):
+    """Losses and what the router did; counts to the last one."""
+    np.testing.assert_array_equal(sums.routed.counts, expected.routed.counts)
+    np.testing.assert_allclose(sums.loss, expected.loss, rtol=1e-5)
+    for one, other in zip(sums.routed[1:], expected.routed[1:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    means = [
+        router_means(jax.tree.map(lambda leaf: leaf[None], each.routed), Routing(COUNTS, 1.0))
+        for each in (sums, expected)
+    ]
+    np.testing.assert_allclose(*means, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_packed_equals_unpacked(one, whole):
+    """Gradients of router losses are means over tokens, others over targets: each is scaled by its own."""
+    gradients, sums = whole
+    steps = [one.step([example]) for example in EXAMPLES]
+    step = one.step(EXAMPLES)
+    # As if every example alone had the tokens of the batch
+    share = step.targets / step.statistics["language/tokens"]
+    alone = [
+        computed(
+            one,
+            dataclasses.replace(
+                each, statistics=each.statistics | {"language/tokens": each.targets / share}
+            ),
+        )
+        for each in steps
+    ]
+    parts = [
+        scaled(found, each.targets / step.targets)
+        for (found, _), each in zip(alone, steps, strict=True)
+    ]
+    assert_close(gradients, added(parts), 1e-5)
+    counts = sum(found.routed.counts for _, found in alone)
+    np.testing.assert_array_equal(counts, sums.routed.counts)
+    assert (counts.sum(1) == step.statistics["language/tokens"] * PER_TOKEN).all()
+
+
+MESHES = {  # devices, mesh, what else
+    "data2-fsdp2-tensor2": (8, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "context2-fsdp4": (8, {"data": 1, "fsdp": 4, "context": 2}, {}),
+    "fsdp8": (8, {"data": 1, "fsdp": 8}, {}),
+    "gathered": (
+        4,
+        {"data": 1, "fsdp": 4},
+        {"components__language__layout": {"experts": []}, "components__language__reduce": "step"},
+    ),
+    "ragged_dot": (2, {"data": 1, "fsdp": 2}, {"components__language__experts": "ragged_dot"}),
+    "kept": (2, {"data": 1, "fsdp": 2}, {"components__language__remat": "none"}),
+}
+
+
+@pytest.mark.parametrize("devices, mesh, changes", slow_cases(MESHES, {"data2-fsdp2-tensor2"}))
+def test_no_mesh_changes_the_mathematics(setups, by_example, whole, devices, mesh, changes):
+    setup = setups(by_example(mesh=mesh, **MODEL, **changes), devices)
+    gradients, sums = computed(setup, setup.step(EXAMPLES))
+    assert_close(gradients, whole[0], 1e-5)
+    assert_routed_alike(sums, whole[1])
+
+
+@pytest.mark.slow
+def test_counts_are_the_states_and_batches_compile_nothing_anew(one):
+    """The update puts the counts of its step into the state, which the next one's balance loss takes."""
+    state = one.programs.init(0)
+    assert not state.expert_counts.any()
+    batches = [one.put(one.step(range(first, first + 16))) for first in range(0, 80, 16)]
+    state, metrics = one.programs.train(state, batches[0])
+    # Fractions before the first step are even, and those of an even router's probabilities add up to 1
+    assert float(metrics["balance_loss"]) == pytest.approx(1, abs=1e-5)
+    assert metrics["expert_max_over_mean"] > metrics["expert_device_max_over_mean"] == 1
+    counter = CompilationCounter()
+    for batch in batches[1:]:
+        expected = batch.host.statistics["language/tokens"] * PER_TOKEN
+        state, metrics = one.programs.train(state, batch)
+        metrics = jax.device_get(metrics)
+        assert (np.asarray(state.expert_counts).sum(1) == expected).all()
+        assert np.isfinite(metrics["loss"]) and metrics["balance_loss"] > 1
+    assert counter.names == []
+    counter.close()
+
+
+# ---------------------------------------------------------------------------- losses alone
+
+
+def router_sums(logits, chosen):
+    """Sums of one row [1, L, ...], as the decoder has them."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    counts = (chosen[..., None] == np.arange(COUNT)).sum((1, 2))
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return RouterSums(counts[None], probabilities.sum(1)[None], z.sum(1)[None])
+
+
+def test_losses_of_the_router_have_their_gradients():
+    """Against the definition, token by token; a batch in two parts adds up to the whole."""
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.standard_normal((LAYERS, 6, COUNT)), jnp.float32)
+    chosen = random.integers(0, COUNT, (LAYERS, 6, PER_TOKEN))
+    routing = Routing(COUNTS, np.float32(6))
+    config = ExpertsObjectiveConfig(balance=0.5, router_z=0.25)
+
+    def found(logits):
+        parts = (
+            router_loss(config, router_sums(logits[:, part], chosen[:, part]), routing)
+            for part in (slice(0, 2), slice(2, 6))
+        )
+        return sum(parts)
+
+    def expected(logits):
+        fractions = COUNTS / COUNTS.sum(1, keepdims=True)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        balance = COUNT * (fractions[:, None] * probabilities).sum(-1).mean()
+        return 0.5 * balance + 0.25 * (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+
+    assert float(found(logits)) == pytest.approx(float(expected(logits)), rel=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(found)(logits), jax.grad(expected)(logits), atol=1e-7, rtol=1e-5
+    )
+
+
+def test_fractions_before_the_first_step_are_even():
+    sums = router_sums(jnp.zeros((LAYERS, 3, COUNT)), np.zeros((LAYERS, 3, PER_TOKEN)))
+    balance, z = router_means(sums, Routing(0 * COUNTS, jnp.float32(3)))
+    assert float(balance) == pytest.approx(1) and float(z) == pytest.approx(np.log(COUNT) ** 2)
+
+
+def test_a_count_that_the_mesh_does_not_divide(by_example):
+    config = parse_config(by_example(mesh={"data": 1, "fsdp": 3}, **MODEL))
+    mesh = abstract_mesh(config.mesh_sizes, 3)
+    with pytest.raises(MeshError, match=r"gate.*axis 'experts' of length 8 cannot be split over"):
+        build_model(ModelConfig(language=config.model.language), 320, config.components, mesh)
