@@ -8,8 +8,9 @@ from jaxmllm.families.llama import LLAMA
 from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
 from jaxmllm.families.qwen3 import QWEN3
+from jaxmllm.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def family_of(config: FolderConfig) -> Family:

@@ -3,7 +3,8 @@
     model.layers.{layer}.self_attn.q_proj.weight: (h k) d -> layer d h k
 
 The tensor with this key has two axes, the first of them h and k joined; the parameter has four, and
-its first one counts the tensors. A line only permutes, groups and stacks. So any slice of the
+its first one counts the tensors. Where every expert of a layer has a tensor of its own, the key has {expert}
+as well, and the parameter begins with "layer expert". A line only permutes, groups and stacks. So any slice of the
 parameter is a view of the tensors, and reading and writing are assignments from it and to it.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LAYER = "layer"
+STACKED = ("layer", "expert")  # axes that count tensors, in this order
 _LINE = re.compile(r"(?P<key>\S+): (?P<tensor>.+) -> (?P<parameter>.+)")
 _AXIS = re.compile(r"\(([\w ]+)\)|(\w+)")
 
@@ -28,7 +29,7 @@ Index = tuple[slice, ...]  # of a parameter
 
 @dataclass(frozen=True)
 class Line:
-    """One line: the key of a tensor, or of one for each layer, and the axes of tensor and parameter."""
+    """One line: the key of a tensor, or of one for each layer or expert, and the axes of tensor and parameter."""
 
     key: str
     tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
@@ -47,26 +48,32 @@ class Line:
         letters = sorted(itertools.chain(*tensor))
         if letters != sorted(line.letters) or len({*letters}) < len(letters):
             raise ValueError(f"{text!r} must have the same letters on both sides, each once")
-        if (f"{{{LAYER}}}" in line.key) != line.stacked or LAYER in line.parameter[1:]:
+        if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
-                f"{text!r}: {{{LAYER}}} in the key goes with {LAYER} as the first axis"
+                f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
             )
         return line
 
     @property
-    def stacked(self) -> bool:
-        """Whether every layer has a tensor of its own."""
-        return self.parameter[:1] == (LAYER,)
+    def stacked(self) -> tuple[str, ...]:
+        """Axes of the parameter that count tensors."""
+        return tuple(name for name in STACKED if f"{{{name}}}" in self.key)
 
     @property
     def letters(self) -> tuple[str, ...]:
         """Axes of the parameter that are axes of each tensor, too."""
-        return self.parameter[1:] if self.stacked else self.parameter
+        return self.parameter[len(self.stacked) :]
 
     def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Keys of all tensors of a parameter."""
-        layers = range(shape[0]) if self.stacked else range(1)
-        return tuple(self.key.replace(f"{{{LAYER}}}", str(layer)) for layer in layers)
+        return tuple(self._key(place) for place in np.ndindex(shape[: len(self.stacked)]))
+
+    def _key(self, place: tuple[int, ...]) -> str:
+        """The key of one tensor."""
+        key = self.key
+        for name, number in zip(self.stacked, place, strict=True):
+            key = key.replace(f"{{{name}}}", str(number))
+        return key
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor of a parameter."""
@@ -74,16 +81,15 @@ class Line:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.tensor)
 
     def pieces(self, shape: tuple[int, ...], index: Index) -> Iterator[tuple[str, Any, Index]]:
-        """What each tensor holds of a slice of a parameter: (key, place in the slice, slice of one layer)."""
-        keys = self.keys(shape)
-        if not self.stacked:
-            yield keys[0], ..., index
-            return
-        for place, layer in enumerate(range(*index[0].indices(shape[0]))):
-            yield keys[layer], place, index[1:]
+        """What each tensor holds of a slice of a parameter: (key, place in the slice, slice of one tensor)."""
+        axes = len(self.stacked)
+        counted = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        for place in np.ndindex(*map(len, counted[:axes])):
+            tensor = tuple(numbers[at] for numbers, at in zip(counted, place, strict=False))
+            yield self._key(tensor), (*place, ...), index[axes:]
 
     def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
-        """A slice of one layer of a parameter, as a view of the tensor that holds it.
+        """A slice of what one tensor holds of a parameter, as a view of it.
 
         Args:
           tensor: contiguous, in its shape.

@@ -15,7 +15,8 @@ from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
 
 
-def _language(config: FolderConfig) -> dict[str, Any]:
+def qwen3_decoder(config: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.language`, with an MLP in every layer."""
     bias = config.flag("attention_bias")
     return dense_decoder(
         config,
@@ -27,4 +28,4 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     )
 
 
-QWEN3 = Family("Qwen3", "qwen3", _language, PARAMETERS, COPIES, FREQUENCIES)
+QWEN3 = Family("Qwen3", "qwen3", qwen3_decoder, PARAMETERS, COPIES, FREQUENCIES)

@@ -43,6 +43,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"moe_intermediate_size": 10, "num_experts": 6, "num_experts_per_tok": 2}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 # name -> (model_type, what differs from SIZES, dtype)
 MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
@@ -70,7 +71,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 8, "rope_parameters": YARN}, "float32"),
     "qwen3-biased": ("qwen3", {"head_dim": 4, "attention_bias": True}, "float32"),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 8, **EXPERTS, "norm_topk_prob": True, "rope_parameters": YARN},
+        "float32",
+    ),
+    "qwen3-moe-weighted": ("qwen3_moe", {"head_dim": 4, **EXPERTS}, "bfloat16"),
 }
+# Other kernels ask for sizes that are no test's
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
 
 
@@ -88,15 +97,13 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, **EAGER)
     for key, parameter in model.named_parameters():
         if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be 0, or 1
             torch.nn.init.normal_(parameter, float("norm" in key), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="8KB")
     # Read anew: `to` has rounded what is computed from the config, too
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER)
     random = np.random.default_rng(seed)
     shape = (len(LENGTHS), max(LENGTHS))
     mask = np.arange(shape[1]) < np.array(LENGTHS)[:, None]
@@ -111,8 +118,23 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     save(folder / "inputs.npz", input_ids=ids, attention_mask=mask.astype(np.int64))
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
     save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
-    gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    gradients: dict[str, Any] = {}
+    for key, parameter in model.named_parameters():
+        gradients |= as_stored(key, parameter.grad.numpy())
     save(folder / "gradients.npz", **gradients)
+
+
+def as_stored(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices."""
+    experts, joined, name = key.partition(".experts.")
+    if not joined:
+        return {key: values}
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    return {
+        f"{experts}.experts.{expert}.{part}.weight": matrix
+        for expert, of_expert in enumerate(values)
+        for part, matrix in zip(names, np.split(of_expert, len(names)), strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxmllm.families.by_type import FAMILIES
 from jaxmllm.families.lines import Line
 
-LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7}
+LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7, "e": 3, "expert": 2}
 LINES = sorted({line for family in FAMILIES.values() for line in family.parameters.values()})
 
 
@@ -23,7 +23,9 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
             for letter in group:
                 number = number * LETTERS[letter] + at[letter]
             index.append(number)
-        whole[place] = tensors[line.key.format(layer=at.get("layer"))][tuple(index)]
+        whole[place] = tensors[line.key.format(layer=at.get("layer"), expert=at.get("expert"))][
+            tuple(index)
+        ]
     return whole
 
 
@@ -57,8 +59,9 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
         ("a.weight d -> d", "not of the form"),
         ("a.weight: (h k) d -> d h", "same letters on both sides"),
         ("a.weight: d d -> d", "each once"),
-        ("a.{layer}.weight: d -> d", "goes with layer as the first axis"),
-        ("a.weight: layer d -> d layer", "goes with layer as the first axis"),
+        ("a.{layer}.weight: d -> d", "go with layer and expert as the first axes"),
+        ("a.weight: layer d -> d layer", "go with layer and expert as the first axes"),
+        ("a.{layer}.{expert}.weight: d -> expert layer d", "as the first axes"),
     ],
 )
 def test_a_line_that_does_more_is_refused(text, words):

@@ -30,6 +30,8 @@ def shapes_of(folder: ModelFolder) -> dict[str, tuple[int, ...]]:
         "g": language["kv_heads"],
         "k": language["head_size"],
         "f": language["mlp_width"],
+        "e": (experts := language.get("experts") or {}).get("count"),
+        "expert": experts.get("count"),
         "layer": language["layers"],
     }
     absent = set()
@@ -244,7 +246,7 @@ def test_no_weights(copy):
     [
         (
             {"model_type": "gemma9"},
-            "has model_type 'gemma9'; there are llama, mistral, qwen2, qwen3",
+            "has model_type 'gemma9'; there are llama, mistral, qwen2, qwen3, qwen3_moe",
         ),
         ({"model_type": "absent"}, "has model_type None"),
         ({"quantization_config": {"quant_method": "awq"}}, r"a quantization_config \(awq\)"),

@@ -1,0 +1,37 @@
+"""Qwen3-MoE: the attention of Qwen3, and in every layer experts in place of the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, MLP, PARAMETERS
+from jaxmllm.families.family import Family
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.qwen3 import qwen3_decoder
+
+EXPERTS = f"{MLP}.experts.{{expert}}"
+EXPERT_PARAMETERS = {
+    "layers.router.matrix": f"{MLP}.gate.weight: e d -> layer d e",
+    "layers.mlp.gate": f"{EXPERTS}.gate_proj.weight: f d -> layer expert d f",
+    "layers.mlp.up": f"{EXPERTS}.up_proj.weight: f d -> layer expert d f",
+    "layers.mlp.down": f"{EXPERTS}.down_proj.weight: d f -> layer expert f d",
+}
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    config.expect("decoder_sparse_step", 1)
+    config.expect("mlp_only_layers", [])
+    # Older files say num_experts
+    count = config.number("num_local_experts", config.number("num_experts", 128))
+    experts = {
+        "count": count,
+        "per_token": config.number("num_experts_per_tok", 8),
+        "renormalise": config.flag("norm_topk_prob"),
+    }
+    mlp_width = config.number("moe_intermediate_size", 768)
+    return qwen3_decoder(config) | {"mlp_width": mlp_width, "experts": experts}
+
+
+QWEN3_MOE = Family(
+    "Qwen3-MoE", "qwen3_moe", _language, PARAMETERS | EXPERT_PARAMETERS, COPIES, FREQUENCIES
+)
