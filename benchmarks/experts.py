@@ -1,0 +1,150 @@
+"""A dropless mixture of experts: its cost against one dense MLP of equal FLOPs, and against jax.lax.ragged_dot.
+
+    python -m benchmarks.experts [--json PATH]
+
+Tokens of float32 go through `k` of E gated MLPs; routing is `balanced`, each expert chosen equally often by tokens
+spread over the batch, or `all-to-one`, every token with the same k experts. The dense form is one such MLP on
+tokens * k rows that lie in order: no routing, no gathering, no sums by token. `of dense` is its seconds over those of
+the experts; `training` is forward and backward, for tokens, weights and matrices. `MiB` is what the compiled training
+program takes besides its arguments and results. `ragged` are milliseconds of ragged_dot, which computes E dense
+products on CPUs, and is left out where these are too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import median_seconds
+from jaxmllm.config.schema import ExpertKernel
+from jaxmllm.experts.expert_blocks import Matrices, block_rows
+from jaxmllm.experts.experts import experts
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
+
+ROUTINGS = ("balanced", "all-to-one")
+RAGGED_FLOPS = 2.5e11  # of a forward pass of all dense products, for which ragged_dot is run
+Form = tuple[str, str]  # kernel and routing
+PASSES = ("forward", "training")
+COLUMNS = [
+    *("experts", "k", "routing", "block", "forward ms", "of dense", "training ms", "of dense"),
+    *("MiB", "dense MiB", "ragged forward", "ragged training"),
+]
+GENERATOR = "numpy default_rng([seed, experts, k]): normal tokens and matrices, uniform weights"
+
+
+def choose(random: np.random.Generator, tokens: int, count: int, k: int, routing: str) -> Any:
+    """Experts of each token: int32 [tokens, k]."""
+    if routing == "all-to-one":
+        return np.tile(np.arange(k, dtype=np.int32), (tokens, 1))
+    begin = random.permutation(tokens)[:, None] * k
+    return ((begin + np.arange(k)) % count).astype(np.int32)
+
+
+def dense_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def programs(
+    function: Callable[..., jax.Array], inputs: tuple[Any, ...], wanted: tuple[int, ...]
+) -> dict[str, Any]:
+    """The forward pass, and forward and backward for the inputs that are wanted, compiled."""
+
+    def loss(*inputs: Any) -> tuple[jax.Array, jax.Array]:
+        out = function(*inputs)
+        return out.sum(), out
+
+    gradients = jax.grad(loss, argnums=wanted, has_aux=True)
+    return {
+        name: jax.jit(run).lower(*inputs).compile()
+        for name, run in (("forward", function), ("training", gradients))
+    }
+
+
+def measure(
+    seed: int, tokens: int, width: int, mlp_width: int, count: int, k: int, repeats: int
+) -> list[dict[str, Any]]:
+    """One record per routing; all forms timed in the same rounds."""
+    random = np.random.default_rng([seed, count, k])
+
+    def normal(*shape: int) -> jax.Array:
+        values = random.standard_normal(shape, dtype=np.float32) * shape[-2] ** -0.5
+        return jnp.asarray(values)
+
+    x, rows = normal(1, tokens, width), normal(tokens * k, width)
+    weights = jnp.asarray(random.random((1, tokens, k), dtype=np.float32))
+    inner, outer = (count, width, mlp_width), (count, mlp_width, width)
+    matrices = Matrices(normal(*inner), normal(*inner), normal(*outer))
+    one = tuple(matrix[0] for matrix in matrices)
+    layout = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
+    flops = 6 * tokens * k * width * mlp_width * count
+    kernels: tuple[ExpertKernel, ...] = ("jax", "ragged_dot") if flops <= RAGGED_FLOPS else ("jax",)
+    given: dict[Form, tuple[Any, ...]] = {("dense", ""): (rows, *one)}
+    forms = {("dense", ""): programs(dense_mlp, (rows, *one), (0, 1, 2, 3))}
+    for routing in ROUTINGS:
+        # An argument: routing that a compiler knew would be sorted by it
+        chosen = jnp.asarray(choose(random, tokens, count, k, routing))[None]
+        for kernel in kernels:
+            run = partial(experts, layout=layout, kernel=kernel)
+            given[kernel, routing] = x, chosen, weights, matrices
+            forms[kernel, routing] = programs(run, given[kernel, routing], (0, 2, 3))
+    functions = {
+        (*form, name): partial(passes[name], *given[form])
+        for form, passes in forms.items()
+        for name in PASSES
+    }
+    seconds = median_seconds(functions, repeats)
+
+    def mebibytes(*form: Any) -> float:
+        memory = forms[form]["training"].memory_analysis()
+        return float(memory.temp_size_in_bytes / 2**20)
+
+    records = []
+    for routing in ROUTINGS:
+        record: dict[str, Any] = {"experts": count, "k": k, "routing": routing}
+        record["block"] = block_rows(tokens * k, count)
+        for name in PASSES:
+            took = seconds["jax", routing, name]
+            record[f"{name}_ms"] = 1e3 * took
+            record[f"{name}_of_dense"] = seconds["dense", "", name] / took
+        record["temporary_mib"] = mebibytes("jax", routing)
+        record["dense_mib"] = mebibytes("dense", "")
+        for name in PASSES:
+            ragged = seconds.get(("ragged_dot", routing, name))
+            record[f"ragged_dot_{name}_ms"] = None if ragged is None else 1e3 * ragged
+        records.append(record)
+    return records
+
+
+def main() -> None:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--mlp-width", type=int, default=256)
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--k", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    sizes = options.tokens, options.width, options.mlp_width
+    records = [
+        record
+        for count in options.experts
+        for k in options.k
+        for record in measure(options.seed, *sizes, count, k, options.repeats)
+    ]
+    print_table(
+        f"{options.tokens} tokens of width {options.width}, experts of {options.mlp_width}, float32",
+        COLUMNS,
+        [list(record.values()) for record in records],
+    )
+    write_json(options.json, "experts", options.seed, GENERATOR, rows=records)
+
+
+if __name__ == "__main__":
+    main()
