@@ -132,6 +132,7 @@ class _Further:
 
     def __init__(self, judge: _Judge):
         self.alignment = judge.inputs.alignment
+        self.largest_capacity = judge.inputs.largest_capacity
         self.median = judge.median
         self.shares = self._parts(
             judge.median, (1 / share for share in CAPACITY_SEARCH.load_shares)
@@ -154,11 +155,12 @@ class _Further:
             capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
         if last.span > 1:
             capacities.add(last.capacity)  # of fewer ranks
+        most = min(max(first, self.median), self.largest_capacity)
         return [
             RowClass(capacity, span)
             for span in spans
             for capacity in sorted(capacities | self._holding_longest(span))
-            if 0 < capacity * span < last.slots and capacity <= max(first, self.median)
+            if 0 < capacity * span < last.slots and capacity <= most
         ]
 
     def _holding_longest(self, span: int) -> set[int]:

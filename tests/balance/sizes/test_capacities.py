@@ -13,9 +13,10 @@ from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.records import PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
-from jaxmllm.balance.sizes.capacities import _fewest_slots
+from jaxmllm.balance.sizes.capacities import _candidates, _fewest_slots, _Judge
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
+from jaxmllm.balance.sizes.loads import loads_of
 from jaxmllm.balance.statistics import phase_statistics, step_statistics
 from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.config.schema import BalanceConfig, ConfigError, PhaseConfig
@@ -187,6 +188,20 @@ def test_given_capacities_have_every_span():
         choose_sizes(
             [generate(0, 64)], [dataclasses.replace(inputs, longest=5000)], {}, BalanceConfig()
         )
+
+
+def test_no_class_is_over_the_largest_capacity():
+    """Where ranks share the longest rows, those of fewer ranks are not larger, either."""
+    samples = [generate([2, n], 64) for n in range(4)]
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, 128, 1, 20_000, ItemCost(1000, 1)),
+        *(PhaseConfig(row_classes=2, max_capacity=3072), None, (1, 8)),
+    )
+    judge = _Judge(inputs, loads_of(samples, inputs, {}, [None] * len(samples)))
+    assert judge.median > 3072
+    classes = {row_class for classes in _candidates(judge, 8) for row_class in classes}
+    assert {row_class.span for row_class in classes} == {1, 8}
+    assert max(row_class.capacity for row_class in classes) <= 3072
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():
