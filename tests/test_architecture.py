@@ -80,7 +80,7 @@ DATA = {  # and inside jaxmllm/data
 INNER = {"balance": PLANNER, "data": DATA}
 OURS = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
 # A benchmark may have the name of the file that it measures
-MEASURED = {"ahead.py", "attention.py", "context.py", "experts.py"}
+MEASURED = {"ahead.py", "attention.py", "context.py", "diffusion.py", "experts.py"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MENTION = re.compile(
     r"(?<![\w./<{*$])-*((?:\w[\w-]*/)*\w[\w-]*\.py|(?:\w[\w-]*/)+\w[\w-]*\.(?:md|yaml|sh|png))\b"

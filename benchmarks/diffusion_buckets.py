@@ -1,0 +1,233 @@
+"""Pictures and clips in batches of one shape, as others train on them: the baselines of diffusion.py.
+
+    media --bucket_media--> what a bucket keeps of each --batches_of_buckets--> batches of one shape
+    media --batches_of_like_sizes--> batches that are padded to their largest item
+
+The buckets are those of Open-Sora 2.0 (arXiv 2503.09642), from github.com/hpcaitech/Open-Sora: areas
+and frame counts are the `bucket_config` of its first stage (pictures) and second stage (clips), and how
+ratios become sizes and items find their bucket is that of its `aspect` and `bucket` modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+
+from jaxmllm.arrays import Longs, ceil_divide
+from jaxmllm.balance.costs.flops import ItemCost
+
+SIDE: int = 16  # pixels of a slot's side
+FRAMES: int = 8  # of a slot
+MOST_TEXT: int = 512  # tokens; buckets pad all texts to it
+
+PICTURE_SIDES = (1024, 768, 256)  # roots of the areas of pictures, in pixels
+CLIP_SIDES = (768, 256)
+FRAME_COUNTS = np.arange(5, 130, 4)  # of clips
+RATIOS = (2.39, 2.0, 17 / 9, 1.85, 16 / 9, 1.6, 1.5, 4 / 3, 1.0)  # and their inverses
+ENOUGH = 0.8  # of a bucket's area has an item that goes there
+
+
+@dataclass(frozen=True)
+class Media:
+    """N pictures (clips of one frame) and clips with their captions: all [N]."""
+
+    frames: Longs
+    height: Longs  # pixels
+    width: Longs
+    text: Longs  # tokens
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def latents(self) -> Longs:
+        """Slots of each without its text."""
+        sides = ceil_divide(self.height, SIDE) * ceil_divide(self.width, SIDE)
+        return ceil_divide(self.frames, FRAMES) * sides
+
+    @property
+    def slots(self) -> Longs:
+        return self.latents + self.text
+
+    @property
+    def area(self) -> Longs:
+        """Pixels of a frame."""
+        return self.height * self.width
+
+    def at(self, numbers: Longs) -> Media:
+        return Media(*(getattr(self, column.name)[numbers] for column in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Media]) -> Media:
+        columns = (column.name for column in fields(cls))
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Items that a rank computes at once, all padded to one shape."""
+
+    items: int
+    latents: int  # slots that each is padded to
+    text: int
+    real: int  # slots of all that hold data
+    real_cost: float  # of the items without their padding
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.items, self.latents, self.text
+
+    @property
+    def slots(self) -> int:
+        return self.items * (self.latents + self.text)
+
+    def cost(self, of: ItemCost) -> float:
+        """Attention sees the padding, too: it is computed and masked."""
+        return self.items * float(of.of(float(self.latents + self.text)))
+
+
+# ---------------------------------------------------------------------------- buckets
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """What the buckets keep of media: `kept` has the N items that have a bucket, at its size."""
+
+    kept: Media
+    pixels: float  # kept of each item's frames, summed over all items
+    frames: float  # share of frames kept, summed likewise
+
+
+@cache
+def bucket_sizes(side: int) -> tuple[tuple[int, int], ...]:
+    """Heights and widths in pixels of the buckets of an area: for each ratio multiples of `SIDE`
+    whose area is near `side`**2."""
+    area = side**2
+    sizes: dict[tuple[int, int], None] = {}
+    for ratio in RATIOS:
+        width = int(math.sqrt(area / ratio) // SIDE) * SIDE
+        height = int(area / width // SIDE) * SIDE
+        near = ((0, 0), (-SIDE, 0), (SIDE, 0), (0, -SIDE), (0, SIDE))
+        candidates = [(height + more, width + wider) for more, wider in near]
+        sizes[min(candidates, key=lambda size: abs(size[0] * size[1] - area))] = None
+    return tuple(sizes | {(width, height): None for height, width in sizes})
+
+
+def bucket_media(media: Media) -> Bucketed:
+    """Put every item into the bucket of the largest area that it nearly has, the most frames that
+    it has, and the nearest ratio. Items are scaled until they cover their bucket, and cropped."""
+    chosen = np.zeros((3, len(media)), np.int64)  # frames, height, width; zeros where there is none
+    for sides, counts, members in (
+        (PICTURE_SIDES, np.ones(1, np.int64), media.frames == 1),
+        (CLIP_SIDES, FRAME_COUNTS, media.frames > 1),
+    ):
+        count = np.searchsorted(counts, media.frames, side="right") - 1
+        for side in sides:
+            fits = members & (chosen[0] == 0) & (media.area >= ENOUGH * side**2) & (count >= 0)
+            sizes = np.array(bucket_sizes(side))
+            ratio = media.height[fits] / media.width[fits]
+            nearest = np.abs(ratio[:, None] - sizes[:, 0] / sizes[:, 1]).argmin(axis=1)
+            chosen[:, fits] = counts[count[fits]], *sizes[nearest].T
+    has_bucket = np.flatnonzero(chosen[0])
+    frames, height, width = chosen[:, has_bucket]
+    native = media.at(has_bucket)
+    scale = np.maximum(height / native.height, width / native.width)
+    cropped = height * width / scale**2  # pixels of the item that the bucket shows
+    pixels = np.minimum(cropped, height * width) / native.area
+    return Bucketed(
+        Media(frames, height, width, native.text),
+        pixels=float(pixels.sum()),
+        frames=float((frames / native.frames).sum()),
+    )
+
+
+# ---------------------------------------------------------------------------- batches
+
+
+def batches_of_buckets(
+    kept: Media, most_slots: int, most_cost: float, cost: ItemCost
+) -> tuple[list[Batch], int]:
+    """Batches of each bucket, as large as the bounds allow but of one item at least, with texts
+    padded to `MOST_TEXT`; and how many items do not fill a last batch and are dropped."""
+    shapes, bucket = np.unique(
+        np.stack([kept.frames, kept.height, kept.width], axis=1), axis=0, return_inverse=True
+    )
+    real_cost = cost.of(kept.slots.astype(float))
+    latents = kept.latents
+    batches = []
+    dropped = 0
+    for number in range(len(shapes)):
+        members = np.flatnonzero(bucket == number)
+        each = int(latents[members[0]]) + MOST_TEXT
+        size = max(1, min(most_slots // each, int(most_cost / cost.of(float(each)))))
+        dropped += len(members) % size
+        for first in range(0, len(members) - size + 1, size):
+            chosen = members[first : first + size]
+            real = int(kept.slots[chosen].sum())
+            batches.append(
+                Batch(size, each - MOST_TEXT, MOST_TEXT, real, float(real_cost[chosen].sum()))
+            )
+    return batches, dropped
+
+
+def batches_of_like_sizes(
+    media: Media, most_slots: int, most_cost: float, cost: ItemCost
+) -> list[Batch]:
+    """Items in the order of their slots, cut into batches within the bounds, and each padded to its
+    most latents and longest text."""
+    media = media.at(np.lexsort((media.text, media.slots)))
+    latents, text = media.latents, media.text
+    real_cost = cost.of(media.slots.astype(float))
+    batches: list[Batch] = []
+
+    def close(first: int, end: int) -> None:
+        part = slice(first, end)
+        real = int((latents[part] + text[part]).sum())
+        longest = int(latents[part].max()), int(text[part].max())
+        batches.append(Batch(end - first, *longest, real, float(real_cost[part].sum())))
+
+    first = 0
+    most_latents = most_text = 0
+    for item in range(len(media)):
+        most_latents = max(most_latents, int(latents[item]))
+        most_text = max(most_text, int(text[item]))
+        each = most_latents + most_text
+        items = item + 1 - first
+        if items > 1 and (
+            items * each > most_slots or items * float(cost.of(float(each))) > most_cost
+        ):
+            close(first, item)
+            first = item
+            most_latents, most_text = int(latents[item]), int(text[item])
+    close(first, len(media))
+    return batches
+
+
+def steps(batches: Sequence[Batch], ranks: int) -> Iterator[Sequence[Batch]]:
+    """A batch for every rank; what is left over waits for more."""
+    for first in range(0, len(batches) - ranks + 1, ranks):
+        yield batches[first : first + ranks]
+
+
+def figures(batches: Sequence[Batch], ranks: int, cost: ItemCost) -> dict[str, float]:
+    """`real_slots`, `synchronised` and `over_ideal` of steps in which each rank computes a batch, and
+    `shapes`, of all batches."""
+    slots = real = 0
+    slowest = mean = ideal = 0.0
+    for step in steps(batches, ranks):
+        costs = [batch.cost(cost) for batch in step]
+        slots += sum(batch.slots for batch in step)
+        real += sum(batch.real for batch in step)
+        slowest += max(costs)
+        mean += sum(costs) / ranks
+        ideal += sum(batch.real_cost for batch in step) / ranks
+    return {
+        "real_slots": real / slots,
+        "synchronised": slowest / mean,
+        "over_ideal": slowest / ideal,
+        "shapes": len({batch.shape for batch in batches}),
+    }
