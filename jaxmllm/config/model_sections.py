@@ -97,11 +97,14 @@ class LanguageConfig(LayerWindows):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of every layer that can have adapters: see adapter_sections.py."""
+        """The matrices of every layer that can have adapters, those of experts not: see adapter_sections.py."""
+        heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
+        attention = _attention_matrices(self.width, heads, kv_heads)
+        if self.experts is not None:
+            return attention
         gated = dict.fromkeys(("gate", "up"), (self.width, self.mlp_width))
         mlp = gated | {"down": (self.mlp_width, self.width)}
-        heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
-        return _attention_matrices(self.width, heads, kv_heads) | _in_layers("mlp", mlp)
+        return attention | _in_layers("mlp", mlp)
 
     @model_validator(mode="after")
     def _check(self) -> LanguageConfig:

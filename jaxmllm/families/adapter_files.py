@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import AdapterConfig
-from jaxmllm.families.lines import LAYER, Line
+from jaxmllm.families.lines import STACKED, Line
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.weight_files import FolderError, write_tensors
 
@@ -26,6 +26,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of keys, before those of the published model
 WEIGHT = ".weight"
 RANK = "rank"  # the axis of the factors that their matrix has not
+LAYER = STACKED[0]
 
 
 def factor_lines(line: Line, inputs: int) -> tuple[Line, Line]:
@@ -40,7 +41,7 @@ def factor_lines(line: Line, inputs: int) -> tuple[Line, Line]:
     """
     reads, makes = line.letters[:inputs], line.letters[inputs:]
     apart = [{*group} for group in line.tensor] == [{*makes}, {*reads}]
-    if not (apart and line.stacked and line.key.endswith(WEIGHT)):
+    if not (apart and line.stacked == (LAYER,) and line.key.endswith(WEIGHT)):
         raise FolderError(
             f"{line.key} is not a matrix of each layer, outputs by inputs, to which adapters could be told apart; "
             "write the folder whole, without --adapters"
