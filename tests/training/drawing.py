@@ -24,19 +24,24 @@ def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:
     """A JSONL file of captions with pictures in the assistant's turns, some before a clip (an animation, or a
     folder of frames) or (`shown`) after one that the user shows, and of text alone; every example is a source of
     its own."""
-    random = np.random.default_rng(0)
+    random, moving = np.random.default_rng(0), np.random.default_rng(1)
 
-    def frames(count: int) -> list[Image.Image]:
+    def first_frame() -> Image.Image:
         height, width = random.integers(5, 24, 2)
-        pixels = random.integers(0, 256, (count, height, width, 3)).astype(np.uint8)
-        return [Image.fromarray(frame) for frame in pixels]
+        return Image.fromarray(random.integers(0, 256, (height, width, 3)).astype(np.uint8))
 
     def picture(name: str) -> dict[str, str]:
-        frames(1)[0].save(folder / f"{name}.png")
+        first_frame().save(folder / f"{name}.png")
         return {"type": "image", "image": f"{name}.png"}
 
     def clip(name: str) -> dict[str, str]:
-        first, *others = frames(int(random.integers(2, 6)))
+        first = first_frame()
+        others = [
+            Image.fromarray(
+                moving.integers(0, 256, (first.height, first.width, 3)).astype(np.uint8)
+            )
+            for _ in range(int(moving.integers(1, 5)))
+        ]
         if len(others) > 2:
             (folder / name).mkdir()
             for number, frame in enumerate((first, *others)):
