@@ -32,6 +32,8 @@ BACKWARD: Final = ("language_loss_and_grad", "encode_grad", "encode_grad_kept")
 FORWARD: Final = ("encode", "evaluate", "language_loss_and_grad", "encode_grad")
 # Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
 READS_ROWS: Final = ("patch", "stem_mels")
+# Matrices whose inputs are split inside a layer; of the others it is the outputs
+SPLIT_INPUTS: Final = (".out", ".down")
 SUM_BYTES: Final = 4  # gradients are summed in float32
 
 
@@ -211,6 +213,7 @@ class _Phase:
         if self.phase in self.components:
             yield from self._parts()
             yield from self._activations()
+            yield from self._adapters()
 
     def _weights(self, component: str) -> Iterator[Send]:
         settings = self.model.components[component]
@@ -295,3 +298,17 @@ class _Phase:
         projector = self.model.components[f"projector.{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)
         yield _send(layout, ALL_REDUCE, projector, size, self.backward)
+
+    def _adapters(self) -> Iterator[Send]:
+        """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those
+        whose matrix reads what is split; of the gradient, of the others."""
+        adapter = self.model.config.adapters.by_component.get(self.phase)
+        if adapter is None:
+            return
+        paths = adapter.adapted(self.shapes.matrices)
+        reading = sum(path.endswith(SPLIT_INPUTS) for path in paths)
+        again = self.backward and self.settings.settings.remat not in ("none", "dots")
+        times = (self.forward + again) * reading + self.backward * (len(paths) - reading)
+        size = self.tokens / self.layout.parts * adapter.rank * self.itemsize
+        axes = self.layout.mesh_axes("mlp")
+        yield _send(self.layout, ALL_REDUCE, axes, size, times * self.shapes.layers)

@@ -71,6 +71,7 @@ class AdaptersConfig(Section):
     vision: AdapterConfig | None = None
     audio: AdapterConfig | None = None
     language: AdapterConfig | None = None
+    diffusion: AdapterConfig | None = None
 
     @property
     def by_component(self) -> dict[str, AdapterConfig]:

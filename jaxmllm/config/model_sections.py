@@ -142,9 +142,7 @@ class TowerConfig(Section):
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
-        mlp = {"up": (self.width, self.mlp_width), "down": (self.mlp_width, self.width)}
-        attention = _attention_matrices(self.width, self.width, self.width)
-        return attention | _in_layers("mlp", mlp)
+        return _tower_matrices(self.width, self.mlp_width)
 
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
@@ -228,6 +226,11 @@ class DiffusionConfig(Section):
         spatial = 3 * pairs // 8
         return pairs - 2 * spatial, spatial, spatial
 
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of every layer that can have adapters: see adapter_sections.py."""
+        return _tower_matrices(self.width, self.mlp_width)
+
     @model_validator(mode="after")
     def _check_heads(self) -> DiffusionConfig:
         if self.width % (self.heads * 2) or self.head_size < 8:
@@ -298,6 +301,12 @@ def _attention_matrices(width: int, heads: int, kv_heads: int) -> dict[str, tupl
         "out": (heads, width),
     }
     return _in_layers("attention", matrices)
+
+
+def _tower_matrices(width: int, mlp_width: int) -> dict[str, tuple[int, int]]:
+    """Those of towers, whose heads are as wide as they are and whose MLPs have two matrices."""
+    mlp = {"up": (width, mlp_width), "down": (mlp_width, width)}
+    return _attention_matrices(width, width, width) | _in_layers("mlp", mlp)
 
 
 def _in_layers(part: str, matrices: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -408,6 +417,7 @@ class AdapterComponents(Section):
     vision: TrainingConfig = TrainingConfig()
     audio: TrainingConfig = TrainingConfig()
     language: TrainingConfig = TrainingConfig()
+    diffusion: TrainingConfig = TrainingConfig()
 
 
 class ComponentsConfig(Section):

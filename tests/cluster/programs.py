@@ -20,7 +20,7 @@ def tiny(**sections):
 CAPACITIES = {"vision": [16384], "audio": [16384], "language": [4096]}
 
 
-def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, **sections):
+def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, adapters=None, **sections):
     """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it.
 
     `kept`: what else is said of phases, by phase.
@@ -32,8 +32,9 @@ def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, **secti
     tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
     of_projectors = tree["components"]["projector"]
     for component in (*tree["components"].values(), *of_projectors.values()):
-        if component is not of_projectors:
+        if "compute_dtype" in component:
             component["compute_dtype"] = "float32"
+    tree["model"]["adapters"] = adapters or {}
     for component in frozen:
         tree["components"][component]["freeze"] = True
     config = parse_config(tree)

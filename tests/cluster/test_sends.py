@@ -71,6 +71,27 @@ def test_gradients_that_stay_whole_are_sent_once():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [
+        ({"data": 2, "fsdp": 4}, "dots"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "full"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "none"),
+    ],
+    ids=str,
+)
+def test_adapters_send_what_is_predicted(mesh, remat):
+    adapters = {"language": {"rank": 8, "alpha": 8.0}, "vision": {"rank": 4, "alpha": 4.0}}
+    config, programs = tiny(
+        mesh=mesh, remat=remat, adapters=adapters, frozen=("vision", "language")
+    )
+    for name in programs.jobs:
+        if name.function in ("language_loss_and_grad", "encode_grad", "add_replicas"):
+            assert_agrees(config, programs, name)
+
+
+@pytest.mark.slow
 def test_forward_programs_send_what_is_predicted():
     config, programs = tiny(mesh={"fsdp": 4, "context": 2, "data": 1})
     for name in programs.jobs:

@@ -14,6 +14,7 @@ from jaxmllm.config.schema import (
     AdaptersConfig,
     ComponentConfig,
     ConfigError,
+    DiffusionConfig,
     ModelConfig,
     TrainingConfig,
 )
@@ -26,19 +27,22 @@ ADAPTER = AdapterConfig(rank=3, alpha=6.0)
 FROZEN = ComponentConfig(freeze=True)
 TEXT = ModelConfig(language=LANGUAGE, adapters=AdaptersConfig(language=ADAPTER))
 ONE = make_mesh({"data": 1}, jax.devices()[:1])
-TOWERS = ("vision", "audio", "language")
+DIFFUSION = DiffusionConfig(width=16, layers=2, heads=2, mlp_width=24)
+PHASES = ("vision", "audio", "language", "diffusion")
 
 
 def test_every_matrix_of_a_layer_can_have_an_adapter():
-    adapters = AdaptersConfig(**dict.fromkeys(TOWERS, AdapterConfig(rank=2, alpha=1.0)))
-    config = ModelConfig(language=LANGUAGE, vision=VISION, audio=AUDIO, adapters=adapters)
-    model = build(config, **dict.fromkeys(TOWERS, FROZEN))
-    for name in TOWERS:
+    adapters = AdaptersConfig(**dict.fromkeys(PHASES, AdapterConfig(rank=2, alpha=1.0)))
+    towers = {"vision": VISION, "audio": AUDIO, "diffusion": DIFFUSION}
+    config = ModelConfig(language=LANGUAGE, adapters=adapters, **towers)
+    model = build(config, **dict.fromkeys(PHASES, FROZEN))
+    for name in PHASES:
         own = dict(leaves_by_path(model.components[name].shapes))
         factors = dict(leaves_by_path(model.components[f"adapter.{name}"].shapes))
         matrices = getattr(config, name).matrices
         in_layers = {path for path in own if path.startswith("layers.")}
-        assert {*matrices} == {path for path in in_layers if not path.endswith(("bias", "scale"))}
+        others = ("bias", "scale", "modulation.weight")  # of norms, and of the time
+        assert {*matrices} == {path for path in in_layers if not path.endswith(others)}
         for path, (inputs, outputs) in matrices.items():
             a, b = factors[f"{path}.a"].shape, factors[f"{path}.b"].shape
             assert a[-1] == b[1] == 2

@@ -24,7 +24,7 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, difference
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
 from sharding.mesh import make_mesh
-from tests.support import EXHAUSTIVE
+from tests.support import EXHAUSTIVE, slow_cases
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -190,10 +190,13 @@ def logits_of(run: PreparedRun) -> list[np.ndarray]:
     return [values for _, values in sorted(run.logits(), key=lambda text: text[0])]
 
 
-@pytest.mark.slow
-def test_merged_and_unmerged_logits_are_those_of_peft(tmp_path):
+ADAPTED = {name: (name,) for name in ("llama-biased", "mistral", "qwen2-windows", QUICK)}
+
+
+@pytest.mark.parametrize("name", slow_cases(ADAPTED, always=(QUICK,)))
+def test_merged_and_unmerged_logits_are_those_of_peft(name, tmp_path):
     """Of the same parameters: adapters beside their matrices, a merged folder, and, where it is there, peft."""
-    source, run, inputs = GOLDENS / QUICK, tmp_path / "run", GOLDENS / QUICK / "inputs.npz"
+    source, run, inputs = GOLDENS / name, tmp_path / "run", GOLDENS / name / "inputs.npz"
     params = adapted_run(source, run)
     folder = ModelFolder.open(source)
     language = folder.family.language(folder.config)
@@ -226,7 +229,7 @@ import numpy as np, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 base, adapter, inputs = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 model = PeftModel.from_pretrained(model, adapter)
 inputs = {name: torch.tensor(array) for name, array in np.load(inputs).items()}
 with torch.no_grad():

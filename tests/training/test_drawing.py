@@ -173,6 +173,24 @@ def test_latents_are_drawn_as_pixels_are(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_adapters_of_decoder_and_generator_on_a_mesh(captions):
+    """Both frozen: gradients go through them to the factors, by way of the states."""
+    adapter, frozen = {"rank": 2, "alpha": 4.0}, {"freeze": True}
+    changes = {
+        "model__adapters": {"language": adapter, "diffusion": adapter},
+        "components": {"language": frozen, "diffusion": frozen},
+        **DRAWING_ALONE,
+    }
+    alone = assemble(drawing_config(captions, **changes), 1)
+    expected = computed(alone, alone.step(EXAMPLES))
+    assert set(expected[0]) == {"adapter.language", "adapter.diffusion", "projector.language"}
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    spread = assemble(drawing_config(captions, mesh=mesh, **changes), 8)
+    assert_as(computed(spread, spread.step(EXAMPLES)), expected)
+
+
+@pytest.mark.slow
 def test_gradients_are_those_of_both_losses(both):
     """Against the slope of what an evaluation measures, in the direction of each component's gradient."""
     step = both.step(EXAMPLES)

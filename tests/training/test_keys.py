@@ -458,9 +458,9 @@ def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[st
     return found | effects(section, seen, given, **values)
 
 
-def adapter(name: str) -> dict[str, Effect]:
+def adapter(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
     section = f"model.adapters.{name}"
-    given = (f"{section}={{rank: 2, alpha: 4}}", f"components.{name}.freeze=true")
+    given = (*given, f"{section}={{rank: 2, alpha: 4}}", f"components.{name}.freeze=true")
     found = effects(section, weights, given, rank="4", parameters="[layers.mlp.*]")
     found |= effects(section, adapter_scales, given, alpha="8")
     section = f"components.adapter.{name}"
@@ -532,6 +532,7 @@ EFFECTS: dict[str, Effect] = {
     **component("diffusion", generator, DRAWS),
     **component("projector.language", generator, DRAWS),
     **effects("model.diffusion", weights, DRAWS, patch_frames="2", channels="4"),
+    **adapter("diffusion", DRAWS),
     **effects("data.generated", lengths, DRAWS, min_pixels="1000", max_pixels="10000"),
     **effects("data.generated", lengths, DRAWS, max_frames="2", shorten="true", fps="4"),
     **effects("data.generated", lengths, (*DRAWS, "data.generated.fps=4"), folder_fps="8"),
