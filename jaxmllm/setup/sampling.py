@@ -21,11 +21,12 @@ from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.config.read import load_config
-from jaxmllm.config.schema import ComponentConfig, Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError, TrainingConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.builder import uncached_index
-from jaxmllm.data.media.blanks import BlankImages
-from jaxmllm.data.media.images import GeneratedImages
+from jaxmllm.data.media.blanks import Blanks, blank_of
+from jaxmllm.data.media.generated import GeneratedPixels
+from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.rows.draws import DrawRule, shifted
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.rows.masks import Row
@@ -48,15 +49,21 @@ UNTRAINED = {"freeze": True, "train": ("*",), "ema": None}
 
 
 class Picture(NamedTuple):
-    """One that was drawn."""
+    """A picture or clip that was drawn."""
 
     name: str
-    values: NDArray[Any]  # [height, width, 3], about -1, black, to 1
+    values: NDArray[Any]  # [frames, height, width, channels]; pixels are about -1, black, to 1
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """Its colours, [height, width, 3]."""
+        """Its colours, [frames, height, width, 3]."""
         return np.rint((self.values + 1) * MIDDLE_GRAY).clip(0, 255).astype(np.uint8)
+
+    @property
+    def latents(self) -> NDArray[np.float32]:
+        """Its numbers as they are read: [channels, height, width], of several frames [channels, frames, ..]."""
+        latents = np.moveaxis(self.values, -1, 0).astype(np.float32)
+        return latents if latents.shape[1] > 1 else latents[:, 0]
 
 
 @dataclass(frozen=True)
@@ -82,15 +89,18 @@ class Drawing:
 
     def _of_row(self, row: Row, patches: NDArray[Any]) -> Iterator[Picture]:
         modality = self.corpus.modalities[self.config.model.generators[0]]
-        assert isinstance(modality, BlankImages)
+        assert isinstance(modality, Blanks)
         for group, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
             owned = (row["owners"][group] == segment + 1) & (row["patches"][group] >= 0)
             kept = owned & (row["segments"][group] == segment + 1)
             drawn = np.empty((kept.sum(), patches.shape[2]), patches.dtype)
             drawn[row["patches"][group][kept]] = patches[group][kept]
             request = int(row["sources"][group, segment])
-            shape = self.corpus.example(request).media[-1].shape
-            yield Picture(self.requests.entries[request].name, modality.picture(drawn, shape))
+            span = self.corpus.example(request).media[-1]
+            blank = blank_of(span.reference)
+            assert blank is not None, "requests end with what is to be drawn"
+            frames = modality.frames(drawn, span.shape, blank)
+            yield Picture(self.requests.entries[request].name, frames)
 
     @property
     def _batches(self) -> list[NDArray[np.int64]]:
@@ -130,7 +140,7 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _untrained(section: Any) -> Any:
     """Components of which nothing is trained."""
-    if isinstance(section, ComponentConfig):
+    if isinstance(section, TrainingConfig):
         return section.model_copy(update=UNTRAINED)
     return section.model_copy(update={name: _untrained(part) for name, part in section})
 
@@ -156,8 +166,8 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
     spans = spans_of_phases(config, model)
     modalities = run_modalities(config, model, spans)
     for phase, modality in modalities.items():
-        if isinstance(modality, GeneratedImages):
-            modalities[phase] = BlankImages.like(modality)
+        if isinstance(modality, GeneratedPixels | GeneratedLatents):
+            modalities[phase] = Blanks(modality)
     index = uncached_index("requests", requests, tokenizer, modalities)
     pairs = VisiblePairs.of_model(config.model)
     corpus = Corpus((index,), (1.0,), tokenizer, modalities, pairs=pairs)

@@ -32,6 +32,7 @@ SHOWN = [{"type": "image", "image": "2-shown.png"}, {"type": "text", "text": "th
 OTHERS = [
     {"prompt": "draw a", "size": "8x12", "seed": 3},
     {"messages": [{"role": "user", "content": SHOWN}], "size": "16x16", "name": "seen"},
+    {"prompt": "draw c", "size": "8x8", "frames": 2, "name": "clip"},
     *({"prompt": "draw " + n * "b", "size": f"{4 * n}x{8 * n}"} for n in range(1, 4)),
 ]
 
@@ -97,7 +98,7 @@ def test_steps_and_guidance_compile_nothing(alone):
     few = alone.values(3, 2.5)["alone"]
     free, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
     assert counter.count == 0
-    assert before.shape == (20, 24, 3) and np.abs(before - few).max() > 1e-2
+    assert before.shape == (1, 20, 24, 3) and np.abs(before - few).max() > 1e-2
     # Of a single step, guidance is linear
     np.testing.assert_allclose(strong - free, 2.5 * (plain - free), atol=1e-5)
     assert np.abs(plain - free).max() > 1e-3, "what is drawn depends on the prompt"
@@ -139,9 +140,9 @@ MESHES = {  # devices, overrides
 def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     devices, overrides = MESHES[mesh]
     together = compiled(run, [*OTHERS, ALONE], devices, *overrides).values()
-    assert len(together) == 6
+    assert len(together) == 7 and together["clip"].shape == (2, 8, 8, 3)
     np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
-    assert not np.allclose(together["0004"][:4, :8], together["0005"][:4, :8])
+    assert not np.allclose(together["0005"][0, :4, :8], together["0006"][0, :4, :8])
 
 
 @pytest.mark.slow
@@ -152,5 +153,5 @@ def test_the_command_writes_them(run, alone, tmp_path, capsys):
     assert "checkpoints/1, averaged: diffusion" in capsys.readouterr().out
     (path,) = (tmp_path / "new").iterdir()
     assert path.name == "0001.png"
-    values = np.clip((alone.values()["alone"] + 1) * 127.5, 0, 255)
+    values = np.clip((alone.values()["alone"][0] + 1) * 127.5, 0, 255)
     assert np.abs(np.asarray(Image.open(path), np.float32) - values).max() < 1

@@ -185,3 +185,14 @@ def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDAr
     return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3, 5, 6)).reshape(
         -1, patch_frames * patch_size**2 * channels
     )
+
+
+def frames_of(
+    patches: NDArray[Any], shape: Shape, patch_frames: int, patch_size: int
+) -> NDArray[Any]:
+    """Patches [T * H * W, F] of shape (T, H, W) -> frames [T * patch_frames, H * patch_size, W * patch_size, K]:
+    `patches_of` undone."""
+    time, height, width = shape
+    tiles = patches.reshape(time, height, width, patch_frames, patch_size, patch_size, -1)
+    frames = tiles.transpose(0, 3, 1, 4, 2, 5, 6)
+    return frames.reshape(time * patch_frames, height * patch_size, width * patch_size, -1)
