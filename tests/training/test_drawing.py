@@ -1,10 +1,15 @@
 """A model that sees pictures, and draws pictures and clips: what must not change the mathematics."""
 
+import json
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.train import main
 from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled
 from tests.training.drawing import (
     drawing_config,
@@ -212,6 +217,27 @@ def test_gradients_are_those_of_both_losses(both):
 
         slope = (objective(moved(1)) - objective(moved(-1))) / (2 * length)
         assert slope == pytest.approx(norm**2, rel=0.03), name
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_resumed_run_draws_as_one_that_went_on(pictures, tmp_path):
+    """Pictures and clips have the same noise in the same steps, on another mesh, too."""
+
+    def run(name: str, steps: int, **changes: Any) -> list[float]:
+        folder = tmp_path / name
+        tree = drawing_config(pictures, run={"directory": str(folder), "steps": steps}, **changes)
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(tree))
+        assert main(["--config", str(config), "--resume"]) == 0
+        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [record["drawn_loss"] for record in records if "drawn_loss" in record]
+
+    whole = run("whole", 4, mesh={"data": 2, "fsdp": 4})
+    run("resumed", 2, mesh={"data": 2, "fsdp": 4})
+    resumed = run("resumed", 4, mesh={"data": 2, "fsdp": 2, "context": 2})
+    assert len(whole) == 4
+    np.testing.assert_allclose(resumed, whole, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------------- any plan on any mesh
