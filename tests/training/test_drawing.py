@@ -10,7 +10,7 @@ import yaml
 
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.train import main
-from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled
+from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled, slow_cases
 from tests.training.drawing import (
     drawing_config,
     latents_config,
@@ -256,20 +256,26 @@ SMALL_ROWS = {  # and small pools
     "balance__pool_slots": 288,
     "balance__pair_slots": 12,
 }
+SHARED_ROWS = {"phases__diffusion": {"block": 32, "spans": [1, 2], "capacities": [64]}}
 CASES = {  # devices, further changes
     "small-rows-and-pools": (2, {"mesh": {"data": 2}, **SMALL_ROWS}),
     "context2": (2, {"mesh": {"data": 1, "context": 2}}),
     "wide": (8, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, **WIDE}),
+    "shared-rows": (2, {"mesh": {"data": 2}, **SHARED_ROWS}),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_cases({case: (case,) for case in CASES}, always=CASES.keys() - {"shared-rows"}),
+)
 def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, case):
     devices, changes = CASES[case]
     setup = assemble(drawing_config(pictures, **changes), devices)
-    for mode in ("phases", "none"):
+    for mode in ("phases",) if case.startswith("shared") else ("phases", "none"):
         step = setup.step(EXAMPLES, mode=mode)
+        if case.startswith("shared"):
+            assert set(step.spans["diffusion"]) == {1, 2}
         if case.startswith("small") and mode == "none":
             assert len(set(step.capacities["language"])) == 2
             assert len(step.rounds["diffusion"]) == max(step.pools["diffusion"]) + 1 == 2
