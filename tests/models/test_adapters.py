@@ -21,7 +21,7 @@ from jaxmllm.config.schema import (
 from jaxmllm.models.adapters import merged
 from jaxmllm.trainable import join, leaves_by_path
 from sharding.mesh import make_mesh
-from tests.models.test_mllm import AUDIO, LANGUAGE, VISION, build, make_rows
+from tests.models.test_mllm import AUDIO, LANGUAGE, MESH, VISION, build, make_rows
 
 ADAPTER = AdapterConfig(rank=3, alpha=6.0)
 FROZEN = ComponentConfig(freeze=True)
@@ -90,11 +90,13 @@ def merged_params(params):
     return {"language": jax.tree.map_with_path(leaf, params["language"])}
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
-def test_states_and_gradients_are_those_of_the_sum(remat):
-    """On parts of matrices, in float64: W + alpha / rank * A B, and gradients by the chain rule."""
+@pytest.mark.parametrize(
+    "remat, mesh", [("full", ONE), pytest.param("none", MESH, marks=pytest.mark.slow)]
+)
+def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
+    """In float64: W + alpha / rank * A B, and gradients by the chain rule."""
     settings = {"compute_dtype": "float64", "remat": remat}
-    model = build(TEXT, language=ComponentConfig(freeze=True, **settings))
+    model = build(TEXT, mesh, language=ComponentConfig(freeze=True, **settings))
     plain = build(ModelConfig(language=LANGUAGE), ONE, language=ComponentConfig(**settings))
     params = randomized(model, np.float64)
     rows, media = make_rows(0), np.zeros((4, 64, LANGUAGE.width))
