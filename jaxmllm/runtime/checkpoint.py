@@ -118,9 +118,8 @@ class Checkpoints:
             if names := fresh.get(field):
                 say(f"{words.what} of {', '.join(names)}: begins {words.begins} from step {step}")
                 abstract = {name: fields[field][name] for name in names}
-                begun = _zeros(abstract)
-                if field == "averages":
-                    begun = begun_averages(state["params"], abstract)
+                averages = field == "averages"
+                begun = begun_averages(state["params"], abstract) if averages else _zeros(abstract)
                 state[field] = dict(sorted((state.get(field, {}) | begun).items()))
             if names := unused.get(field):
                 say(
