@@ -50,6 +50,9 @@ VERBS = {
     "sample-data": Verb(
         "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
     ),
+    "shapes": Verb(
+        "jaxmllm.tools.shapes", "make captioned pictures to learn drawing from, judge drawn ones"
+    ),
 }
 
 

@@ -129,7 +129,7 @@ def test_commands_are_found():
 
 
 def test_every_command_that_reads_a_config_takes_the_same_overrides(stop_at_parser):
-    others = ("sample-data", "convert", "draw")  # the last one reads that of a run folder
+    others = ("sample-data", "shapes", "convert", "draw")  # the last one reads that of a run folder
     modules = [verb.module for name, verb in VERBS.items() if name not in others]
     for module in [*modules, "benchmarks.balance_step", "benchmarks.pipeline_step"]:
         with pytest.raises(Parsed) as parsed:

@@ -134,13 +134,13 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
     (out / folder).mkdir(parents=True, exist_ok=True)
     # Files are shared by several questions: they cost more time and disk than lines of text.
     pictures = make_pictures(
-        out, folder, _random(seed, split, "picture"), max(examples // 4, 2 * len(COLOURS))
+        out, folder, random_of(seed, split, "picture"), max(examples // 4, 2 * len(COLOURS))
     )
     clips = make_clips(
-        out, folder, _random(seed, split, "sound"), max(examples // 8, 2 * len(SOUNDS))
+        out, folder, random_of(seed, split, "sound"), max(examples // 8, 2 * len(SOUNDS))
     )
 
-    rng = _random(seed, split, "questions")
+    rng = random_of(seed, split, "questions")
     share = examples // len(KINDS)
     makers: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "picture": lambda: _ask_one(rng, "picture", "image", pictures, tuple(COLOURS), share),
@@ -158,7 +158,7 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
     return Split(records, pictures, clips)
 
 
-def _random(seed: int, split: str, use: str) -> np.random.Generator:
+def random_of(seed: int, split: str, use: str) -> np.random.Generator:
     """Random numbers of one split and use alone: a change of one leaves the others as they are."""
     return np.random.default_rng([seed, *f"{split}/{use}".encode()])
 
