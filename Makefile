@@ -6,12 +6,15 @@ CODE := jaxmllm sharding launch tests $(wildcard benchmarks)
 # Two workers by default: each test process holds eight forced devices and their compiled programs.
 TEST_WORKERS ?= 2
 CPU_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
+TWO_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2
+SEED ?= 0
 
-.PHONY: help quickstart test test-slow test-exhaustive lint format lock clean
+.PHONY: help quickstart shapes test test-slow test-exhaustive lint format lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   install, make sample data, train a small model on it (minutes, on CPU)"
+	@echo "make shapes       the same for drawing: make captioned shapes, learn to draw them, draw and judge (SEED=0)"
 	@echo "make test         fast tests          make test-slow   the slow ones (and test-exhaustive: more of these)"
 	@echo "make lint         ruff and mypy       make format      let ruff rewrite"
 	@echo "make lock         resolve requirements/ anew from pyproject.toml"
@@ -19,6 +22,17 @@ help:
 quickstart: $(VENV)/.runtime sample/.made
 	rm -rf runs/quickstart
 	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
+
+shapes: $(VENV)/.runtime shapes/.made
+	rm -rf runs/shapes
+	began=$$(date +%s) && \
+	$(TWO_DEVICES) $(PY) -m jaxmllm train --config configs/shapes.yaml run.seed=$(SEED) && \
+	trained=$$(date +%s) && \
+	$(TWO_DEVICES) $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes --jsonl shapes/draw.jsonl --steps 20 --guidance 2.5 \
+		--seed $(SEED) --out runs/shapes/drawn && \
+	drawn=$$(date +%s) && \
+	$(PY) -m jaxmllm shapes --judge runs/shapes/drawn --json runs/shapes/judged.json \
+		--seconds-training $$((trained - began)) --seconds-sampling $$((drawn - trained))
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
@@ -48,7 +62,7 @@ LOCK_FLAGS := --quiet --upgrade --universal --python-version 3.11 --fork-strateg
 	--no-annotate --no-header --no-emit-index-url --no-emit-find-links
 
 clean:
-	rm -rf $(VENV) sample runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) sample shapes runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -66,4 +80,8 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 
 sample/.made: jaxmllm/tools/sample_data.py jaxmllm/tools/sample_media.py | $(VENV)/.runtime
 	$(PY) -m jaxmllm sample-data sample
+	@touch $@
+
+shapes/.made: $(wildcard jaxmllm/tools/shapes*.py) | $(VENV)/.runtime
+	$(PY) -m jaxmllm shapes shapes
 	@touch $@

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmllm.config.read import load_config
 from jaxmllm.data.text.tokenizers import FileTokenizer
 from jaxmllm.tools.sample_media import COLOURS
 from jaxmllm.tools.shapes import UNKNOWN, main, make_shapes
 from jaxmllm.tools.shapes_judge import judge, look, scene_of
 from jaxmllm.tools.shapes_scenes import PLACES, SCENES, SHAPES, Scene, paint
 
+ROOT = Path(__file__).parents[2]
 RED_CIRCLE = Scene("red", "circle", "top-left")
 
 
@@ -145,3 +147,13 @@ def test_wrong_arguments_are_one_line(words, reason, tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         main(words)
     assert reason in capsys.readouterr().err
+
+
+def test_the_config_reads_what_is_made():
+    config = load_config(ROOT / "configs/shapes.yaml", [])
+    assert config.data.tokenizer == "shapes/tokenizer.json"
+    assert [source.path for source in config.data.sources] == ["shapes/train.jsonl"]
+    assert [source.path for source in config.data.evaluation] == ["shapes/test.jsonl"]
+    assert config.objective.diffusion.prediction == "sample"
+    patch = config.model.diffusion.patch_size
+    assert not any(side % patch for side in (24, 32, 40, 48, 56, 64))
