@@ -44,6 +44,8 @@ def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
     if most < LEAST_CONTRAST:
         return nothing
     core = image[difference > CORE * most].mean(axis=0)
+    if np.linalg.norm(core - ground) < LEAST_CONTRAST:  # colours on all sides of the ground
+        return nothing
     error = {name: float(np.linalg.norm(core - value)) for name, value in COLOURS.items()}
     colour = min(error, key=lambda name: error[name])
     cover = _cover(image, ground, core)

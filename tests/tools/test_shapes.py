@@ -109,6 +109,9 @@ def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
     noise = random.integers(0, 256, (40, 40, 3)).astype(np.uint8)
     assert look(noise)["shape"] is None
     assert look(np.full((24, 32, 3), 230, np.uint8)) == dict.fromkeys(("colour", "shape", "place"))
+    opposite = np.full((24, 24, 3), 128, np.uint8)
+    opposite[6:10, 6:10], opposite[12:16, 12:16] = 28, 228
+    assert look(opposite) == dict.fromkeys(("colour", "shape", "place"))
     picture = paint(random, RED_CIRCLE, 40, 40)
     assert look(picture) == {"colour": "red", "shape": "circle", "place": "top-left"}
     two = np.maximum(0, np.minimum(picture, picture[::-1, ::-1]))
