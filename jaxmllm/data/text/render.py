@@ -156,18 +156,20 @@ def _render_pieces(
         raise ConversationError("answers_unclear", "the chat template writes nothing of it")
     # A token is learned if one of its characters is
     learned_before = np.cumsum([0, *(piece.learned for piece in framed)])
-    is_learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
-    numbers = [framed[index].media for index in encoded.first.tolist()]
-    tokens = zip(encoded.ids, is_learned.tolist(), numbers, strict=True)
+    learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
+    numbers = np.array([-1 if piece.media is None else piece.media for piece in framed])
+    number = numbers[encoded.first]
+    changes = (learned[1:] != learned[:-1]) | (number[1:] != number[:-1])
+    cuts = [0, *(1 + np.flatnonzero(changes)).tolist(), len(number)]
     sequence = _Sequence()
-    for (learned, number), run in itertools.groupby(tokens, key=lambda token: token[1:]):
-        ids = [token for token, *_ in run]
-        if number is None:
-            sequence.add_text(ids, learned)
+    for start, end in itertools.pairwise(cuts):
+        ids = encoded.ids[start:end]
+        if number[start] < 0:
+            sequence.add_text(ids, bool(learned[start]))
         else:
-            part = media[number]
+            part = media[number[start]]
             modality = modality_of(part, modalities)
-            sequence.add_item(part.reference, modality, shapes[number], *ids)
+            sequence.add_item(part.reference, modality, shapes[number[start]], *ids)
     return sequence.finish()
 
 

@@ -78,14 +78,15 @@ class TemplateTokenizer(FileTokenizer):
         first = np.searchsorted(starts, places[:, 0], "right") - 1
         last = np.searchsorted(starts, last_places, "right") - 1
         # A control token may take in the white space around it, of other pieces
-        control = [place for place, i in enumerate(encoding.ids) if i in self._control]
+        ids = encoding.ids
+        control = np.flatnonzero(np.isin(ids, [*self._control])).tolist()
         meant = [number for number, piece in enumerate(pieces) if isinstance(piece, int)]
-        if [encoding.ids[place] for place in control] != [pieces[number] for number in meant]:
+        if [ids[place] for place in control] != [pieces[number] for number in meant]:
             raise ConversationError(
                 "control_token", "holds text that the tokenizer can only write as control tokens"
             )
         first[control] = last[control] = meant
-        return Encoded(encoding.ids, first, last)
+        return Encoded(ids, first, last)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -190,7 +190,10 @@ DIALECTS = {
     "llama3.1": Dialect(
         DATED,
         _LLAMA,
-        {"bos_token": {"content": "<|begin_of_text|>", "special": True}, "eos_token": "<|eot_id|>"},
+        {
+            "bos_token": {"__type": "AddedToken", "content": "<|begin_of_text|>", "special": True},
+            "eos_token": "<|eot_id|>",
+        },
     ),
     "gemma3": Dialect(
         MERGED,

@@ -526,3 +526,40 @@ def test_a_section_of_the_config_names_it(models: Models) -> None:
         section(**chatml, chat_date="2024-07-26")
     with pytest.raises(ValueError, match="valid date"):
         section(**files, chat_date="26 Jul 2024")
+
+
+# ---------------------------------------------------------------------------- against transformers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIALECTS)
+def test_against_transformers(name: str, models: Models) -> None:
+    """Ids of random conversations that spell no special token, and the mask of answers where a template says it."""
+    transformers = pytest.importorskip("transformers")
+    folder = models.folder(name)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    ours = load(folder, today=date.today() if name == "llama3.1" else None)
+    random = np.random.default_rng(0)
+    said = [word for word in SAID if not {"<", "["} & {*word} or word == "</think>"]
+    for _ in range(100):
+        words = [random.choice([*said, "What is this?", "1234"], 5) for _ in range(7)]
+        texts = iter("".join(some) for some in words)
+        roles = ["user", "assistant"] * int(random.integers(1, 4))
+        turns = [(role, next(texts)) for role in roles]
+        if name != "generation" and random.random() < 0.5:
+            turns = [("system", next(texts)), *turns]
+        if name == "qwen3" and random.random() < 0.5:
+            turns[-1] = (*turns[-1], "Why?\n")
+        try:
+            got = render(talk(*turns), ours, {}, [])
+        except ConversationError as error:
+            assert error.reason == "answers_unclear" and str(turns).count("</think>") > 1
+            continue
+        keys = ("role", "content", "reasoning_content")
+        messages = [dict(zip(keys, turn, strict=False)) for turn in turns]
+        masked = {"return_assistant_tokens_mask": True} if name == "generation" else {}
+        wanted = theirs.apply_chat_template(messages, return_dict=True, **masked)
+        assert got.tokens.tolist() == wanted["input_ids"]
+        if masked:
+            learned = [i >= 0 for i in got.targets.tolist()]
+            assert [False, *learned[:-1]] == [bool(i) for i in wanted["assistant_masks"]]
