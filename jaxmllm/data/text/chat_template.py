@@ -22,8 +22,9 @@ from jaxmllm.data.text.tokenizers import TokenizerError
 MAX_FILE = 64 << 20  # bytes: tokenizer_config.json lists the added tokens, too
 MAX_SOURCE = 1 << 20  # characters; published ones have up to 20,000
 DEFAULT = "default"  # of several templates with names
-CLOCK = "strftime_now"  # by which templates ask for the date
-
+CLOCK = "strftime_now"  # by which templates ask for the date ...
+DATE = "date_string"  # ... or which they have a default for, written as `DATE_FORMAT`
+DATE_FORMAT = "%d %b %Y"
 QUESTION = {"role": "user", "content": "question"}
 UNUSUAL = "\U00100004"  # no template writes it by itself
 
@@ -55,11 +56,11 @@ class ChatTemplate:
         tree = self._compile()
         # What the template itself writes, each piece apart, and the names that it has in it
         self.literals = tuple(_literals(tree))
-        self.variables = frozenset(node.name for node in tree.find_all(nodes.Name))
+        self.variables = _names(tree)
         self.has_generation = sandbox.has_generation(tree)
-        if today is not None and CLOCK not in self.variables:
+        if today is not None and self.variables.isdisjoint((CLOCK, DATE)):
             raise TemplateFileError(
-                f"data.chat_date: {shown(path)} prints no date; leave the key out"
+                f"data.chat_date: {shown(path)} prints no date by {CLOCK} or {DATE}; leave the key out"
             )
         self.prompt = self._generation_prompt()
         self.has_reasoning = self._writes_reasoning()
@@ -96,11 +97,11 @@ class ChatTemplate:
         self._compile()
 
     def _compile(self) -> nodes.Template:
-        clock = {} if self.today is None else {CLOCK: _clock(self.today)}
-        environment = sandbox.Sandbox({**self.names, **clock})
+        environment = sandbox.Sandbox(self.names)
         try:
             tree = environment.parse(self.source)
-            self._template = environment.from_string(self.source)
+            environment.globals |= _dates(self.today, _names(tree))
+            self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             self._fail(f"is no template: line {error.lineno}: {error.message}", "correct it")
         except SecurityError as error:
@@ -172,9 +173,18 @@ def _literals(tree: nodes.Template) -> list[str]:
     ]
 
 
-def _clock(today: date) -> Any:
+def _names(tree: nodes.Template) -> frozenset[str]:
+    return frozenset(node.name for node in tree.find_all(nodes.Name))
+
+
+def _dates(today: date | None, names: frozenset[str]) -> dict[str, Any]:
+    """What tells a template the date: a clock, or the date itself to one that looks for no clock."""
+    if today is None:
+        return {}
     moment = datetime.combine(today, time())
-    return lambda format: moment.strftime(format)
+    if CLOCK in names:
+        return {CLOCK: lambda format: moment.strftime(format)}
+    return {DATE: moment.strftime(DATE_FORMAT)}
 
 
 def _read_source(path: Path) -> str:
@@ -194,6 +204,8 @@ def _read_source(path: Path) -> str:
         if path.suffix == ".json":
             value = json.loads(source)
             source = value.get("chat_template") if isinstance(value, dict) else None
+    except TemplateFileError:
+        raise
     except OSError as error:
         fail(f"cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:

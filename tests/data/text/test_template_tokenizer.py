@@ -475,8 +475,13 @@ def test_files_that_hold_no_template(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json cannot be read"):
         load(folder)
     config.write_text(json.dumps(names))
-    for path in (tmp_path, tmp_path / "absent.jinja"):
-        with pytest.raises(TokenizerError, match="name a file with a Jinja template"):
+    for path, words in (
+        (tmp_path, "is no regular file"),
+        (tmp_path / "absent.jinja", "cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(
+            TokenizerError, match=f"^data.chat_template: {path} {words}; name a file with a Jinja"
+        ):
             TemplateTokenizer(folder / "tokenizer.json", path)
 
 
@@ -493,12 +498,36 @@ def test_dates_and_files_change_the_fingerprint(models: Models, tmp_path: Path) 
     assert (
         render(said, days[0], {}, []).tokens.tolist() != render(said, copy, {}, []).tokens.tolist()
     )
-    with pytest.raises(TokenizerError, match=r"data\.chat_date: .* prints no date; leave the key"):
+    with pytest.raises(
+        TokenizerError, match=r"data\.chat_date: .* prints no date by strftime_now o"
+    ):
         load(models.folder("qwen2.5"), today=TODAY)
     other = Dialect(
         DIALECTS["qwen2.5"].template + " ", CHATML + VISION, DIALECTS["qwen2.5"].names
     ).folder(tmp_path)
     assert load(other).fingerprint != models.tokenizer("qwen2.5").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("asks", "without", "told"),
+    [
+        ("{% set d = date_string or '1 Jan' %}{{ d }}", "1 Jan", "26 Jul 2024"),
+        ("{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') }}{% endif %}", "", "2024-07-26"),
+        (
+            "{% set d = date_string or (strftime_now('%j') if strftime_now is defined) %}{{ d }}",
+            "",
+            "208",
+        ),
+    ],
+)  # fmt: skip
+def test_templates_that_may_print_a_date(
+    asks: str, without: str, told: str, tmp_path: Path
+) -> None:
+    folder = Dialect(asks + NO_SYSTEM, CHATML, {"eos_token": "<|im_end|>"}).folder(tmp_path)
+    for today, text in ((None, without), (TODAY, told)):
+        tokenizer = load(folder, today=today)
+        ids = render(PLAIN_TALK, tokenizer, {}, []).tokens.tolist()
+        assert tokenizer.decode(ids[: ids.index(tokenizer.control.ids["<|im_start|>"])]) == text
 
 
 def test_a_section_of_the_config_names_it(models: Models) -> None:
