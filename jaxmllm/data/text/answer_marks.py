@@ -28,6 +28,7 @@ from jaxmllm.data.text.conversation import (
     Turn,
 )
 from jaxmllm.data.text.sandbox import CLOSE, OPEN
+from jaxmllm.data.text.tokenizers import TokenizerError
 
 THOUGHT_OPEN, THOUGHT_CLOSE = "\U00100002", "\U00100003"
 MEDIA = 0x100010  # the mark of media item 0; those of the others follow
@@ -54,13 +55,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ControlNames:
-    """The control tokens of a tokenizer as they are spelled: ids by name."""
+    """The control tokens of a tokenizer as they are spelled: ids by name. Raises `TokenizerError` for too many."""
 
     ids: Mapping[str, int]
 
     def __post_init__(self) -> None:
         if len(self.ids) > MOST:
-            raise ValueError(f"{len(self.ids)} control tokens, but {MOST} marks")
+            raise TokenizerError(
+                f"data.tokenizer: it has {len(self.ids)} special tokens, but chat templates take up to {MOST}; mark "
+                "fewer as special, or set data.chat_template: chatml"
+            )
 
     @cached_property
     def names(self) -> list[str]:

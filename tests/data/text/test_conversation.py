@@ -100,6 +100,16 @@ def test_defaults(tmp_path: Path) -> None:
         ({"messages": "hello"}, "wrong_type", "messages must be a list"),
         ({"messages": ["hello"]}, "wrong_type", "messages[0] must be an object"),
         (
+            {"messages": [ANSWER | {"reasoning_content": ["a"]}]},
+            "wrong_type",
+            "messages[0].reasoning_content must be a string",
+        ),
+        (
+            {"messages": [ANSWER | {"reasoning_content": "\ud800"}]},
+            "invalid_text",
+            "messages[0].reasoning_content",
+        ),
+        (
             {"messages": [{"role": "robot", "content": ""}]},
             "unknown_role",
             "'robot'; roles are system, user, assistant, tool",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxmllm.config.schema import DataConfig
 from jaxmllm.data.media.images import GeneratedImages
 from jaxmllm.data.text import sandbox
+from jaxmllm.data.text.answer_marks import MOST, ControlNames
 from jaxmllm.data.text.conversation import (
     DOCUMENT,
     Conversation,
@@ -555,6 +556,13 @@ def test_a_section_of_the_config_names_it(models: Models) -> None:
         section(**chatml, chat_date="2024-07-26")
     with pytest.raises(ValueError, match="valid date"):
         section(**files, chat_date="26 Jul 2024")
+
+
+def test_special_tokens_beyond_the_marks_are_refused() -> None:
+    with pytest.raises(
+        TokenizerError, match="has 65281 special tokens, but chat templates take up"
+    ):
+        ControlNames({f"<{number}>": number for number in range(MOST + 1)})
 
 
 # ---------------------------------------------------------------------------- against transformers
