@@ -45,13 +45,13 @@ class Line:
             tuple((group or letter).split()) for group, letter in _AXIS.findall(match["tensor"])
         )
         line = cls(match["key"], tensor, tuple(match["parameter"].split()))
-        letters = sorted(itertools.chain(*tensor))
-        if letters != sorted(line.letters) or len({*letters}) < len(letters):
-            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
             )
+        letters = sorted(itertools.chain(*tensor))
+        if letters != sorted(line.letters) or len({*letters}) < len(letters):
+            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         return line
 
     @property

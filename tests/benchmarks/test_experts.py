@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from benchmarks.experts import ROUTINGS, choose, measure
 
@@ -11,6 +12,7 @@ def test_routings_are_what_they_are_called():
     assert np.bincount(one.ravel()).tolist() == [64, 64]
 
 
+@pytest.mark.slow
 def test_records_compare_every_form():
     records = measure(seed=0, tokens=64, width=16, mlp_width=8, count=4, k=2, repeats=1)
     assert [record["routing"] for record in records] == [*ROUTINGS]

@@ -137,3 +137,18 @@ def test_shapes_that_do_not_fit_are_told():
         experts(x, chosen, weights, matrices._replace(down=matrices.gate), layout)
     with pytest.raises(ValueError, match=r"chosen and weights must be \[8, 12, 'k'\]"):
         experts(x, chosen[:1], weights, matrices, layout)
+
+
+@pytest.mark.parametrize("kernel", ["jax", "ragged_dot"])
+def test_bfloat16_is_added_in_float32(kernel):
+    given = inputs(3, dtype=np.float32)
+    x, chosen, weights, matrices = given
+    low = x.astype(jnp.bfloat16), chosen, weights, jax.tree.map(jnp.bfloat16, matrices)
+    layout = layout_of()
+    found = gradients(lambda *given: experts(*given, layout, kernel), *low)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(found[0])] == [
+        "bfloat16",
+        "float32",
+        *["bfloat16"] * 3,
+    ]
+    assert_equal(jax.tree.map(np.float32, found), gradients(dense, *given), 0.03)

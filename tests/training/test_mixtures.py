@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.config.schema import ExpertsObjectiveConfig, ModelConfig
+from jaxmllm.config.schema import ExpertsObjectiveConfig
 from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from sharding.mesh import MeshError, abstract_mesh
-from tests.support import added, assert_close, scaled, slow_cases
+from tests.support import added, assert_close, scaled, slow_cases, tiny_config
 
 LAYERS, COUNT, PER_TOKEN = 2, 8, 2
-EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
+EXAMPLES = np.random.default_rng(0).permutation(24)[:16]
 MODEL = {
     "model__language__experts": {"count": COUNT, "per_token": PER_TOKEN, "renormalise": True},
     "model__language__mlp_width": 24,
@@ -33,9 +33,25 @@ def computed(setup, step, counts=COUNTS):
     return jax.device_get((gradients, jax.tree.map(lambda leaf: leaf.sum(0), sums)))
 
 
+@pytest.fixture(scope="session")
+def texts(data):
+    """The config of a decoder with experts, on those of the sample's examples that hold text alone."""
+    lines = (data / "each-train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    path = data / "each-text.jsonl"
+    path.write_text("".join(line for line in lines if '"media/' not in line))
+
+    def config(**changes):
+        sources = [{"name": "each", "path": str(path)}]
+        towers = {"model__vision": None, "model__audio": None}
+        given = MODEL | towers | {"data__sources": sources, "data__evaluation": []}
+        return tiny_config(data, **given | changes)
+
+    return config
+
+
 @pytest.fixture(scope="module")
-def one(setups, by_example):
-    return setups(by_example(**MODEL), 1)
+def one(setups, texts):
+    return setups(texts(), 1)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +114,24 @@ MESHES = {  # devices, mesh, what else
 
 
 @pytest.mark.parametrize("devices, mesh, changes", slow_cases(MESHES, {"data2-fsdp2-tensor2"}))
-def test_no_mesh_changes_the_mathematics(setups, by_example, whole, devices, mesh, changes):
-    setup = setups(by_example(mesh=mesh, **MODEL, **changes), devices)
+def test_no_mesh_changes_the_mathematics(setups, texts, whole, devices, mesh, changes):
+    setup = setups(texts(mesh=mesh, **changes), devices)
     gradients, sums = computed(setup, setup.step(EXAMPLES))
     assert_close(gradients, whole[0], 1e-5)
     assert_routed_alike(sums, whole[1])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_media_are_routed_like_text(setups, by_example):
+    alone, many = (
+        setups(by_example(mesh=mesh, **MODEL), devices)
+        for mesh, devices in (({"data": 1}, 1), ({"data": 1, "context": 2, "fsdp": 4}, 8))
+    )
+    gradients, sums = computed(many, many.step(EXAMPLES))
+    expected, expected_sums = computed(alone, alone.step(EXAMPLES))
+    assert_close(gradients, expected, 1e-5)
+    assert_routed_alike(sums, expected_sums)
 
 
 @pytest.mark.slow
@@ -110,7 +139,7 @@ def test_counts_are_the_states_and_batches_compile_nothing_anew(one):
     """The update puts the counts of its step into the state, which the next one's balance loss takes."""
     state = one.programs.init(0)
     assert not state.expert_counts.any()
-    batches = [one.put(one.step(range(first, first + 16))) for first in range(0, 80, 16)]
+    batches = [one.put(one.step(range(first, first + 16))) for first in range(0, 9, 2)]
     state, metrics = one.programs.train(state, batches[0])
     # Fractions before the first step are even, and those of an even router's probabilities add up to 1
     assert float(metrics["balance_loss"]) == pytest.approx(1, abs=1e-5)
@@ -170,8 +199,8 @@ def test_fractions_before_the_first_step_are_even():
     assert float(balance) == pytest.approx(1) and float(z) == pytest.approx(np.log(COUNT) ** 2)
 
 
-def test_a_count_that_the_mesh_does_not_divide(by_example):
-    config = parse_config(by_example(mesh={"data": 1, "fsdp": 3}, **MODEL))
+def test_a_count_that_the_mesh_does_not_divide(texts):
+    config = parse_config(texts(mesh={"data": 1, "fsdp": 3}))
     mesh = abstract_mesh(config.mesh_sizes, 3)
     with pytest.raises(MeshError, match=r"gate.*axis 'experts' of length 8 cannot be split over"):
-        build_model(ModelConfig(language=config.model.language), 320, config.components, mesh)
+        build_model(config.model, 320, config.components, mesh)
