@@ -24,9 +24,10 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config, ConfigError, TrainingConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.builder import uncached_index
-from jaxmllm.data.media.blanks import Blanks, blank_of
+from jaxmllm.data.media.blanks import Blank, Blanks
 from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.latents import GeneratedLatents
+from jaxmllm.data.media.reference import Clip
 from jaxmllm.data.rows.draws import DrawRule, shifted
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.rows.masks import Row
@@ -48,22 +49,18 @@ from jaxmllm.training.step_functions import StepFunctions
 UNTRAINED = {"freeze": True, "train": ("*",), "ema": None}
 
 
-class Picture(NamedTuple):
-    """A picture or clip that was drawn."""
+class Drawn(NamedTuple):
+    """One picture or clip, or its latents."""
 
     name: str
-    values: NDArray[Any]  # [frames, height, width, channels]; pixels are about -1, black, to 1
+    is_clip: bool
+    is_latent: bool
+    frames: NDArray[Any]  # [frames, height, width, channels], pixels about -1, black, to 1
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """Its colours, [frames, height, width, 3]."""
-        return np.rint((self.values + 1) * MIDDLE_GRAY).clip(0, 255).astype(np.uint8)
-
-    @property
-    def latents(self) -> NDArray[np.float32]:
-        """Its numbers as they are read: [channels, height, width], of several frames [channels, frames, ..]."""
-        latents = np.moveaxis(self.values, -1, 0).astype(np.float32)
-        return latents if latents.shape[1] > 1 else latents[:, 0]
+        """Its colours."""
+        return np.rint((self.frames + 1) * MIDDLE_GRAY).clip(0, 255).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,9 @@ class Drawing:
     corpus: Corpus
     programs: SamplingPrograms
 
-    def pictures(self, params: Any, steps: int, guidance: float) -> Iterator[Picture]:
-        """All pictures, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not decode."""
+    def drawn(self, params: Any, steps: int, guidance: float) -> Iterator[Drawn]:
+        """All that is asked for, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not
+        decode."""
         shift = self.config.objective.diffusion.shift
         times = [shifted(1 - step / steps, shift) for step in range(steps + 1)]
         for number, examples in enumerate(self._batches):
@@ -87,20 +85,22 @@ class Drawing:
             for row, patches in self.programs.draw(params, on_devices, times, guidance):
                 yield from self._of_row(row, patches)
 
-    def _of_row(self, row: Row, patches: NDArray[Any]) -> Iterator[Picture]:
+    def _of_row(self, row: Row, patches: NDArray[Any]) -> Iterator[Drawn]:
         modality = self.corpus.modalities[self.config.model.generators[0]]
         assert isinstance(modality, Blanks)
         for group, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
             owned = (row["owners"][group] == segment + 1) & (row["patches"][group] >= 0)
             kept = owned & (row["segments"][group] == segment + 1)
-            drawn = np.empty((kept.sum(), patches.shape[2]), patches.dtype)
-            drawn[row["patches"][group][kept]] = patches[group][kept]
+            of_item = np.empty((kept.sum(), patches.shape[2]), patches.dtype)
+            of_item[row["patches"][group][kept]] = patches[group][kept]
             request = int(row["sources"][group, segment])
-            span = self.corpus.example(request).media[-1]
-            blank = blank_of(span.reference)
-            assert blank is not None, "requests end with what is to be drawn"
-            frames = modality.frames(drawn, span.shape, blank)
-            yield Picture(self.requests.entries[request].name, frames)
+            media = self.corpus.example(request).media[-1].reference
+            yield Drawn(
+                self.requests.entries[request].name,
+                isinstance(media, Clip),
+                isinstance(modality.learned, GeneratedLatents),
+                modality.frames(of_item, Blank.at(media.address)),
+            )
 
     @property
     def _batches(self) -> list[NDArray[np.int64]]:

@@ -1,14 +1,15 @@
 """Draw pictures and clips with a run that has learned to: any sizes together, packed into rows as in training.
 
-    jaxmllm draw --run runs/draw --prompt "a red circle, top left" --size 256x384 [--frames 16] --out pictures
+    jaxmllm draw --run runs/draw --prompt "a red circle, top left" --size 256x384 --out pictures
+    jaxmllm draw --run runs/draw --prompt "a red circle moves right" --size 64x64 --frames 16 --out clips
     jaxmllm draw --run runs/draw --jsonl prompts.jsonl --steps 20 --guidance 2.5 --seed 0 --out pictures [mesh.data=1]
 
-A size is height x width in pixels, or in numbers of a latent. Each line of the file is one picture: {"prompt": ..,
-"size": "256x384"}, or "messages" in the place of the prompt, as in training, which may show images; and, if need
-be, "frames", "seed" and "name". Pictures are written as NAME.png, clips as animated PNG with `data.generated.fps`
-(or folder_fps) frames a second, and latents, which an autoencoder of yours decodes, as NAME.npy. The picture of a
-prompt and seed is the same whatever else is drawn with it. Weights are those of the run's latest checkpoint,
-averages (components.<name>.ema) where it has any. Overrides may say where and how rows are computed.
+A size is height x width in pixels. Each line of the file is one picture or clip: {"prompt": .., "size": "256x384"}, or
+"messages" in the place of the prompt, as in training, which may show images; and, if need be, "frames", "seed" and
+"name". All are written as NAME.png, clips as animated ones; latents as NAME.npy, [channels, (frames,) height, width],
+with sizes in their numbers. The picture of a prompt and seed is the same whatever else is drawn with it. Weights are
+those of the run's latest checkpoint, averages (components.<name>.ema) where it has any. Overrides may say where and
+how rows are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.sources.requests import Requests
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.distributed import LaunchError, start_jax
-from jaxmllm.setup.sampling import Picture, check_guidance, drawing_config, plan_drawing
+from jaxmllm.setup.sampling import Drawn, check_guidance, drawing_config, plan_drawing
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import command_parser
 from jaxmllm.training.run import USER_ERRORS
@@ -36,7 +37,7 @@ from jaxmllm.training.saved_parameters import saved_parameters
 from sharding.mesh import make_mesh
 
 MOST_STEPS = 10_000
-FRAME_RATE = 8.0  # of clips of a run whose config names none
+FPS = 8.0  # of clips of which nothing says it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.add_argument("--prompt", metavar="TEXT", help="what to draw")
     asked.add_argument("--jsonl", type=Path, metavar="FILE", help="several pictures, one per line")
     parser.add_argument("--size", metavar="HxW", help="of the picture of --prompt, in pixels")
-    parser.add_argument("--frames", type=int, default=1, help="of the clip of --prompt")
+    parser.add_argument("--frames", type=int, help="of a clip of --prompt; none: a picture")
+    parser.add_argument("--fps", type=float, help="of clips; none: data.generated.fps, or 8")
     parser.add_argument("--steps", type=int, default=20, help="from noise to picture")
     parser.add_argument("--guidance", type=float, default=2.5, help="1: none")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
@@ -55,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser, arguments)
     if (options.prompt is None) != (options.size is None):
         parser.error("--prompt needs --size, and lines of --jsonl have sizes of their own")
-    if options.prompt is None and options.frames != 1:
-        parser.error("--frames belongs to --prompt: lines of --jsonl have frames of their own")
+    if options.frames is not None and options.prompt is None:
+        parser.error("--frames is of --prompt: lines of --jsonl have frames of their own")
+    if options.fps is not None and not 0 < options.fps <= 1000:
+        parser.error("--fps must be a number above 0, at most 1000")
     if not 1 <= options.steps <= MOST_STEPS:
         parser.error(f"--steps must be 1 to {MOST_STEPS}")
     if not 0 <= options.guidance < float("inf"):
@@ -67,12 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_guidance(config, options.guidance)
         check_writable(options.out, "--out")
         if options.jsonl is None:
-            asked_for = options.prompt, options.size, options.frames, options.seed
-            requests = Requests.of_prompt(*asked_for)
+            requests = Requests.of_prompt(
+                options.prompt, options.size, options.frames, options.seed
+            )
         else:
             requests = Requests.of_file(options.jsonl, options.seed)
         start_jax(config)
-        draw(config, requests, options.steps, options.guidance, options.out)
+        draw(config, requests, options.steps, options.guidance, options.out, options.fps)
     except (
         *USER_ERRORS,
         CheckpointError,
@@ -84,7 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(config: Config, requests: Requests, steps: int, guidance: float, out: Path) -> None:
+def draw(
+    config: Config,
+    requests: Requests,
+    steps: int,
+    guidance: float,
+    out: Path,
+    fps: float | None = None,
+) -> None:
     """Write a file of each request into a folder, and say how many in which time.
 
     Raises:
@@ -102,22 +114,21 @@ def draw(config: Config, requests: Requests, steps: int, guidance: float, out: P
     print(f"compiled in {time.monotonic() - began:.1f} s")
     began = time.monotonic()
     count = 0
-    for picture in drawing.pictures(params, steps, guidance):
-        write(picture, config, out)
+    for drawn in drawing.drawn(params, steps, guidance):
+        write(out, drawn, fps or config.data.generated.fps or FPS)
         count += 1
-    print(f"{count} pictures in {time.monotonic() - began:.1f} s: {out}")
+    print(f"{count} drawn in {time.monotonic() - began:.1f} s: {out}")
 
 
-def write(picture: Picture, config: Config, out: Path) -> None:
-    """A PNG file, of several frames an animated one; of latents an .npy file."""
-    assert config.model.diffusion is not None
-    if config.model.diffusion.channels is not None:
-        np.save(out / f"{picture.name}.npy", picture.latents)
+def write(out: Path, drawn: Drawn, fps: float) -> None:
+    """Write what was drawn into a folder."""
+    if drawn.is_latent:
+        latents = np.moveaxis(drawn.frames, -1, 0).astype(np.float32)
+        np.save(out / f"{drawn.name}.npy", latents if drawn.is_clip else latents[:, 0])
         return
-    first, *others = map(Image.fromarray, picture.pixels)
-    path = out / f"{picture.name}.png"
-    if not others:
+    first, *others = map(Image.fromarray, drawn.pixels)
+    path = out / f"{drawn.name}.png"
+    if drawn.is_clip:
+        first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+    else:
         first.save(path)
-        return
-    rate = config.data.generated.fps or config.data.generated.folder_fps or FRAME_RATE
-    first.save(path, save_all=True, append_images=others, duration=1000 / rate, loop=0)

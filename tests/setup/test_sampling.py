@@ -1,4 +1,4 @@
-"""Drawing with a run: the same pictures whatever else is drawn, on any devices, by any programs."""
+"""Drawing with a run: the same pictures and clips whatever else is drawn, on any devices, by any programs."""
 
 import dataclasses
 import json
@@ -25,16 +25,30 @@ from jaxmllm.training.saved_parameters import saved_parameters
 from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE
 from tests.training.drawing import drawing_config as run_config
-from tests.training.drawing import make_pictures, perturbed
+from tests.training.drawing import latents_config, make_pictures, perturbed
 
 ALONE = {"prompt": "draw aaa", "size": "20x24", "name": "alone"}
 SHOWN = [{"type": "image", "image": "2-shown.png"}, {"type": "text", "text": "the same"}]
 OTHERS = [
     {"prompt": "draw a", "size": "8x12", "seed": 3},
     {"messages": [{"role": "user", "content": SHOWN}], "size": "16x16", "name": "seen"},
-    {"prompt": "draw c", "size": "8x8", "frames": 2, "name": "clip"},
+    {"prompt": "draw a clip", "size": "8x4", "frames": 3, "name": "clip"},
     *({"prompt": "draw " + n * "b", "size": f"{4 * n}x{8 * n}"} for n in range(1, 4)),
 ]
+
+
+def saved_run(folder: Path, tree: dict[str, Any]) -> Path:
+    """A run folder whose weights are the averages."""
+    write_config(folder, parse_config(tree))
+    planned = planned_drawing(folder, [ALONE], 1)
+    model = planned.programs.functions.model
+    params = perturbed(model.init(0, "float32"))
+    spoiled = jax.tree.map(lambda leaf: leaf + 1, params["diffusion"])
+    state = {"params": params | {"diffusion": spoiled}}
+    state["averages"] = {"diffusion": params["diffusion"]}
+    with Checkpoints(folder / "checkpoints", 1) as checkpoints:
+        checkpoints.save(1, state)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +60,11 @@ def run(tmp_path_factory) -> Path:
         folder,
         run={"directory": str(folder), "steps": 1},
         objective__diffusion={"prediction": "sample", "shift": 4.0, "condition_drop": 0.2},
+        model__diffusion__patch_frames=1,
         components__diffusion__ema=0.9,
         data__batch_size=4,
     )
-    write_config(folder, parse_config(tree))
-    planned = planned_drawing(folder, [ALONE], 1)
-    model = planned.programs.functions.model
-    params = perturbed(model.init(0, "float32"))
-    spoiled = jax.tree.map(lambda leaf: leaf + 1, params["diffusion"])
-    state = {"params": params | {"diffusion": spoiled}}
-    state["averages"] = {"diffusion": params["diffusion"]}
-    with Checkpoints(folder / "checkpoints", 1) as checkpoints:
-        checkpoints.save(1, state)
-    return folder
+    return saved_run(folder, tree)
 
 
 def planned_drawing(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Drawing:
@@ -75,8 +81,8 @@ class Compiled:
     params: Any
 
     def values(self, steps: int = 4, guidance: float = 2.5) -> dict[str, np.ndarray]:
-        pictures = self.drawing.pictures(self.params, steps, guidance)
-        return {picture.name: picture.values for picture in pictures}
+        drawn = self.drawing.drawn(self.params, steps, guidance)
+        return {one.name: one.frames[0] if not one.is_clip else one.frames for one in drawn}
 
 
 def compiled(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Compiled:
@@ -98,7 +104,7 @@ def test_steps_and_guidance_compile_nothing(alone):
     few = alone.values(3, 2.5)["alone"]
     free, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
     assert counter.count == 0
-    assert before.shape == (1, 20, 24, 3) and np.abs(before - few).max() > 1e-2
+    assert before.shape == (20, 24, 3) and np.abs(before - few).max() > 1e-2
     # Of a single step, guidance is linear
     np.testing.assert_allclose(strong - free, 2.5 * (plain - free), atol=1e-5)
     assert np.abs(plain - free).max() > 1e-3, "what is drawn depends on the prompt"
@@ -140,18 +146,38 @@ MESHES = {  # devices, overrides
 def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     devices, overrides = MESHES[mesh]
     together = compiled(run, [*OTHERS, ALONE], devices, *overrides).values()
-    assert len(together) == 7 and together["clip"].shape == (2, 8, 8, 3)
+    assert len(together) == 7 and together["clip"].shape == (3, 8, 4, 3)
     np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
-    assert not np.allclose(together["0005"][0, :4, :8], together["0006"][0, :4, :8])
+    assert not np.allclose(together["0005"][:4, :8], together["0006"][:4, :8])
 
 
 @pytest.mark.slow
 def test_the_command_writes_them(run, alone, tmp_path, capsys):
-    asked = ["--prompt", ALONE["prompt"], "--size", ALONE["size"]]
-    options = ["--steps", "4", "--out", str(tmp_path / "new"), "mesh.data=8"]
-    assert draw.main(["--run", str(run), *asked, *options]) == 0
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("\n".join(map(json.dumps, [ALONE, OTHERS[2]])))
+    options = ["--steps", "4", "--out", str(tmp_path / "new"), "--fps", "4", "mesh.data=8"]
+    assert draw.main(["--run", str(run), "--jsonl", str(asked), *options]) == 0
     assert "checkpoints/1, averaged: diffusion" in capsys.readouterr().out
-    (path,) = (tmp_path / "new").iterdir()
-    assert path.name == "0001.png"
-    values = np.clip((alone.values()["alone"][0] + 1) * 127.5, 0, 255)
-    assert np.abs(np.asarray(Image.open(path), np.float32) - values).max() < 1
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"alone.png", "clip.png"}
+    values = np.clip((alone.values()["alone"] + 1) * 127.5, 0, 255)
+    drawn = np.asarray(Image.open(tmp_path / "new" / "alone.png"), np.float32)
+    assert np.abs(drawn - values).max() < 1
+    with Image.open(tmp_path / "new" / "clip.png") as clip:
+        assert (clip.n_frames, clip.size, clip.info["duration"]) == (3, (4, 8), 250)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_latents_are_drawn_with_their_mean_and_deviation(tmp_path):
+    drawn = {}
+    for name, mean in (("plain", 0.0), ("moved", 3.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        latents = {"mean": [mean], "std": [2.0 if mean else 1.0]}
+        tree = latents_config(
+            folder, run={"directory": str(folder), "steps": 1}, data__latents=latents
+        )
+        clip = {"prompt": "a clip", "size": "4x6", "frames": 3, "name": "clip"}
+        drawn[name] = compiled(saved_run(folder, tree), [clip], 1).values()["clip"]
+    assert drawn["plain"].shape == (3, 4, 6, 5)
+    np.testing.assert_allclose(drawn["moved"], 2 * drawn["plain"] + 3, atol=1e-5)

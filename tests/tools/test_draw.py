@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.setup.sampling import Drawn
 from jaxmllm.tools import draw
 from jaxmllm.training.run_folder import write_config
 from tests.support import tiny_config
@@ -88,3 +90,13 @@ def test_wrong_options_end_with_a_usage(run, capsys):
         with pytest.raises(SystemExit):
             draw.main(["--run", str(run), *map(str, arguments), "--out", "unused"])
         assert "jaxmllm draw: error: --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_clip", [False, True])
+def test_latents_are_written_as_arrays(tmp_path, is_clip):
+    frames = np.random.default_rng(0).normal(size=(3 if is_clip else 1, 4, 6, 5))
+    draw.write(tmp_path, Drawn("a", is_clip, True, frames), fps=8)
+    written = np.load(tmp_path / "a.npy")
+    assert written.dtype == np.float32
+    channels_first = np.moveaxis(frames, -1, 0).astype(np.float32)
+    np.testing.assert_array_equal(written, channels_first if is_clip else channels_first[:, 0])

@@ -1,7 +1,7 @@
-"""Pictures and clips that are not there yet: items of a size, which a model draws.
+"""What is not there yet: images, clips and latents of a size, which a model draws.
 
-    Blank(height, width, frames) --measure--> (time, height, width) in patches
-    drawn patches                --frames-->  [frames, height, width, channels]
+    Blank(frames, height, width) --measure--> patches (time, height, width)
+    drawn patches --frames--> [frames, height, width, channels]
 
 Each lies twice in a row, for classifier-free guidance (arXiv 2207.12598): once it sees what it is drawn from,
 once it does not.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +23,21 @@ from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference, Stream
 from jaxmllm.row_format import RowFormat
 
-BLANK = "blank:"  # before the size in addresses
+BLANK = "blank:"  # before the sizes in addresses
 COPIES = 2  # of an item in its row
 
 
 @dataclass(frozen=True)
 class Blank:
-    """What is to be drawn, in pixels, or in numbers of a latent."""
+    """What is to be drawn, in pixels or numbers of a channel; an image is one frame."""
 
+    frames: int
     height: int
     width: int
-    frames: int = 1
 
     @property
     def address(self) -> str:
-        return f"{BLANK}{self}"
+        return f"{BLANK}{self.frames}x{self.height}x{self.width}"
 
     @classmethod
     def at(cls, address: str) -> Blank:
@@ -45,20 +45,14 @@ class Blank:
         return cls(*map(int, address.removeprefix(BLANK).split("x")))
 
     def open(self) -> Stream:
-        raise MediaError("missing_file", f"the picture of {self} is not drawn yet")
+        raise MediaError("missing_file", f"{self} is not drawn yet")
 
     def files(self) -> Sequence[MediaReference]:
         return ()
 
     def __str__(self) -> str:
-        frames = f"x{self.frames}" if self.frames > 1 else ""
-        return f"{self.height}x{self.width}{frames}"
-
-
-def blank_of(media: MediaReference) -> Blank | None:
-    """The blank that a media item of a conversation is, if it is one."""
-    inside = media.media if isinstance(media, Clip) else media
-    return inside if isinstance(inside, Blank) else None
+        frames = f" of {self.frames} frames" if self.frames > 1 else ""
+        return f"size {self.height}x{self.width}{frames}"
 
 
 @dataclass(frozen=True)
@@ -67,55 +61,50 @@ class Blanks(Generated):
 
     learned: GeneratedPixels | GeneratedLatents
 
-    formats = ()  # nothing is read
+    formats: ClassVar[tuple[str, ...]] = ()
 
     @property
     def format(self) -> RowFormat:
         return self.learned.format
 
     def measure(self, media: MediaReference) -> Shape:
-        """Raises `MediaError`: answered_before, cut_patch, image_too_large, too_many_frames."""
-        blank = blank_of(media)
-        if blank is None:
+        """Raises `MediaError`: answered_before, cut_patch, too_many_frames, image_too_large."""
+        learned = self.learned
+        blank = media.media if isinstance(media, Clip) else media
+        if not isinstance(blank, Blank):
             raise MediaError(
                 "answered_before",
-                f"{media} is an image of the assistant, which would be drawn again; leave it out, or show it",
+                f"{media} is what the assistant answers, which would be drawn again; leave it out, or show it",
             )
-        learned = self.learned
-        self._check(blank)
+        if blank.height % learned.patch_size or blank.width % learned.patch_size:
+            raise MediaError(
+                "cut_patch",
+                f"{blank}: both sides must be multiples of model.diffusion.patch_size ({learned.patch_size})",
+            )
+        if blank.frames > learned.max_frames:
+            raise MediaError(
+                "too_many_frames",
+                f"{blank}: the run has learned to draw at most max_frames ({learned.max_frames}) of data",
+            )
+        if isinstance(learned, GeneratedPixels):
+            self._check_area(blank, learned.max_pixels)
+        elif blank.frames % learned.patch_frames:
+            raise MediaError(
+                "cut_patch",
+                f"{blank}: latents have a multiple of model.diffusion.patch_frames ({learned.patch_frames})",
+            )
         return (
             ceil_divide(blank.frames, learned.patch_frames),
             blank.height // learned.patch_size,
             blank.width // learned.patch_size,
         )
 
-    def _check(self, blank: Blank) -> None:
-        learned = self.learned
-        if blank.height % learned.patch_size or blank.width % learned.patch_size:
-            raise MediaError(
-                "cut_patch",
-                f"size {blank}: both sides must be multiples of model.diffusion.patch_size ({learned.patch_size})",
-            )
-        bounds = "generated"
-        if isinstance(learned, GeneratedLatents):
-            bounds = "latents"
-            if blank.frames % learned.patch_frames:
-                raise MediaError(
-                    "cut_patch",
-                    f"size {blank}: frames must be a multiple of model.diffusion.patch_frames "
-                    f"({learned.patch_frames})",
-                )
-        elif (pixels := blank.height * blank.width) > learned.max_pixels:
+    def _check_area(self, blank: Blank, max_pixels: int) -> None:
+        if (pixels := blank.height * blank.width) > max_pixels:
             raise MediaError(
                 "image_too_large",
-                f"size {blank}: {pixels} pixels are more than data.generated.max_pixels ({learned.max_pixels}) of the "
-                "run, the largest that it has learned to draw",
-            )
-        if blank.frames > learned.max_frames:
-            raise MediaError(
-                "too_many_frames",
-                f"size {blank}: {blank.frames} frames are more than data.{bounds}.max_frames ({learned.max_frames}) of "
-                "the run, the longest that it has learned to draw",
+                f"{blank}: {pixels} pixels are more than data.generated.max_pixels ({max_pixels}) of the run, the "
+                "largest that it has learned to draw",
             )
 
     def length(self, shape: Shape) -> int:
@@ -131,11 +120,12 @@ class Blanks(Generated):
         """Zeros: drawing begins with noise alone."""
         return np.zeros((self.length(shape), self.format.features), self.format.dtype)
 
-    def frames(self, patches: NDArray[Any], shape: Shape, blank: Blank) -> NDArray[Any]:
-        """Drawn patches [prod(shape), features] side by side: [frames, height, width, channels], of latents as they
-        were before they were normalised."""
+    def frames(self, patches: NDArray[Any], blank: Blank) -> NDArray[Any]:
+        """Drawn patches [slots, features] side by side: [frames, height, width, channels], pixels about -1, black,
+        to 1, and latents as an autoencoder knows them."""
         learned = self.learned
-        frames = frames_of(patches, shape, learned.patch_frames, learned.patch_size)[: blank.frames]
+        shape = self.measure(blank)
+        frames = frames_of(patches, shape, learned.patch_frames, learned.patch_size)
         if isinstance(learned, GeneratedLatents):
-            return frames * np.array(learned.std, np.float32) + np.array(learned.mean, np.float32)
-        return frames
+            frames = frames * np.array(learned.std) + np.array(learned.mean)
+        return frames[: blank.frames]

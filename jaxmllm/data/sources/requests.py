@@ -1,7 +1,7 @@
 """Pictures and clips that are asked for: a source like any other, whose conversations end with what is to be drawn.
 
-    {"prompt": "a red circle", "size": "256x384"}                          height x width in pixels, or of a latent
-    {"prompt": "a red circle rolls", "size": "256x384", "frames": 16}
+    {"prompt": "a red circle", "size": "256x384"}                                       height x width, in pixels
+    {"prompt": "a red circle moves", "size": "64x64", "frames": 16}
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, ..]}], "size": "256x384", "seed": 3,
      "name": "blue"}
 
@@ -27,17 +27,15 @@ from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
 from jaxmllm.data.text.conversation import MEDIA_LISTS, ConversationError, parse_json
 
 KEYS = ("prompt", "messages", *MEDIA_LISTS.values(), "size", "frames", "seed", "name")
-MOST_FRAMES = 999_999
 PROMPT = "--prompt"  # where the only entry of a command line stands
-_SIDES = r"[1-9]\d{0,5}x[1-9]\d{0,5}"
-_SIZE = re.compile(_SIDES)
-_BLANK = re.compile(rf"{BLANK}{_SIDES}(x[1-9]\d{{0,5}})?")
+_SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
+_ADDRESS = re.compile(rf"{BLANK}\d+x\d+x\d+")
 _NAME = re.compile(r"[^/\\\0]{1,200}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture that is asked for."""
+    """One picture or clip that is asked for."""
 
     line: int
     name: str  # of its file, without the ending
@@ -72,8 +70,8 @@ class Requests:
         )
 
     @classmethod
-    def of_prompt(cls, prompt: str, size: str, frames: int, seed: int) -> Requests:
-        """One picture, or a clip of several frames, of a text."""
+    def of_prompt(cls, prompt: str, size: str, frames: int | None, seed: int) -> Requests:
+        """One picture of a text, or a clip of so many frames."""
         text = json.dumps({"prompt": prompt, "size": size, "frames": frames}).encode()
         return cls(Path(PROMPT), (_entry(RawRecord(1, 0, len(text), text), 1, seed),))
 
@@ -95,7 +93,9 @@ class Requests:
         return str(self.path), line
 
     def resolve(self, name: str) -> MediaReference:
-        return Blank.at(name) if _BLANK.fullmatch(name) else self._files.resolve(name)
+        if _ADDRESS.fullmatch(name):
+            return Blank.at(name)
+        return self._files.resolve(name)
 
     def media(self, address: str) -> MediaReference:
         return Blank.at(address) if address.startswith(BLANK) else self._files.media(address)
@@ -150,22 +150,18 @@ def _checked(asked: Any) -> dict[str, Any]:
         raise ConversationError(
             "wrong_type", f"size must be HEIGHTxWIDTH in pixels, such as 256x384 (got {size!r})"
         )
-    if not _is_whole(seed := asked.get("seed", 0)):
+    frames = asked.get("frames", 1)
+    if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
+        raise ConversationError("wrong_type", f"frames must be a positive number (got {frames!r})")
+    seed = asked.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConversationError("wrong_type", f"seed must be a whole number (got {seed!r})")
-    if not _is_whole(frames := asked.get("frames", 1)) or not 1 <= frames <= MOST_FRAMES:
-        raise ConversationError(
-            "wrong_type", f"frames must be a whole number from 1 on (got {frames!r})"
-        )
     name = asked.get("name", "name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
         raise ConversationError(
             "wrong_type", f"name must be a file name without folders (got {name!r})"
         )
     return asked
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
@@ -186,11 +182,10 @@ def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
         begun = [{"type": "text", "text": begun}]
     if not isinstance(begun, list):
         raise ConversationError("wrong_type", "content must be a string or a list of parts")
-    frames = asked.get("frames", 1)
-    kind = "image" if frames == 1 else "video"
+    part = "video" if "frames" in asked else "image"
     height, width = map(int, asked["size"].split("x"))
-    picture = {"type": kind, kind: Blank(height, width, frames).address}
-    messages = [*before, {"role": "assistant", "content": [*begun, picture]}]
+    drawn = {"type": part, part: Blank(asked.get("frames", 1), height, width).address}
+    messages = [*before, {"role": "assistant", "content": [*begun, drawn]}]
     record = said | {"messages": messages, "id": digest.hexdigest(), "source": f"{number:09}"}
     return json.dumps(record).encode()
 

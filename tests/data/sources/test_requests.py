@@ -32,19 +32,19 @@ def test_conversations_end_with_the_picture(tmp_path: Path) -> None:
         {"prompt": "a circle", "size": "4x8"},
         {"messages": [*ASKED, begun], "size": "4x8", "name": "begun", "seed": 2},
         {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"], "size": "8x4"},
+        {"prompt": "a circle", "size": "4x8", "frames": 3},
     )
-    picture = {"type": "image", "image": "blank:4x8"}
-    first, second, third = records_of(requests)
+    picture = {"type": "image", "image": "blank:1x4x8"}
+    first, second, third, clip = records_of(requests)
+    video = {"type": "video", "video": "blank:3x4x8"}
+    assert clip["messages"][-1]["content"] == [video]
     assert first["messages"][-1] == {"role": "assistant", "content": [picture]}
     parts = [{"type": "text", "text": "here:"}, picture]
     assert second["messages"] == [*ASKED, {"role": "assistant", "content": parts}]
     assert third["images"] == ["a.png"]
-    assert [entry.name for entry in requests.entries] == ["0001", "begun", "0003"]
-    assert [raw.line for raw in requests.records()] == [1, 3, 5]
-    assert requests.resolve("blank:4x8") == requests.media("blank:4x8") == Blank(4, 8)
-    clip = requests_of(tmp_path, {"prompt": "a", "size": "4x8", "frames": 3})
-    (asked,) = records_of(clip)
-    assert asked["messages"][-1]["content"] == [{"type": "video", "video": "blank:4x8x3"}]
+    assert [entry.name for entry in requests.entries] == ["0001", "begun", "0003", "0004"]
+    assert [raw.line for raw in requests.records()] == [1, 3, 5, 7]
+    assert requests.resolve("blank:1x4x8") == requests.media("blank:1x4x8") == Blank(1, 4, 8)
     assert requests.resolve("a.png").path == tmp_path / "a.png"
 
 
@@ -54,7 +54,7 @@ def test_noise_is_a_function_of_seed_and_messages(tmp_path: Path) -> None:
     others = {"messages": parts, "size": "8x8"}, prompt | {"seed": 5}, prompt | {"prompt": "a dot"}
     ids = [record["id"] for record in records_of(requests_of(tmp_path, prompt, *others))]
     assert ids[0] == ids[1] and len(set(ids)) == 3
-    (alone,) = records_of(Requests.of_prompt("a circle", "4x8", 1, 5))
+    (alone,) = records_of(Requests.of_prompt("a circle", "4x8", None, 5))
     (seeded,) = records_of(requests_of(tmp_path, prompt, seed=5))
     assert alone["id"] == seeded["id"] == ids[2]
 
@@ -69,8 +69,8 @@ def test_noise_is_a_function_of_seed_and_messages(tmp_path: Path) -> None:
         ({"size": "0x4"}, "size must be HEIGHTxWIDTH in pixels"),
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"name": "../x"}, "name must be a file name without folders"),
-        ({"frames": 0}, "frames must be a whole number from 1 on"),
-        ({"times": 8}, "unknown key 'times'"),
+        ({"frames": 0}, "frames must be a positive number"),
+        ({"depth": 8}, "unknown key 'depth'"),
     ],
 )
 def test_entries_that_cannot_be_are_refused_by_name(
