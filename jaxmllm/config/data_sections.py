@@ -41,12 +41,24 @@ class SourceConfig(Section):
         return value
 
 
+ResizeKernel = Literal["bicubic", "bilinear", "lanczos"]
+
+
 class ImageDataConfig(Section):
-    """Bounds on the area of an image after resizing, in pixels."""
+    """How images are resized: `min_pixels` and `max_pixels` bound the area, `resize` is the rule.
+
+        area     the nearest size in whole merged cells within the bounds; the aspect ratio stays
+        fill     the largest within max_pixels, sides rounded up to whole merged cells (NaFlex, arXiv 2502.14786)
+        square   the square of max_pixels, whatever the aspect ratio; what is left of whole patches is cut off
+
+    With the latter two an image always has about max_pixels, and min_pixels must be the same.
+    """
 
     # At most what a file may have; see data/media/images.py.
     min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)
     max_pixels: PositiveInt = 1024 * 1024
+    resize: Literal["area", "fill", "square"] = "area"
+    kernel: ResizeKernel = "bicubic"
 
 
 class ClipBounds(Section):

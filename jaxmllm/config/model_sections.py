@@ -13,6 +13,7 @@ from jaxmllm.config.section import Auto, DType, Section
 
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
+Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
 ExpertKernel = Literal["auto", "jax", "ragged_dot"]  # see experts/experts.py
 
@@ -125,15 +126,23 @@ class LanguageConfig(LayerWindows):
 
 
 class TowerConfig(Section):
-    """What every encoder tower has; `merge` neighbouring outputs become one language token."""
+    """What every encoder tower has; `merge` neighbouring outputs become one language token.
 
+    With `from`, the tower is that of a published folder: its shapes are those of the other keys, and its
+    parameters are read from there.
+    """
+
+    from_: str | None = Field(None, alias="from")
     width: PositiveInt
     layers: PositiveInt
     heads: PositiveInt
     mlp_width: PositiveInt
     merge: PositiveInt = 2
     rope_theta: PositiveFloat = 10_000.0
+    norm: Literal["rms", "layer"] = "rms"  # layer: with biases
     norm_epsilon: PositiveFloat = 1e-6
+    gelu: Gelu = "tanh"
+    key_bias: bool = True  # queries, values and the output always have one
 
     @property
     def head_size(self) -> int:
@@ -161,11 +170,47 @@ class VisionConfig(LayerWindows, TowerConfig):
     """
 
     patch_size: PositiveInt = 14
+    # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
+    # resampled to the image's own, bilinearly and antialiased (resampled)
+    positions: Literal["rotary", "table", "resampled"] = "rotary"
+    position_grid: PositiveInt | None = None  # rows and columns of learned positions
+    # Of the colors, black being 0 and white 1: a patch is read as (color - mean) / std
+    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
 
     @property
     def patch_features(self) -> int:
         """Numbers per patch: three colors of every pixel."""
         return 3 * self.patch_size**2
+
+    @property
+    def learned_positions(self) -> int:
+        """Places of the grid of learned positions; none: 0."""
+        return (self.position_grid or 0) ** 2
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> VisionConfig:
+        learned = self.positions != "rotary"
+        if learned != (self.position_grid is not None):
+            raise ValueError(
+                f"position_grid ({self.position_grid}): learned positions (table, resampled) have one, and "
+                f"{self.positions} positions {'need it' if learned else 'have none'}"
+            )
+        if learned and self.window is not None:
+            raise ValueError(
+                f"window ({self.window}): layers attend in windows with rotary positions alone, not with "
+                f"{self.positions} ones"
+            )
+        if learned and self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
+            raise ValueError(
+                f"rope_theta ({self.rope_theta:g}): {self.positions} positions are not rotary; leave it out"
+            )
+        if self.positions == "table" and self.position_grid and self.position_grid % self.merge:
+            raise ValueError(
+                f"merge ({self.merge}) must divide position_grid ({self.position_grid}), the patches along a "
+                "side of every image"
+            )
+        return self
 
 
 class AudioConfig(TowerConfig):
@@ -259,6 +304,12 @@ class ModelConfig(Section):
     def encoders(self) -> tuple[str, ...]:
         """Names of the encoder phases present, in the order used everywhere."""
         return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
+
+    @property
+    def tower_sources(self) -> dict[str, str]:
+        """Published folders that encoders are read from, by component."""
+        sources = {name: getattr(self, name).from_ for name in self.encoders}
+        return {name: source for name, source in sources.items() if source is not None}
 
     @property
     def phases(self) -> tuple[str, ...]:

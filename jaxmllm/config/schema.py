@@ -11,6 +11,7 @@ section it needs.
 
 from __future__ import annotations
 
+from math import isqrt
 from operator import attrgetter
 
 from pydantic import model_validator
@@ -23,6 +24,7 @@ from jaxmllm.config.data_sections import (
     GeneratedDataConfig,
     ImageDataConfig,
     LatentsDataConfig,
+    ResizeKernel,
     SourceConfig,
     Targets,
 )
@@ -34,6 +36,7 @@ from jaxmllm.config.model_sections import (
     DiffusionConfig,
     ExpertKernel,
     ExpertsConfig,
+    Gelu,
     Kept,
     Kernel,
     LanguageConfig,
@@ -91,6 +94,7 @@ __all__ = [
     "ExpertKernel",
     "ExpertsConfig",
     "ExpertsObjectiveConfig",
+    "Gelu",
     "GeneratedDataConfig",
     "ImageDataConfig",
     "Kept",
@@ -113,6 +117,7 @@ __all__ = [
     "ProjectorConfig",
     "Remat",
     "RenamedKeyError",
+    "ResizeKernel",
     "RotaryScaling",
     "RunConfig",
     "Section",
@@ -149,6 +154,7 @@ class Config(Section):
         self._check_generator()
         self._check_latents()
         self._check_experts()
+        self._check_images()
         projectors = [f"projector.{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
@@ -276,6 +282,18 @@ class Config(Section):
             raise ValueError(
                 f"components.language.remat ({[*language.remat]}): the products of experts are computed again in any "
                 "case; leave mlp out"
+            )
+
+    def _check_images(self) -> None:
+        vision, images = self.model.vision, self.data.images
+        if vision is None or vision.position_grid is None or vision.positions != "table":
+            return
+        grid = vision.position_grid
+        if images.resize != "square" or isqrt(images.max_pixels) // vision.patch_size != grid:
+            raise ValueError(
+                f"data.images.resize ({images.resize}), max_pixels ({images.max_pixels}): with "
+                f"model.vision.positions (table), every image has {grid} x {grid} patches; set resize: square, and "
+                f"min_pixels and max_pixels to {(grid * vision.patch_size) ** 2}"
             )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:

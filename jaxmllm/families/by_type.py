@@ -9,19 +9,31 @@ from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.qwen3_moe import QWEN3_MOE
+from jaxmllm.families.siglip import SIGLIP, SIGLIP2
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *SIGLIP, *SIGLIP2)
+}
 
 
-def family_of(config: FolderConfig) -> Family:
-    """The family of a folder. Raises `FolderError` for one that is not there, or is quantised."""
-    known = ", ".join(FAMILIES)
+def family_of(config: FolderConfig, component: str = "language") -> Family:
+    """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
+    another component, or is quantised."""
+    known = [kind for kind, family in FAMILIES.items() if family.component == component]
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        config.refuse(f"has model_type {kind!r}", f"there are {known}")
+        config.refuse(f"has model_type {kind!r}", f"there are {', '.join(known)}")
+    family = FAMILIES[kind]
+    if family.component != component:
+        key = "model.from" if family.component == "language" else f"model.{family.component}.from"
+        config.refuse(
+            f"has model_type {kind!r} and so no {component}",
+            f"name the folder in {key}, or one of {', '.join(known)} here",
+        )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         config.refuse(
             f"has a quantization_config ({method})", "take the folder of the weights as trained"
         )
-    return FAMILIES[kind]
+    return family

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,24 +12,52 @@ from jaxmllm.families.lines import Line
 
 
 @dataclass(frozen=True)
+class Processor:
+    """What a folder's processor does, in the project's words."""
+
+    model: Mapping[str, Any]  # keys of the component's section
+    data: Mapping[str, Any]  # keys of the section of `data` that reads its media
+
+
+@dataclass(frozen=True)
 class Family:
-    """One family of published models."""
+    """One family of published models: one component of them."""
 
     name: str
     model_type: str  # in config.json
-    language: Callable[[FolderConfig], dict[str, Any]]  # the keys of `model.language`
-    parameters: Mapping[str, str]  # line of each parameter of the decoder, by dotted path
+    section: Callable[
+        [FolderConfig], dict[str, Any]
+    ]  # the keys of the component's section of `model`
+    parameters: Mapping[str, str]  # line of each parameter of the component, by dotted path
     # Second tensors that some folders have of a parameter, read to compare and written back
     copies: Mapping[str, str]
-    # Patterns of keys that follow from config.json: not read, and written back as they are
+    # Patterns of keys that are of no parameter: not read, and written back as they are
     carried: tuple[str, ...] = ()
+    component: str = "language"
+    # What the keys of the component begin with, in one folder or another
+    prefixes: tuple[str, ...] = ("",)
+    # Sizes of letters that lines join in a parameter, from the section
+    letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
+    # The keys of `model` and `data` that say how media are read, from the processor's file
+    processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
+
+    def of_folder(self, config: FolderConfig, keys: Collection[str]) -> Family:
+        """The same with the sizes and the prefix of one folder, whose tensors have these keys."""
+        found = [prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in keys)]
+        prefix = found[0] if found else self.prefixes[0]
+        return replace(
+            self,
+            parameters={path: prefix + text for path, text in self.parameters.items()},
+            sizes=self.letters(self.section(config)),
+        )
 
     @cached_property
     def lines(self) -> dict[str, Line]:
         """Parsed lines, by path of the parameter."""
-        return {path: Line.of(text) for path, text in self.parameters.items()}
+        return {path: Line.of(text, self.sizes) for path, text in self.parameters.items()}
 
     @cached_property
     def copy_lines(self) -> dict[str, Line]:
         """The same of the copies."""
-        return {path: Line.of(text) for path, text in self.copies.items()}
+        return {path: Line.of(text, self.sizes) for path, text in self.copies.items()}

@@ -21,9 +21,9 @@ class FolderConfig:
     values: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> FolderConfig:
-        """Of a model folder. Raises `FolderError`."""
-        path = folder / CONFIG_JSON
+    def read(cls, folder: Path, name: str = CONFIG_JSON) -> FolderConfig:
+        """Of a model folder, or another JSON file of it. Raises `FolderError`."""
+        path = folder / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -31,6 +31,13 @@ class FolderConfig:
         if not isinstance(values, dict):
             raise FolderError(f"{path} must hold a JSON object")
         return cls(path, values)
+
+    def part(self, key: str) -> FolderConfig:
+        """The values that a key holds. Raises `FolderError` if they are no JSON object."""
+        values = self.get(key)
+        if not isinstance(values, dict):
+            self.refuse(f"has {key} {values!r}", "it must be a JSON object")
+        return FolderConfig(self.path, values)
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
@@ -57,7 +64,7 @@ class FolderConfig:
         value = self.get(key, usual[0])
         if value not in usual:
             wanted = " or ".join(map(repr, usual))
-            self.refuse(f"has {key} {value!r}", f"this decoder has {wanted} alone")
+            self.refuse(f"has {key} {value!r}", f"{wanted} alone is supported")
 
     def refuse(self, what: str, cure: str) -> NoReturn:
         """Raises `FolderError`, always."""

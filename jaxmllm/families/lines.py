@@ -6,6 +6,11 @@ The tensor with this key has two axes, the first of them h and k joined; the par
 its first one counts the tensors. Where every expert of a layer has a tensor of its own, the key has {expert}
 as well, and the parameter begins with "layer expert". A line only permutes, groups and stacks. So any slice of the
 parameter is a view of the tensors, and reading and writing are assignments from it and to it.
+
+    patch_embedding.weight: d c p q -> (p q c) d
+
+Here the parameter has two axes, and the view four: it is reshaped where it is read and written. Sizes of letters that
+are joined in a parameter are given.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,25 +38,35 @@ class Line:
 
     key: str
     tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
-    parameter: tuple[str, ...]
+    parameter: tuple[str, ...]  # axes; letters that are joined in one stand apart by spaces
+    joined: Mapping[str, int] = field(default_factory=dict)  # their sizes
 
     @classmethod
-    def of(cls, text: str) -> Line:
-        """Parse a line. Raises ValueError for one that does more than permute, group and stack."""
+    def of(cls, text: str, sizes: Mapping[str, int] | None = None) -> Line:
+        """Parse a line. Raises ValueError for one that does more than permute, group and stack.
+
+        Args:
+          sizes: of letters, at least of those that are joined in the parameter.
+        """
         match = _LINE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
         tensor = tuple(
             tuple((group or letter).split()) for group, letter in _AXIS.findall(match["tensor"])
         )
-        line = cls(match["key"], tensor, tuple(match["parameter"].split()))
+        parameter = tuple(group or letter for group, letter in _AXIS.findall(match["parameter"]))
+        joined = " ".join(axis for axis in parameter if " " in axis).split()
+        if missing := [letter for letter in joined if letter not in (sizes or {})]:
+            raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
+        of_joined = {letter: (sizes or {})[letter] for letter in joined}
+        line = cls(match["key"], tensor, parameter, of_joined)
+        letters = sorted(itertools.chain(*tensor))
+        if letters != sorted(line.letters) or len({*letters}) < len(letters):
+            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
             )
-        letters = sorted(itertools.chain(*tensor))
-        if letters != sorted(line.letters) or len({*letters}) < len(letters):
-            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         return line
 
     @property
@@ -61,8 +76,8 @@ class Line:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Axes of the parameter that are axes of each tensor, too."""
-        return self.parameter[len(self.stacked) :]
+        """Axes of the parameter that are axes of each tensor, too, joined ones apart."""
+        return tuple(" ".join(self.parameter[len(self.stacked) :]).split())
 
     def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Keys of all tensors of a parameter."""
@@ -89,21 +104,38 @@ class Line:
             yield self._key(tensor), (*place, ...), index[axes:]
 
     def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
-        """A slice of what one tensor holds of a parameter, as a view of it.
+        """A slice of what one tensor holds of a parameter, as a view of it, an axis for each of `letters`.
 
         Args:
           tensor: contiguous, in its shape.
           shape: of the whole parameter.
-          index: a slice of each of `letters`.
+          index: a slice of each axis after those that count tensors. Joined axes are taken whole.
         """
         sizes = self._sizes(shape)
         order = list(itertools.chain(*self.tensor))
         split = tensor.reshape([sizes[letter] for letter in order])
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         view = split.transpose([order.index(letter) for letter in self.letters])
-        return view[index]
+        return view[self._by_letter(shape, index)]
+
+    def _by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
+        slices: list[slice] = []
+        first = len(self.stacked)
+        for axis, size, part in zip(self.parameter[first:], shape[first:], index, strict=True):
+            letters = axis.split()
+            if len(letters) > 1 and part.indices(size) != (0, size, 1):
+                raise ValueError(f"{self.key}: the axis ({axis}) is read whole, not {part}")
+            slices += [part] if len(letters) == 1 else [slice(None)] * len(letters)
+        return tuple(slices)
 
     def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         if len(shape) != len(self.parameter):
             raise ValueError(f"{self.key}: a parameter of shape {shape} has not {self.parameter}")
-        return dict(zip(self.parameter, shape, strict=True))
+        sizes = dict(self.joined)
+        for axis, size in zip(self.parameter, shape, strict=True):
+            letters = axis.split()
+            if len(letters) == 1:
+                sizes[axis] = size
+            elif math.prod(sizes[letter] for letter in letters) != size:
+                raise ValueError(f"{self.key}: an axis of {size} is not ({axis})")
+        return sizes

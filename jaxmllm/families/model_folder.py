@@ -49,11 +49,13 @@ class ModelFolder:
     files: tuple[WeightFile, ...]
 
     @classmethod
-    def open(cls, path: str | Path) -> ModelFolder:
+    def open(cls, path: str | Path, component: str = "language") -> ModelFolder:
         """Read config.json, the index and all headers. Raises `FolderError`."""
         folder = Path(path)
         config = FolderConfig.read(folder)
-        return cls(folder, config, family_of(config), tuple(_weight_files(folder)))
+        family, files = family_of(config, component), tuple(_weight_files(folder))
+        keys = {key for file in files for key in file.tensors}
+        return cls(folder, config, family.of_folder(config, keys), files)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -61,7 +63,7 @@ class ModelFolder:
         return {key: tensor for file in self.files for key, tensor in file.tensors.items()}
 
     def check(self, shapes: Shapes) -> Fit:
-        """What tensors hold the parameters of a decoder.
+        """What tensors hold the parameters of the component.
 
         Raises:
           FolderError: keys that are missing, of another shape or type, or that no line names.
@@ -116,7 +118,7 @@ class Fit:
         if unknown := sorted(self.shapes.keys() - known.keys()):
             raise FolderError(
                 f"{self.folder.family.name} has no tensor for {', '.join(unknown)}; leave these choices of "
-                "model.language as the folder has them"
+                f"model.{self.folder.family.component} as the folder has them"
             )
         yield from ((path, line) for path in self.shapes for line in self._lines_of(path))
 
@@ -138,7 +140,8 @@ class Fit:
             whole = tuple(slice(0, size) for size in shape)
             for line in self._lines_of(path):
                 for key, place, index in line.pieces(shape, whole):
-                    line.view(tensors[key].array("r+"), shape, index)[...] = parameter[place]
+                    view = line.view(tensors[key].array("r+"), shape, index)
+                    view[...] = parameter[place].reshape(view.shape)
                     carried.discard(key)
         for key in carried:
             tensors[key].copy_from(self.folder.tensors[key])
@@ -166,7 +169,8 @@ class Fit:
         sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
         values = np.empty(sizes, dtype)
         for key, place, of_tensor in line.pieces(shape, index):
-            values[place] = line.view(tensors[key].array(), shape, of_tensor)
+            view = line.view(tensors[key].array(), shape, of_tensor)
+            values[place] = view.reshape(values[place].shape)
         return values
 
 

@@ -1,4 +1,5 @@
-"""A run's config with what the folder of its model says: `model.from` names the shapes, the tokenizer, its template."""
+"""A run's config with what the folders of its model say: `model.from` names shapes, tokenizer and chat template of
+the decoder, `model.vision.from` shapes of the tower and how its images are read."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.read import load_config
-from jaxmllm.config.schema import Config, ConfigError, LanguageConfig
+from jaxmllm.config.schema import (
+    AudioConfig,
+    Config,
+    ConfigError,
+    LanguageConfig,
+    Section,
+    VisionConfig,
+)
 from jaxmllm.families.by_type import family_of
 from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.model_folder import is_model_folder
@@ -22,8 +30,17 @@ TEMPLATES = (
     "tokenizer_config.json",
     "processor_config.json",
 )
+# Files that say how media are read: of all media, and in older folders of one kind
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 # Keys of model.language that are not the folder's: no text is computed otherwise
 OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
+# And of the towers
+TOWER_OPEN = {"from", "merge"}
+# Encoders by component: their sections of `model`, and of `data`
+TOWERS: dict[str, tuple[type[Section], str]] = {
+    "vision": (VisionConfig, "images"),
+    "audio": (AudioConfig, "audio"),
+}
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -32,15 +49,18 @@ def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def resolved(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config's tree with `model.language`, `data.tokenizer` and `data.chat_template` of the folder that `model.from`
-    names.
+    """A config's tree with what the folders of its model say: `model.language`, `data.tokenizer` and
+    `data.chat_template` of the one that `model.from` names, towers and how their media are read of those that
+    `model.vision.from` and the like name.
 
     Raises:
-      ConfigError: the folder is none of a family that there is, or the config says otherwise.
+      ConfigError: a folder is none of a family that there is, or the config says otherwise.
     """
-    model = tree.get("model")
-    if not isinstance(model, dict):
+    if not isinstance(tree.get("model"), dict):
         return tree  # which the schema refuses
+    for component in TOWERS:
+        tree = _with_tower(tree, component)
+    model = tree["model"]
     source = model.get("from")
     if not isinstance(source, str):
         return tree
@@ -52,17 +72,11 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
             )
         return tree
     config = FolderConfig.read(Path(source))
-    shapes = family_of(config).language(config)
+    shapes = family_of(config).section(config)
     own = model.get("language") or {}
     if not isinstance(own, dict):
         return tree
-    usual = {name: field.default for name, field in LanguageConfig.model_fields.items()}
-    for key in own.keys() & usual.keys() - OPEN:
-        said = shapes.get(key, usual[key])
-        if own[key] != said:
-            raise ConfigError(
-                f"model.language.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
-            )
+    _check_equal("language", LanguageConfig, OPEN, own, shapes, config)
     data = tree.get("data")
     if isinstance(data, dict) and data.get("tokenizer") is None:
         named = {key: value for key, value in data.items() if value is not None}
@@ -96,3 +110,56 @@ def _template_of(folder: Path) -> Path | None:
         if isinstance(values, dict) and values.get("chat_template") is not None:
             return path
     return None
+
+
+def _with_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
+    """The tree with one tower, and the section of `data` that reads its media."""
+    section, media = TOWERS[component]
+    model, data = tree["model"], tree.get("data")
+    own = model.get(component)
+    source = own.get("from") if isinstance(own, dict) else None
+    if not isinstance(own, dict) or not isinstance(source, str):
+        return tree
+    if not is_model_folder(source):
+        raise ConfigError(
+            f"model.{component}.from: {source} has no {CONFIG_JSON}; name the folder of a published model (a run, or "
+            "its checkpoint, belongs in model.from)"
+        )
+    config = FolderConfig.read(Path(source))
+    family = family_of(config, component)
+    shapes = family.section(config)
+    read = data.get(media) or {} if isinstance(data, dict) else {}
+    if family.processor is not None and isinstance(read, dict):
+        processor = family.processor(_processor_file(Path(source)), shapes)
+        shapes |= processor.model
+        tree = tree | {"data": (data or {}) | {media: dict(processor.data) | read}}
+    _check_equal(component, section, TOWER_OPEN, own, shapes, config)
+    return tree | {"model": model | {component: shapes | own}}
+
+
+def _processor_file(folder: Path) -> FolderConfig:
+    """What says how media are read, in old folders and new ones."""
+    if (folder / PROCESSOR).is_file():
+        file = FolderConfig.read(folder, PROCESSOR)
+        for part in ("image_processor", "feature_extractor"):
+            if part in file.values:
+                return file.part(part)
+    return FolderConfig.read(folder, PREPROCESSOR)
+
+
+def _check_equal(
+    component: str,
+    section: type[Section],
+    free: set[str],
+    own: dict[str, Any],
+    shapes: dict[str, Any],
+    config: FolderConfig,
+) -> None:
+    """Raise `ConfigError` where a config says otherwise than the folder."""
+    usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
+    for key in own.keys() & usual.keys() - free:
+        said = shapes.get(key, usual[key])
+        if own[key] != (list(said) if isinstance(said, tuple) else said):
+            raise ConfigError(
+                f"model.{component}.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
+            )

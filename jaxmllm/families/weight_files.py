@@ -114,7 +114,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
+    text += b" " * (-len(text) % LENGTH_BYTES)  # tensors begin at whole words
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for tensor in tensors.values():

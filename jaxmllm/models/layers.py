@@ -20,7 +20,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
-from jaxmllm.config.schema import ExpertKernel, Kept, Kernel, Remat, RotaryScaling, TowerConfig
+from jaxmllm.config.schema import (
+    ExpertKernel,
+    Gelu,
+    Kept,
+    Kernel,
+    Remat,
+    RotaryScaling,
+    TowerConfig,
+)
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.parameters import Parameter, gathered
@@ -36,7 +44,9 @@ class RowContext:
     layout: Layout
     ids: TokenIds  # [R, C] each
     tiles: RowTiles
-    angles: Float[Array, "R C K/2"]
+    angles: (
+        Float[Array, "R C K/2"] | None
+    )  # none: positions were added to what the first layer reads
     kernel: Kernel = "auto"  # of attention
     # Ids and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, RowTiles] | None = None
@@ -191,6 +201,27 @@ class RMSNorm(nnx.Module):
         return _times(normed, self.scale[...].astype(wide.dtype)).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450)."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False)
+        self.bias = bias((width,), (None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        scaled = _times(normed, self.scale[...].astype(wide.dtype))
+        shift = self.bias[...].astype(wide.dtype)
+        return _plus(x.ndim - 1, scaled, shift).astype(x.dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 def rotary_angles(
     positions: Int[Array, "R C A"],
     sections: tuple[int, ...],
@@ -262,6 +293,7 @@ class SelfAttention(nnx.Module):
         out_bias: bool = False,
         qk_norm: bool = False,
         epsilon: float = 1e-6,
+        key_bias: bool = True,
     ):
         self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
         self.key = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
@@ -272,8 +304,9 @@ class SelfAttention(nnx.Module):
             rngs, (heads, head_size, width), ("heads", None, "embed"), heads * head_size
         )
         self.query_bias = bias((heads, head_size), ("heads", None)) if qkv_bias else None
-        self.key_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
-        self.value_bias = bias((kv_heads, head_size), ("kv_heads", None)) if qkv_bias else None
+        of_heads = (kv_heads, head_size), ("kv_heads", None)
+        self.key_bias = bias(*of_heads) if qkv_bias and key_bias else None
+        self.value_bias = bias(*of_heads) if qkv_bias else None
         self.out_bias = bias((width,), (None,)) if out_bias else None
         self.query_norm = RMSNorm(head_size, epsilon) if qk_norm else None
         self.key_norm = RMSNorm(head_size, epsilon) if qk_norm else None
@@ -283,7 +316,8 @@ class SelfAttention(nnx.Module):
         q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
         k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
         v = self._project(x, self.value, self.value_bias, None, rows)
-        q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
+        if rows.angles is not None:
+            q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
         query_axes = ("batch", "sequence", "heads", None)
         kv_axes = ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes(
@@ -351,10 +385,18 @@ class GatedMLP(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two biased matrices with GELU between them."""
+    """Two biased matrices with GELU between them, by default its approximation by tanh."""
 
-    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int, out_width: int | None = None):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        mlp_width: int,
+        out_width: int | None = None,
+        gelu: Gelu = "tanh",
+    ):
         out_width = out_width or width
+        self.gelu = gelu
         self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
         self.up_bias = bias((mlp_width,), ("mlp",))
         self.down = parameter(rngs, (mlp_width, out_width), ("mlp", "embed"), mlp_width)
@@ -362,7 +404,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
         up = biased(product(x, self.up, layout), self.up_bias, layout)
-        hidden = jax.nn.gelu(named(up, "mlp"))
+        hidden = jax.nn.gelu(named(up, "mlp"), approximate=self.gelu == "tanh")
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         out = biased(product(hidden, self.down, layout), self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
@@ -371,10 +413,17 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer layer; `attention` and `mlp` are made by the tower."""
 
-    def __init__(self, width: int, epsilon: float, attention: SelfAttention, mlp: GatedMLP | MLP):
-        self.attention_norm = RMSNorm(width, epsilon)
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        attention: SelfAttention,
+        mlp: GatedMLP | MLP,
+        norm: type[RMSNorm] | type[LayerNorm] = RMSNorm,
+    ):
+        self.attention_norm = norm(width, epsilon)
         self.attention = attention
-        self.mlp_norm = RMSNorm(width, epsilon)
+        self.mlp_norm = norm(width, epsilon)
         self.mlp = mlp
 
     def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
@@ -392,10 +441,10 @@ def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
         config.head_size,
         qkv_bias=True,
         out_bias=True,
+        key_bias=config.key_bias,
     )
-    return Block(
-        config.width, config.norm_epsilon, attention, MLP(rngs, config.width, config.mlp_width)
-    )
+    mlp = MLP(rngs, config.width, config.mlp_width, gelu=config.gelu)
+    return Block(config.width, config.norm_epsilon, attention, mlp, NORMS[config.norm])
 
 
 def stacked(make_block: Callable[[nnx.Rngs], AnyBlock], layers: int, rngs: nnx.Rngs) -> AnyBlock:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import (
-    RMSNorm,
+    NORMS,
     RowContext,
     bias,
     biased,
@@ -25,7 +28,8 @@ from sharding.rules import Layout
 
 
 class VisionTower(nnx.Module):
-    """Patches -> features, bidirectional inside each image or its windows, rotary positions by (row, column)."""
+    """Patches -> features, bidirectional inside each image or its windows; positions by (row, column), rotary
+    or learned."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -33,7 +37,11 @@ class VisionTower(nnx.Module):
         self.patch = parameter(rngs, (patch, config.width), (None, "embed"), patch)
         self.patch_bias = bias((config.width,), (None,))
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
+        if (side := config.position_grid) is not None:
+            self.position_embedding = parameter(
+                rngs, (side, side, config.width), (None, None, "embed"), config.width
+            )
 
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
@@ -43,20 +51,71 @@ class VisionTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
-        pixels = rows.features.astype(dtype) / 127.5 - 1
+        pixels = self._normalised(rows.features, dtype)
         x = biased(pixels @ weight(self.patch, layout, dtype), self.patch_bias, layout)
+        if self.config.positions != "rotary":
+            x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
+
+    def _normalised(
+        self, colors: Shaped[Array, "R C F"], dtype: jnp.dtype
+    ) -> Float[Array, "R C F"]:
+        """(color / 255 - mean) / std."""
+        std = np.array(self.config.pixel_std)
+        per_color = 255 * std, np.array(self.config.pixel_mean) / std
+        scale: Any
+        shift: Any
+        if all(len({*values}) == 1 for values in per_color):
+            scale, shift = (float(values[0]) for values in per_color)
+        else:  # the colors of a pixel lie side by side
+            pixels = self.config.patch_size**2
+            scale, shift = (jnp.asarray(np.tile(values, pixels), dtype) for values in per_color)
+        return colors.astype(dtype) / scale - shift
+
+    def _learned(
+        self, positions: Int[Array, "R C A"], layout: Layout, dtype: jnp.dtype
+    ) -> Float[Array, "R C D"]:
+        """The learned position of each patch."""
+        table = weight(self.position_embedding, layout, dtype)
+        side, _, width = table.shape
+        if self.config.positions == "table":
+            return table[positions[..., 0], positions[..., 1]]
+        rows, columns = (
+            resampling_weights(positions[..., axis], positions[..., axis + 2], side, dtype)
+            for axis in (0, 1)
+        )
+        both = (rows[..., :, None] * columns[..., None, :]).reshape(*rows.shape[:2], side**2)
+        return both.astype(dtype) @ table.reshape(side**2, width)
 
     def context(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
-        angles = rotary_angles_2d(
-            rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
-        )
+        angles = None
+        if self.config.positions == "rotary":
+            angles = rotary_angles_2d(
+                rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
+            )
         windows = None
         if rows.windows is not None and rows.window_tiles is not None:
             windows = item_ids(rows.windows), rows.window_tiles
         return RowContext(
             layout, item_ids(rows.segments), rows.tiles, angles, settings.attention, windows
         )
+
+
+def resampling_weights(
+    place: Int[Array, "*B"], places: Int[Array, "*B"], side: int, dtype: jnp.dtype
+) -> Float[Array, "*B G"]:
+    """What each of `side` values along an axis adds to one of `places` values that they are resampled to:
+    linearly and antialiased, corners not aligned, as image libraries reduce and enlarge pictures. Computed in at
+    least float32.
+
+    Args:
+      place: number of the resampled value; 0 <= place < places, but for padding.
+    """
+    step = side / jnp.maximum(places, 1).astype(jnp.promote_types(dtype, jnp.float32))
+    reach = jnp.maximum(step, 1)
+    distance = jnp.arange(side) + 0.5 - (step * (place + 0.5))[..., None]
+    weights = jnp.maximum(0, 1 - jnp.abs(distance) / reach[..., None])
+    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-6)

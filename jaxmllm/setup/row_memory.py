@@ -23,6 +23,7 @@ from jaxmllm.config.schema import (
     PhaseConfig,
     Remat,
     TowerConfig,
+    VisionConfig,
 )
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
@@ -151,6 +152,8 @@ def slot_bytes(config: Config, phase: str) -> float:
     if _has_experts(shapes):  # whose hidden values are those of a block
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
+    if isinstance(shapes, VisionConfig) and shapes.positions == "resampled":
+        values += shapes.learned_positions  # a weight for each
     if config.pipeline.stages > 1:
         in_flight = config.pipeline.microbatches_in_flight
         if in_flight == "auto":

@@ -4,7 +4,10 @@
     jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
                                                       types and split into files; all other files as they are;
                                                       adapters are merged into the matrices
-    jaxmllm convert to-hf RUN OUT --adapters          RUN's adapters alone, as the peft library reads them
+        --component vision                            the same of a tower that RUN began from, or a projector, whose
+                                                      folder has a config of its own
+        --adapters                                    RUN's adapters of the decoder alone, as the peft library reads
+                                                      them
     jaxmllm convert verify FOLDER INPUTS.npz [--reference R.npz] [--gradients G.npz]
                                                       one JSON object: how far loss, logits and gradients are off
 
@@ -38,7 +41,9 @@ from jaxmllm.config.schema import (
     ModelConfig,
 )
 from jaxmllm.families.adapter_files import write_adapter
-from jaxmllm.families.model_folder import Fit, ModelFolder, is_model_folder
+from jaxmllm.families.model_folder import ModelFolder, is_model_folder
+from jaxmllm.families.projector_folder import write_projector
+from jaxmllm.families.resolved import TOWERS
 from jaxmllm.models.adapters import merged
 from jaxmllm.models.mllm import build_model
 from jaxmllm.phases import LANGUAGE
@@ -59,6 +64,8 @@ from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import config_of, read_config
 from sharding.mesh import make_mesh
 
+PROJECTORS = tuple(f"projector.{tower}" for tower in TOWERS)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -67,8 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "to-orbax":
                 to_orbax(options.folder, options.out, options.dtype)
             case "to-hf":
-                write = to_adapters if options.adapters else to_folder
-                write(options.run, options.out, options.source)
+                if options.adapters:
+                    to_adapters(options.run, options.out, options.source, options.component)
+                elif options.component in PROJECTORS:
+                    projector_folder(options.run, options.out, options.component)
+                else:
+                    to_folder(options.run, options.out, options.source, options.component)
             case "verify":
                 started = time.monotonic()
                 run = PreparedRun.of(options.folder, options.inputs)
@@ -84,7 +95,7 @@ def to_orbax(source: Path, out: Path, dtype: str) -> None:
     """Write the decoder of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`."""
     _check_new(out)
     folder = ModelFolder.open(source)
-    shapes = folder.family.language(folder.config)
+    shapes = folder.family.section(folder.config)
     config = ModelConfig(language=LanguageConfig.model_validate_json(json.dumps(shapes)))
     mesh = make_mesh({"data": 1, "fsdp": -1})
     model = build_model(config, shapes["vocab_size"], ComponentsConfig(), mesh)
@@ -94,27 +105,51 @@ def to_orbax(source: Path, out: Path, dtype: str) -> None:
     print(f"{folder.family.name}: {source} -> {out / CHECKPOINTS / '0'}")
 
 
-def to_folder(run: Path, out: Path, source: Path | None = None) -> None:
-    """Write the decoder of a run as the published folder that it began from, adapters merged into it.
+def to_folder(run: Path, out: Path, source: Path | None = None, component: str = LANGUAGE) -> None:
+    """Write the decoder or a tower of a run as the published folder that it began from, adapters merged into it.
 
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    decoder = _SavedDecoder.of(run, source)
+    folder = ModelFolder.open(source or _origin(run, component), component)
+    saved = SavedComponent.of(run, component)
+    fit = folder.check(saved.shapes)
     draft = out.with_name(f"{out.name}.partial")
-    left_out = decoder.fit.write(decoder.merged, draft)
+    left_out = fit.write(saved.merged, draft)
     draft.rename(out)
-    folder, location = decoder.fit.folder, decoder.location
-    print(f"{folder.family.name}: {' + '.join(decoder.components)} of {location} -> {out}")
-    if others := sorted({path[0] for path in decoder.saved} - {*decoder.components}):
-        print(f"{', '.join(others)} of {location}: left out, {folder.path} has none")
+    print(f"{folder.family.name}: {' + '.join(saved.names)} of {saved.location} -> {out}")
+    if saved.others:
+        print(f"{', '.join(saved.others)} of {saved.location}: left out, {folder.path} has none")
     if left_out:
         print(
             f"{', '.join(left_out)} of {folder.path}: left out, they may hold the weights as they were"
         )
 
 
-def to_adapters(run: Path, out: Path, source: Path | None = None) -> None:
+def projector_folder(run: Path, out: Path, component: str) -> None:
+    """Write a projector of a run as a folder: config.json and model.safetensors, as docs/models.md says.
+
+    Raises `ConfigError`, `CheckpointError`.
+    """
+    _check_new(out)
+    config, saved = read_config(run), SavedComponent.of(run, component)
+    if config is None:
+        raise ConfigError(
+            f"{run} is no run folder, whose config says what {component} is; name one"
+        )
+    phase = component.removeprefix("projector.")
+    tower = getattr(config.model, phase)
+    write_projector(
+        out,
+        {path: saved.values(path) for path in saved.shapes},
+        tower.merge**2 if phase == "vision" else tower.merge,
+    )
+    print(f"{component} of {saved.location} -> {out}")
+
+
+def to_adapters(
+    run: Path, out: Path, source: Path | None = None, component: str = LANGUAGE
+) -> None:
     """Write the adapters of a run's decoder in the layout of the peft library.
 
     Raises:
@@ -122,104 +157,133 @@ def to_adapters(run: Path, out: Path, source: Path | None = None) -> None:
       ConfigError: the run has none, or has changed more than they hold.
     """
     _check_new(out)
-    decoder = _SavedDecoder.of(run, source)
-    fit, adapter = decoder.fit, decoder.adapter
-    if adapter is None:
+    if component != LANGUAGE:
+        raise ConfigError(
+            f"--component {component}: the peft library reads adapters of decoders; leave out --adapters, and they "
+            "are merged"
+        )
+    folder = ModelFolder.open(source or _origin(run, component), component)
+    saved = SavedComponent.of(run, component)
+    fit = folder.check(saved.shapes)
+    if saved.adapter is None:
         raise ConfigError(
             f"{run} has no {ADAPTER}{LANGUAGE} to write; leave out --adapters, or add model.adapters.language"
         )
     for path, shape in fit.shapes.items():
-        own = decoder.values(LANGUAGE, path)
+        own = saved.values(path)
         whole = tuple(slice(0, size) for size in shape)
         if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
             raise ConfigError(
-                f"{LANGUAGE}.{path} of {decoder.location} is not what {fit.folder.path} has, and a folder of adapters "
+                f"{LANGUAGE}.{path} of {saved.location} is not what {folder.path} has, and a folder of adapters "
                 "holds nothing else; write the folder whole, without --adapters"
             )
     draft = out.with_name(f"{out.name}.partial")
-    write_adapter(fit.folder, adapter, decoder.adapted, decoder.factors, draft)
+    write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
-    print(f"{fit.folder.family.name}: {ADAPTER}{LANGUAGE} of {decoder.location} -> {out}")
+    print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
 
 
 @dataclass(frozen=True)
-class _SavedDecoder:
-    """The decoder of a checkpoint, of which one parameter at a time is in memory."""
+class SavedComponent:
+    """One component of a checkpoint, and its adapter, whose parameters are read one at a time."""
 
-    location: Path  # of the checkpoint
-    saved: Mapping[ArrayPath, ArraySpec]  # its parameters
-    fit: Fit
+    location: Path
+    component: str
+    parameters: Mapping[ArrayPath, ArraySpec]  # of all components
     adapter: AdapterConfig | None
 
     @classmethod
-    def of(cls, run: Path, source: Path | None) -> _SavedDecoder:
-        """The latest one of a run. Raises `ConfigError`, `CheckpointError`."""
-        folder = ModelFolder.open(source or _origin(run))
+    def of(cls, run: Path, component: str) -> SavedComponent:
+        """Of a run, or a checkpoint.
+
+        Raises `CheckpointError` if there is none, or it lacks the component, and `ConfigError` for an adapter of
+        unknown alpha.
+        """
         location = source_checkpoints(str(run))[0]
         check_files(location)
         specs = saved_specs(location).items()
-        saved = {path[1:]: spec for path, spec in specs if path[0] == "params"}
-        shapes = {
-            ".".join(path[1:]): shape for path, (shape, _) in saved.items() if path[0] == LANGUAGE
-        }
-        there = any(path[0] == f"{ADAPTER}{LANGUAGE}" for path in saved)
-        adapter = _adapter_of(run) if there else None
-        return cls(location, saved, folder.check(shapes), adapter)
+        parameters = {path[1:]: spec for path, spec in specs if path[0] == "params"}
+        there = {path[0] for path in parameters}
+        if component not in there:
+            raise CheckpointError(
+                f"{location} has no {component}; it has {', '.join(sorted(there))}"
+            )
+        adapter = _adapter_of(run, component) if f"{ADAPTER}{component}" in there else None
+        return cls(location, component, parameters, adapter)
 
     @property
-    def components(self) -> tuple[str, ...]:
-        """Those that the published decoder is made of."""
-        return (LANGUAGE,) if self.adapter is None else (LANGUAGE, f"{ADAPTER}{LANGUAGE}")
+    def names(self) -> tuple[str, ...]:
+        """The component, and its adapter."""
+        adapter = f"{ADAPTER}{self.component}"
+        return (self.component,) if self.adapter is None else (self.component, adapter)
+
+    @property
+    def others(self) -> list[str]:
+        """Components that the checkpoint has besides."""
+        return sorted({path[0] for path in self.parameters} - {*self.names})
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its own parameters, by path."""
+        own = (item for item in self.parameters.items() if item[0][0] == self.component)
+        return {".".join(path[1:]): shape for path, (shape, _) in own}
 
     @cached_property
     def adapted(self) -> tuple[str, ...]:
         """Paths of the parameters that have an adapter."""
-        paths = (path for path in self.saved if path[0] == f"{ADAPTER}{LANGUAGE}")
+        paths = (path for path in self.parameters if path[0] == f"{ADAPTER}{self.component}")
         return tuple(dict.fromkeys(".".join(path[1:-1]) for path in paths))
 
-    def values(self, component: str, path: str) -> NDArray[Any]:
+    def values(self, path: str) -> NDArray[Any]:
         """One parameter."""
-        spec = self.saved[(component, *path.split("."))]
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
-        wanted = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
-        return np.asarray(jax.tree.leaves(read_arrays(self.location, wanted))[0])
+        return self._read(self.component, path)
 
     def factors(self, path: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Those of an adapted parameter."""
-        component = f"{ADAPTER}{LANGUAGE}"
-        return self.values(component, f"{path}.a"), self.values(component, f"{path}.b")
+        adapter = f"{ADAPTER}{self.component}"
+        return self._read(adapter, f"{path}.a"), self._read(adapter, f"{path}.b")
 
     def merged(self, path: str) -> NDArray[Any]:
         """One parameter, with its adapter added to it."""
-        own = self.values(LANGUAGE, path)
+        own = self.values(path)
         if self.adapter is None or path not in self.adapted:
             return own
         return merged(own, *self.factors(path), self.adapter.scale)
 
+    def _read(self, component: str, path: str) -> NDArray[Any]:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        spec = self.parameters[(component, *path.split("."))]
+        leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
+        wanted = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
+        return np.asarray(jax.tree.leaves(read_arrays(self.location, wanted))[0])
 
-def _adapter_of(run: Path) -> AdapterConfig:
-    """What the config of a run says of its decoder's adapter: a checkpoint does not hold alpha."""
+
+def _adapter_of(run: Path, component: str) -> AdapterConfig:
+    """What the config of a run says of an adapter: a checkpoint does not hold alpha."""
     config = config_of(run)
-    adapter = None if config is None else config.model.adapters.language
+    adapter = None if config is None else config.model.adapters.by_component.get(component)
     if adapter is None:
         raise ConfigError(
-            f"{run} has {ADAPTER}{LANGUAGE}, but no config.yaml that says its alpha; name the folder of the run"
+            f"{run} has {ADAPTER}{component}, but no config.yaml that says its alpha; name the folder of the run"
         )
     return adapter
 
 
-def _origin(run: Path) -> Path:
-    """The published folder that a run, or a run before it, began from."""
+def _origin(run: Path, component: str) -> Path:
+    """The published folder that a component of a run, or of a run before it, began from."""
     seen = [run]
     while True:
         config = read_config(seen[-1])
+        if config is not None and component in config.model.tower_sources:
+            return Path(config.model.tower_sources[component])
         source = config.model.from_ if config else None
-        if source is None or Path(source) in seen:
+        published = source is not None and is_model_folder(source)
+        if source is None or Path(source) in seen or (published and component != LANGUAGE):
             raise ConfigError(
-                f"{seen[-1]} does not say which published folder its parameters began from; name one by --source"
+                f"{seen[-1]} does not say which published folder its parameters of {component} began from; name one by "
+                "--source"
             )
-        if is_model_folder(source):
+        if published:
             return Path(source)
         seen.append(Path(source))
 
@@ -241,6 +305,8 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("run", type=Path)
     published.add_argument("out", type=Path)
     published.add_argument("--source", type=Path, metavar="FOLDER", help="the published folder")
+    components = (LANGUAGE, *TOWERS, *PROJECTORS)
+    published.add_argument("--component", default=LANGUAGE, choices=components)
     published.add_argument(
         "--adapters", action="store_true", help="adapters alone, as the peft library reads them"
     )

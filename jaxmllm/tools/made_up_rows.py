@@ -118,8 +118,9 @@ class MadeUpModality:
         return np.ones(shape[0], np.bool_)
 
     def positions(self, shape: Shape) -> Any:
-        positions = np.zeros((shape[0], 3), np.int32)
-        positions[:, self._like.format.axes[0]] = np.arange(shape[0])
+        axes = self._like.format.axes
+        positions = np.zeros((shape[0], 1 + max(axes)), np.int32)
+        positions[:, axes[0]] = np.arange(shape[0])
         return positions
 
     def load(self, media: MediaReference, shape: Shape) -> Any:

@@ -135,7 +135,7 @@ class PreparedRun:
           sections: of the config, as trees; by default parameters are split over all devices.
         """
         folder = ModelFolder.open(source)
-        language = folder.family.language(folder.config)
+        language = folder.family.section(folder.config)
         texts = PreparedTexts.read(inputs, language["vocab_size"])
         tree: dict[str, Any] = {
             "run": {"directory": str(source), "steps": 1},
@@ -219,7 +219,8 @@ class PreparedRun:
             values = np.asarray(jax.device_get(leaf))
             for key, place, index in line.pieces(shape, whole):
                 tensor = np.empty(line.tensor_shape(shape), values.dtype)
-                line.view(tensor, shape, index)[...] = values[place]
+                view = line.view(tensor, shape, index)
+                view[...] = values[place].reshape(view.shape)
                 yield key, tensor
 
 

@@ -14,14 +14,17 @@ from flax.traverse_util import unflatten_dict
 
 from jaxmllm.families.model_folder import Fit, ModelFolder
 from jaxmllm.families.weight_files import FolderError
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.trainable import leaves_by_path
 
 
-def read_folder(source: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the decoder in a published folder.
+def read_folder(
+    source: str, abstract: Mapping[str, Any], component: str = LANGUAGE
+) -> dict[str, Any]:
+    """The parameters of a component in a published folder.
 
-    Raises `FolderError` in every process if the tensors are not those of this decoder.
+    Raises `FolderError` in every process if the tensors are not those of this component.
 
     Args:
       abstract: their shapes, types and shardings, as nested dicts.
@@ -29,7 +32,8 @@ def read_folder(source: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
     problem, found = None, None
     try:
         leaves = dict(leaves_by_path(abstract))
-        fit = ModelFolder.open(source).check({path: leaf.shape for path, leaf in leaves.items()})
+        folder = ModelFolder.open(source, component)
+        fit = folder.check({path: leaf.shape for path, leaf in leaves.items()})
         found = {path: _array(fit, path, leaf) for path, leaf in leaves.items()}
     except FolderError as error:
         problem = str(error)

@@ -1,17 +1,18 @@
 """Where the parameters of a run that begins come from: drawn at random, or taken from elsewhere, by component.
 
 model.from: RUN, CHECKPOINT or published FOLDER --parameters alone--> this run's shardings
+model.vision.from: published FOLDER ------------- those of the tower -->
 
 Optimizer and step begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.families.folder_config import CONFIG_JSON
 from jaxmllm.families.model_folder import ModelFolder, is_model_folder
 from jaxmllm.phases import LANGUAGE
@@ -37,12 +38,20 @@ CHECKPOINTS = "checkpoints"  # folder of them inside a run folder
 def initial_state(
     config: Config, programs: Programs, say: Callable[[str], None] = print
 ) -> TrainState:
-    """The state before the first step. Raises `CheckpointError` if `model.from` does not fit this model."""
+    """The state before the first step. Raises `CheckpointError` or `FolderError` if `model.from` and the like do
+    not fit this model."""
     state = programs.init(config.run.seed)
-    if config.model.from_ is None:
+    source, towers = config.model.from_, config.model.tower_sources
+    if source is None and not towers:
         return state
     saved = programs.to_saved(state)
-    taken = read_parameters(config.model.from_, programs.saved_state.params, say)
+    abstract = programs.saved_state.params
+    taken = {}
+    for name, folder in towers.items():
+        taken[name] = read_folder(folder, abstract[name], name)
+        say(f"model.{name}.from: {name} from {folder}")
+    if source is not None:
+        taken |= read_parameters(source, abstract, say, towers)
     saved = saved._replace(params=saved.params | taken)
     if saved.averages is not None:
         averages = begun_averages(saved.params, programs.saved_state.averages)
@@ -50,8 +59,14 @@ def initial_state(
     return programs.from_saved(saved)
 
 
-def check_source(source: str) -> None:
-    """Raise unless `model.from` names something to take parameters from: `CheckpointError`, `FolderError`."""
+def check_sources(model: ModelConfig) -> None:
+    """Raise unless `model.from` and the like name something to take parameters from: `CheckpointError`,
+    `FolderError`."""
+    for name, folder in model.tower_sources.items():
+        ModelFolder.open(folder, name)
+    source = model.from_
+    if source is None:
+        return
     if is_model_folder(source):
         ModelFolder.open(source)
     else:
@@ -73,14 +88,19 @@ def source_checkpoints(source: str) -> list[Path]:
 
 
 def read_parameters(
-    source: str, abstract: Mapping[str, Any], say: Callable[[str], None] = print
+    source: str,
+    abstract: Mapping[str, Any],
+    say: Callable[[str], None] = print,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parameters of those components of a run, checkpoint or folder that `abstract` (by component) has, too.
+    """Parameters of those components of a run, checkpoint or folder that `abstract` (by component) has, too, but
+    for those that are read `elsewhere`.
 
     The others are named, in a line for each side. A damaged checkpoint gives way to the one before
     it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there, and
     `FolderError` if a published folder does not hold this decoder.
     """
+    abstract = {name: part for name, part in abstract.items() if name not in elsewhere}
     if is_model_folder(source):
         taken = {LANGUAGE: read_folder(source, abstract[LANGUAGE])}
         _say_taken(source, taken.keys(), abstract.keys(), say)
@@ -89,7 +109,7 @@ def read_parameters(
     for location in _agreed(source_checkpoints(source)):
         try:
             check_files(location)
-            return _read(location, abstract, say)
+            return _read(location, abstract, say, elsewhere)
         except DamagedError as error:
             problems.append(str(error))
             say(f"model.from: {error}; trying the one before")
@@ -97,10 +117,18 @@ def read_parameters(
 
 
 def _read(
-    location: Path, abstract: Mapping[str, Any], say: Callable[[str], None]
+    location: Path,
+    abstract: Mapping[str, Any],
+    say: Callable[[str], None],
+    elsewhere: Collection[str],
 ) -> dict[str, Any]:
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
     there = {path[0] for path in saved}
+    if twice := sorted(there & {*elsewhere}):
+        raise CheckpointError(
+            f"model.from: {location} has {', '.join(twice)}, which model.{twice[0]}.from reads from a published "
+            f"folder; leave model.{twice[0]}.from out to go on with what was trained (the section stays)"
+        )
     common = sorted(there & abstract.keys())
     if not common:
         raise CheckpointError(

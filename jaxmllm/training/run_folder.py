@@ -29,7 +29,7 @@ from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock
 from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
-from jaxmllm.training.initial import CHECKPOINTS, check_source
+from jaxmllm.training.initial import CHECKPOINTS, check_sources
 
 CONFIG_FILE = "config.yaml"
 SCHEDULE_FILE = "schedule.npz"
@@ -135,8 +135,8 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             f"{folder} holds no run to resume: there is no {CONFIG_FILE} beside {', '.join(present[:3])}; check "
             "run.directory, or start without --resume (--resume=auto begins a run here)"
         )
+    check_sources(config.model)
     if config.model.from_ is not None:
-        check_source(config.model.from_)
         _check_adapters(config, config.model.from_)
     return begun_config(config)
 

@@ -1,5 +1,7 @@
 """Lines of parameters: any slice is what lies at its place in the whole, and is written back bit for bit."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from jaxmllm.families.by_type import FAMILIES
 from jaxmllm.families.lines import Line
 
 LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7, "e": 3, "expert": 2}
+LETTERS |= {"c": 3, "p": 2, "q": 4, "r": 3, "s": 2}
 LINES = sorted({line for family in FAMILIES.values() for line in family.parameters.values()})
 
 
@@ -16,7 +19,11 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
     """The parameter, element by element: the index of a joined axis counts its last letter fastest."""
     whole = np.empty(shape)
     for place in np.ndindex(shape):
-        at = dict(zip(line.parameter, place, strict=True))
+        at = {}
+        for axis, number in zip(line.parameter, place, strict=True):
+            letters = axis.split()
+            sizes = [LETTERS[letter] for letter in letters]
+            at |= dict(zip(letters, np.unravel_index(number, sizes), strict=True))
         index = []
         for group in line.tensor:
             number = 0
@@ -33,19 +40,24 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
 @settings(max_examples=5)
 @given(data=st.data())
 def test_a_slice_is_read_and_written_like_the_whole(text, data):
-    line = Line.of(text)
-    shape = tuple(LETTERS[letter] for letter in line.parameter)
+    line = Line.of(text, LETTERS)
+    shape = tuple(math.prod(LETTERS[letter] for letter in axis.split()) for axis in line.parameter)
     random = np.random.default_rng(0)
     tensors = {key: random.standard_normal(line.tensor_shape(shape)) for key in line.keys(shape)}
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
-    index = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
+    index = tuple(
+        slice(0, size) if " " in axis else slice(first, max(first + 1, last))
+        for axis, size, (first, last) in zip(line.parameter, shape, bounds, strict=True)
+    )
     part = np.empty([piece.stop - piece.start for piece in index])
     for key, place, of_tensor in line.pieces(shape, index):
-        part[place] = line.view(tensors[key], shape, of_tensor)
+        view = line.view(tensors[key], shape, of_tensor)
+        part[place] = view.reshape(part[place].shape)
     np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[index])
     written = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
     for key, place, of_tensor in line.pieces(shape, index):
-        line.view(written[key], shape, of_tensor)[...] = part[place]
+        view = line.view(written[key], shape, of_tensor)
+        view[...] = part[place].reshape(view.shape)
     outside = np.ones(shape, bool)
     outside[index] = False
     np.testing.assert_array_equal(
@@ -62,8 +74,18 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
         ("a.{layer}.weight: d -> d", "go with layer and expert as the first axes"),
         ("a.weight: layer d -> d layer", "go with layer and expert as the first axes"),
         ("a.{layer}.{expert}.weight: d -> expert layer d", "as the first axes"),
+        ("a.weight: d c -> (c d)", "nothing says the size of c, d"),
     ],
 )
 def test_a_line_that_does_more_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
         Line.of(text)
+
+
+def test_joined_axes_are_read_whole():
+    line = Line.of("a.weight: d c p -> (p c) d", {"c": 3, "p": 2})
+    tensor = np.arange(24).reshape(4, 3, 2)
+    with pytest.raises(ValueError, match=r"the axis \(p c\) is read whole"):
+        line.view(tensor, (6, 4), (slice(0, 3), slice(0, 4)))
+    with pytest.raises(ValueError, match=r"an axis of 5 is not \(p c\)"):
+        line.tensor_shape((5, 4))

@@ -22,7 +22,7 @@ NAMES = sorted(path.name for path in GOLDENS.iterdir())
 
 def shapes_of(folder: ModelFolder) -> dict[str, tuple[int, ...]]:
     """Of the decoder that the config describes."""
-    language = folder.family.language(folder.config)
+    language = folder.family.section(folder.config)
     sizes = {
         "v": language["vocab_size"],
         "d": language["width"],
@@ -134,7 +134,7 @@ def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):
 def test_old_and_new_spellings_are_one(copy):
     def language() -> dict:
         config = FolderConfig.read(copy)
-        return FAMILIES[config.get("model_type")].language(config)
+        return FAMILIES[config.get("model_type")].section(config)
 
     change_config(copy, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4})
     new = language()
@@ -156,7 +156,7 @@ def test_windows_of_older_files(copy):
         copy, layer_types="absent", use_sliding_window=True, sliding_window=7, max_window_layers=1
     )
     config = FolderConfig.read(copy)
-    language = FAMILIES["qwen2"].language(config)
+    language = FAMILIES["qwen2"].section(config)
     assert language["window"] == 7 and language["full_layers"] == [0]
 
 
@@ -250,7 +250,7 @@ def test_no_weights(copy):
         ),
         ({"model_type": "absent"}, "has model_type None"),
         ({"quantization_config": {"quant_method": "awq"}}, r"a quantization_config \(awq\)"),
-        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'; this decoder has 'silu' alone"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'; 'silu' alone is supported"),
         ({"hidden_size": "absent"}, "has no 'hidden_size'"),
         ({"hidden_size": "wide"}, "it must be a number"),
         ({"tie_word_embeddings": 1}, "it must be true or false"),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmllm.config.schema import (
     AudioConfig,
@@ -19,6 +20,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_la
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.models.vision import resampling_weights
 from jaxmllm.row_format import RowFormat
 from sharding.mesh import make_mesh
 
@@ -362,6 +364,18 @@ def test_vision_tower_in_windows(window, full_layers):
     products = jax.tree.map(lambda g, d: (g * d).sum(), gradients, direction)
     used = [products[name] for name in ("vision", "projector.vision")]
     assert sum(jax.tree.leaves(used)) == pytest.approx((ahead - behind) / 2e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize(("places", "side"), [(5, 5), (7, 4), (16, 4), (3, 8), (1, 4), (5, 16)])
+def test_resampling_is_that_of_image_libraries(places, side):
+    values = np.random.default_rng(0).standard_normal((1, side)).astype(np.float32)
+    weights = np.asarray(
+        resampling_weights(np.arange(places), np.full(places, places), side, np.float32)
+    )
+    resized = Image.fromarray(values).resize((places, 1), Image.Resampling.BILINEAR)
+    np.testing.assert_allclose(weights @ values[0], np.asarray(resized)[0], rtol=0, atol=2e-6)
+    padding = resampling_weights(np.zeros(1, np.int32), np.zeros(1, np.int32), side, np.float32)
+    assert np.isfinite(padding).all()
 
 
 def audio_rows(clips, slots=128):

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "families" / "goldens" / "qwen2"
 
 def model_on(mesh: dict[str, int], **changes) -> MLLM:
     folder = ModelFolder.open(FOLDER)
-    language = LanguageConfig(**folder.family.language(folder.config) | changes)
+    language = LanguageConfig(**folder.family.section(folder.config) | changes)
     made = make_mesh(mesh, jax.devices()[: int(np.prod([*mesh.values()]))])
     vocabulary = folder.config.number("vocab_size")
     return build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), made)

@@ -401,6 +401,8 @@ BY_TURNS = (
 YARN = (
     "model.language.rope_scaling={{kind: yarn, factor: 2, original_max_position_embeddings: 4096}}",
 )
+RESAMPLED = ("model.vision.positions=resampled", "model.vision.position_grid=4")
+FIXED_AREA = ("data.images.min_pixels=7056", "data.images.max_pixels=7056")
 WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
 STAGED = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", "data.batch_size=8")
 SOURCES = "data.{split}=[{{name: a, path: {data}/train.jsonl}}, {{{first}}}]"
@@ -521,11 +523,18 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.language", language, window="4"),
     **effects("model.language", language, ("model.language.window=4",), full_layers="[1]"),
     **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),
-    **effects("model.vision", encoder("vision"), **NORMS),
+    **effects("model.vision", encoder("vision"), **NORMS, gelu="exact"),
+    **effects("model.vision", weights, norm="layer", key_bias="false"),
+    **effects("model.vision", weights, RESAMPLED, position_grid="3"),
+    **effects("model.vision", encoder("vision"), RESAMPLED, positions="table"),
+    **effects(
+        "model.vision", encoder("vision"), pixel_mean="[0.5, 0.4, 0.3]", pixel_std="[0.5, 0.4, 0.3]"
+    ),
     **effects("model.vision", encoder("vision"), ("model.vision.layers=2",), window="4"),
     **effects("model.vision", encoder("vision"), WINDOWED, full_layers="[1]"),
     **effects("model.audio", weights, **SHAPES, merge="4", mel_bins="16"),
-    **effects("model.audio", encoder("audio"), **NORMS, chunk_frames="64"),
+    **effects("model.audio", encoder("audio"), **NORMS, chunk_frames="64", gelu="exact"),
+    **effects("model.audio", weights, norm="layer", key_bias="false"),
     **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
     **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
     **effects("model.diffusion", generator, DRAWS, **NORMS),
@@ -538,6 +547,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("data.generated", lengths, (*DRAWS, "data.generated.fps=4"), folder_fps="8"),
     **effects("data.latents", lengths, LATENTS, mean="[1]", std="[2]", max_frames="2"),
     **effects("data.latents", lengths, LATENTS, shorten="true"),
+    **effects("data.generated", lengths, DRAWS, resize="square", kernel="bilinear"),
     **phase("diffusion", (*DRAWS, "phases.diffusion.row_classes=1")),
     **effects("objective.language", objective, DRAWS, weight="0.5"),
     **effects("objective.diffusion", objective, DRAWS, weight="0.5"),
@@ -563,6 +573,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("data", examples, INCOMPLETE, max_rejected="0.0"),
     **effects("data", cache_files, index_cache="{folder}"),
     **effects("data.images", lengths, min_pixels="1000", max_pixels="10000"),
+    **effects("data.images", lengths, FIXED_AREA, resize="fill", kernel="lanczos"),
     **effects(
         "data.audio",
         lengths,
@@ -633,6 +644,8 @@ ELSEWHERE = {
     "model.from": "training/test_initial.py::test_parameters_are_read_on_any_mesh",
     "data.chat_template": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
     "data.chat_date": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
+    "model.vision.from": "training/test_composed_run.py::test_parts_of_two_folders_train_and_go_back",
+    "model.audio.from": "training/test_composed_run.py::test_parts_of_two_folders_train_and_go_back",
     "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
     "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",
     "objective.experts.balance": "training/test_mixtures.py::test_losses_of_the_router_have_their_gradients",

@@ -341,7 +341,10 @@ def decoder_layer(
 
 def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     patch = config.patch_features * config.width
-    embedding = Layer("vision", patch, _product(patch))
+    table = config.learned_positions * config.width
+    # A resampled position is a weighted sum of all learned ones; one of a table is looked up
+    multiplied = patch + table if config.positions == "resampled" else patch
+    embedding = Layer("vision", patch + table, _product(multiplied))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
     windowed = replace(blocks[0], attention_squares=blocks[0].attention_squares[::-1])
     blocks = [

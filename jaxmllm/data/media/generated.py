@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.data.media.animations import read_animation
-from jaxmllm.data.media.images import Images, decoded, opened
+from jaxmllm.data.media.images import Images, opened
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
 from jaxmllm.row_format import RowFormat
@@ -143,7 +143,6 @@ class GeneratedPixels(Generated, Images):
         self, media: Clip, numbers: Sequence[int], shape: Shape
     ) -> Iterator[NDArray[np.uint8]]:
         """The frames of these rising numbers, resized: [height, width, 3] each."""
-        _, height, width = (size * self.patch_size for size in shape)
         if files := media.files():
             for number in numbers:
                 grid = Images.measure(self, files[number])
@@ -159,7 +158,7 @@ class GeneratedPixels(Generated, Images):
             first = read_animation(file, media).first
             with closing(opened(file, media)) as image:
                 for number in numbers:
-                    yield decoded(image, width, height, media, "undecodable_video", first + number)
+                    yield self._decoded(image, shape, media, "undecodable_video", first + number)
 
     def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         """Of an image [H, W, 3] or of frames [frames, H, W, 3]."""

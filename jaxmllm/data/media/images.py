@@ -1,7 +1,7 @@
 """Images of any size and mode -> patches at (nearly) native resolution.
 
     file --header--> pixels (h, w) --grid--> patches (grid_h, grid_w)         measured once, for the index
-    file --decode--> RGB, upright, on white --bicubic--> [grid_h * p, grid_w * p, 3] --> [slots, p * p * 3]
+    file --decode--> RGB, upright, on white --resize--> [grid_h * p, grid_w * p, 3] --> [slots, p * p * 3]
 
 Patches are group-major: the merge x merge patches that become one language token are neighbours.
 
@@ -18,12 +18,13 @@ import warnings
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from jaxmllm.config.schema import ResizeKernel
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
@@ -34,6 +35,8 @@ MAX_SOURCE_PIXELS = 89_478_485
 # Room for a BMP of that many pixels; metadata are read whole
 MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20
 MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
+FILL_STEP = 1e-5  # of the scale of an image that fills max_pixels, where the search for it ends
+FILL_MOST = 100.0
 _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such images are refused below, so the warning would say it twice.
@@ -41,6 +44,11 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Damaged metadata
 warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")
 
+KERNELS: dict[ResizeKernel, Image.Resampling] = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH = 322
 _TILE_LENGTH = 323
@@ -67,6 +75,10 @@ class Images:
     merge: int
     min_pixels: int
     max_pixels: int
+    resize: Literal["area", "fill", "square"] = "area"
+    kernel: ResizeKernel = "bicubic"
+    # Rows hold the grid of its image with each patch, too
+    with_grids: bool = False
 
     name = "vision"
     parts: ClassVar[tuple[str, ...]] = ("image",)
@@ -87,6 +99,23 @@ class Images:
             raise ValueError(
                 f"{key}.min_pixels ({self.min_pixels}) is more than {key}.max_pixels ({self.max_pixels})"
             )
+        if self.resize != "area" and self.min_pixels != self.max_pixels:
+            raise ValueError(
+                f"{key}.min_pixels ({self.min_pixels}): with resize ({self.resize}) every image has about max_pixels "
+                f"({self.max_pixels}); set it to the same"
+            )
+        if self.resize == "square" and (
+            self.side**2 != self.max_pixels or self.side // self.patch_size % self.merge
+        ):
+            raise ValueError(
+                f"{key}.max_pixels ({self.max_pixels}): with resize (square) it must be the square of a side whose "
+                f"patches of {self.patch_size} pixels are a multiple of merge ({self.merge}); set merge, or the size"
+            )
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of the square of max_pixels."""
+        return math.isqrt(self.max_pixels)
 
     @property
     def cell_size(self) -> int:
@@ -102,7 +131,7 @@ class Images:
             slots_per_token=slots,
             stride=1,
             alignment=slots,
-            axes=(1, 2),
+            axes=(1, 2, 3, 4) if self.with_grids else (1, 2),
         )
 
     def measure(self, media: MediaReference) -> Shape:
@@ -135,18 +164,22 @@ class Images:
                 )
             if image.format == "JPEG":
                 _check_scans(file, media)
-            height, width = shape[1] * self.patch_size, shape[2] * self.patch_size
-            return decoded(image, width, height, media, "undecodable_image")
+            return self._decoded(image, shape, media, "undecodable_image")
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(0, row, column) of each patch in the grid: [length, 3]."""
+        """(0, row, column) of each patch in the grid: [length, 3]; with the rows and columns of the grid
+        [length, 5], where rows hold these."""
         _, height, width = shape
         merge = self.merge
         grid = np.stack(
             np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), axis=-1
         )
         groups = grid.reshape(height // merge, merge, width // merge, merge, 3).swapaxes(1, 2)
-        return groups.reshape(-1, 3).astype(np.int32)
+        positions = groups.reshape(-1, 3).astype(np.int32)
+        if not self.with_grids:
+            return positions
+        grids = np.tile(np.array([height, width], np.int32), (len(positions), 1))
+        return np.concatenate([positions, grids], axis=1)
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
@@ -163,9 +196,14 @@ class Images:
 
         The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is
         at most max_pixels, and at least min_pixels unless rounding to cells would then exceed the
-        former. All in integers, so that every host finds the same grid.
+        former. All in integers, so that every host finds the same grid. `resize` names other rules.
         """
+        if self.resize == "square":
+            return (self.side // self.patch_size,) * 2
         cell = self.cell_size
+        if self.resize == "fill":
+            rows, columns = _filling(height, width, cell, self.max_pixels // cell**2)
+            return rows * self.merge, columns * self.merge
         max_cells = self.max_pixels // cell**2
         rows = max(1, round(height / cell))
         columns = max(1, round(width / cell))
@@ -196,6 +234,25 @@ class Images:
         if _orientation(image) >= 5:  # the file lies on its side
             height, width = width, height
         return 1, *self.grid(height, width)
+
+    def _decoded(
+        self, image: Image.Image, shape: Shape, media: MediaReference, reason: str, frame: int = 0
+    ) -> NDArray[np.uint8]:
+        """The pixels of a frame, resized and upright, all those of the grid. Raises `MediaError` with this reason."""
+        _, height, width = (size * self.patch_size for size in shape)
+        whole = (self.side, self.side) if self.resize == "square" else (height, width)
+        try:
+            if frame:
+                image.seek(frame)
+            # Published rules resize from all pixels
+            pixels = _resized(image, *whole, KERNELS[self.kernel], self.resize == "area")
+        except MemoryError:  # the machine's fault, not the file's
+            raise
+        except (
+            Exception
+        ) as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
+            raise MediaError(reason, f"{media} does not decode: {error}") from error
+        return pixels[:height, :width]
 
     def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         _, height, width = shape
@@ -283,28 +340,37 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _UPRIGHT else 1
 
 
-def decoded(
-    image: Image.Image, width: int, height: int, media: MediaReference, reason: str, frame: int = 0
+def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, int]:
+    """Rows and columns of cells of the largest image that has at most so many, sides rounded up.
+
+    In the floating-point numbers and steps of the published rule, which decide where sides are near whole cells.
+    """
+
+    def cells(scale: float) -> tuple[int, int]:
+        rows, columns = (max(1, math.ceil(size * scale / cell)) for size in (height, width))
+        return rows, columns
+
+    least, most = FILL_STEP / 10, FILL_MOST
+    while most - least >= FILL_STEP:
+        scale = (least + most) / 2
+        if math.prod(cells(scale)) <= max_cells:
+            least = scale
+        else:
+            most = scale
+    return cells(least)
+
+
+def _resized(
+    image: Image.Image, height: int, width: int, kernel: Image.Resampling, reduced: bool
 ) -> NDArray[np.uint8]:
-    """The pixels of a frame, resized and upright: [height, width, 3]. Raises `MediaError` with this reason."""
-    try:
-        if frame:
-            image.seek(frame)
-        return _resized(image, width, height)
-    except MemoryError:  # the machine's fault, not the file's
-        raise
-    except Exception as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
-        raise MediaError(reason, f"{media} does not decode: {error}") from error
-
-
-def _resized(image: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
-    """Decode, resize and turn upright: [height, width, 3]."""
+    """Decode, resize and turn upright: [height, width, 3]; `reduced` may decode fewer pixels."""
     orientation = _orientation(image)
     size = (height, width) if orientation >= 5 else (width, height)  # as the file lies
-    # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
-    image.draft(None, size)
+    if reduced:
+        # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
+        image.draft(None, size)
     image.load()
-    rgb = _rgb(image).resize(size, Image.Resampling.BICUBIC)
+    rgb = _rgb(image).resize(size, kernel)
     # Turned last: a turned copy of the source would take as much memory as the source.
     return np.asarray(rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb)
 

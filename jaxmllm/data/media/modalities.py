@@ -26,6 +26,9 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 merge=model.vision.merge,
                 min_pixels=data.images.min_pixels,
                 max_pixels=data.images.max_pixels,
+                resize=data.images.resize,
+                kernel=data.images.kernel,
+                with_grids=model.vision.positions == "resampled",
             )
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(

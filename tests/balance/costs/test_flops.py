@@ -144,6 +144,18 @@ def test_vision_by_freezing(n):
     assert measured(*ALL) == 2 * patches + 3 * (blocks + attention + first + second)
 
 
+@pytest.mark.parametrize(("positions", "summed"), [("table", 0), ("resampled", 1)])
+def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
+    vision = {"positions": positions, "position_grid": 6}
+    model = MODEL.model_copy(update={"vision": VISION.model_copy(update=vision)})
+    for trained, passes in ((NOTHING, 1), (ALL, 2)):
+        learned, rotary = (phase_flops(of, "vision", trained) for of in (model, MODEL))
+        assert learned.linear - rotary.linear == summed * passes * product(1, 6 * 6, 32)
+        assert learned.quadratic == rotary.quadratic
+    (learned, *_), (rotary, *_) = (phase_layers(of, "vision") for of in (model, MODEL))
+    assert learned.parameters - rotary.parameters == 6 * 6 * 32
+
+
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
     """The rest of its backward pass is as dear as if all of it were trained."""
     third = {"vision": Fraction(1, 3)}

@@ -69,6 +69,39 @@ def test_grid_is_native_resolution_or_the_same_shape_smaller(height: int, width:
         assert fits[0] or height * width > 640_000 * 0.95
 
 
+@given(height=st.integers(1, 900), width=st.integers(1, 900), cells=st.integers(1, 60))
+def test_a_filling_grid_is_the_largest_that_fits(height: int, width: int, cells: int) -> None:
+    rows, columns = Images(4, 2, cells * 64, cells * 64, resize="fill").grid(height, width)
+    assert rows % 2 == columns % 2 == 0 and rows * columns <= 4 * cells
+    found = rows // 2, columns // 2
+
+    def at(scale: float) -> tuple[int, int]:
+        return -int(-height * scale // 8), -int(-width * scale // 8)
+
+    # A scale that yields the grid lies just below one that is too large
+    scales = np.unique([8 * k / side for side in (height, width) for k in range(1, cells + 2)])
+    fitting = [scale for scale in scales if np.prod(at(scale * (1 - 1e-9))) <= cells]
+    if max(fitting) < 90 and found != at(max(fitting) * (1 - 1e-9)):
+        assert found == at(max(fitting) - 2e-5), "within a step of the search"
+
+
+def test_a_square_grid_is_of_one_size(tmp_path: Path) -> None:
+    """Whatever the image; what is left of whole patches is cut off below and to the right."""
+    square = Images(4, 2, 35**2, 35**2, resize="square", kernel="bilinear", with_grids=True)
+    image = picture(50, 21)
+    image.save(tmp_path / "a.png")
+    shape = square.measure(File(tmp_path / "a.png"))
+    assert shape == (1, 8, 8) and square.format.axes == (1, 2, 3, 4)
+    positions = square.positions(shape)
+    assert positions.shape == (64, 5) and (positions[:, 3:] == 8).all()
+    whole = np.asarray(image.resize((35, 35), Image.Resampling.BILINEAR))
+    got = square.load(File(tmp_path / "a.png"), shape).reshape(-1, 4, 4, 3)
+    for patch, (_, row, column, *_) in zip(got, positions, strict=True):
+        np.testing.assert_array_equal(
+            patch, whole[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+        )
+
+
 def test_grid_of_extreme_shapes() -> None:
     assert IMAGES.grid(1, 150) == (2, 38)
     assert IMAGES.grid(1, 30_000) == (2, 60)
@@ -290,6 +323,13 @@ def test_impossible_settings_name_the_key() -> None:
         Images(14, 2, 1, 100)
     with pytest.raises(ValueError, match=r"data\.images\.min_pixels"):
         Images(4, 2, 5000, 1000)
+    with pytest.raises(
+        ValueError, match=r"min_pixels \(64\): with resize \(fill\) every image has"
+    ):
+        Images(4, 2, 64, 1000, resize="fill")
+    for pixels in (1000, 20**2):  # no square, and one of 5 patches a side
+        with pytest.raises(ValueError, match=rf"max_pixels \({pixels}\): with resize \(square\)"):
+            Images(4, 2, pixels, pixels, resize="square")
 
 
 # ---------------------------------------------------------------------------- TIFF

@@ -1,0 +1,55 @@
+"""A projector as a folder of its own, for whoever composes the exported parts elsewhere.
+
+config.json         what the projector is: `group` neighbouring features of a tower -> one vector of the decoder
+model.safetensors   linear_1, linear_2: weight [out, in] and bias [out]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.families.folder_config import CONFIG_JSON
+from jaxmllm.families.lines import Line
+from jaxmllm.families.model_folder import SINGLE
+from jaxmllm.families.weight_files import write_tensors
+
+LINES = {
+    "mlp.up": "linear_1.weight: f i -> i f",
+    "mlp.up_bias": "linear_1.bias: f -> f",
+    "mlp.down": "linear_2.weight: d f -> f d",
+    "mlp.down_bias": "linear_2.bias: d -> d",
+}
+
+
+def write_projector(folder: Path, parameters: Mapping[str, NDArray[Any]], group: int) -> None:
+    """Make the folder.
+
+    Args:
+      parameters: by dotted path.
+      group: neighbouring features that become one token; of pictures, those of a square, row by row.
+    """
+    tensors = {}
+    for path, values in parameters.items():
+        line = Line.of(LINES[path])
+        tensor = np.empty(line.tensor_shape(values.shape), values.dtype)
+        whole = tuple(slice(0, size) for size in values.shape)
+        line.view(tensor, values.shape, whole)[...] = values
+        tensors[line.key] = tensor
+    inputs, width = parameters["mlp.up"].shape
+    config = {
+        "model_type": "jaxmllm_projector",
+        "group": group,
+        "input_size": inputs,
+        "hidden_size": width,
+        "output_size": parameters["mlp.down"].shape[1],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    folder.mkdir(parents=True)
+    (folder / CONFIG_JSON).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(folder / SINGLE, tensors)

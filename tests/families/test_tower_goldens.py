@@ -1,0 +1,210 @@
+"""Published vision towers against the reference, through reader, rows and model; and written back as they were."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.reference import File
+from jaxmllm.families.model_folder import Fit, ModelFolder
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError
+from jaxmllm.models.mllm import build_model
+from jaxmllm.trainable import leaves_by_path
+from jaxmllm.training.folder_parameters import read_folder
+from sharding.mesh import make_mesh
+from tests.models.test_towers import encoder_rows
+from tests.support import slow_cases, tiny_config
+
+GOLDENS = Path(__file__).parent / "tower_goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+# Gradients below are noise: all keys have that of a shared bias, which softmax does not see
+ROUNDING = 0.1
+
+
+def config_of(folder: Path, place: Path, **vision) -> Config:
+    """A run with this tower."""
+    tree = tiny_config(place)
+    tree["model"] |= {"vision": {"from": str(folder)} | vision}
+    del tree["model"]["audio"], tree["data"]["images"]
+    return parse_config(resolved(tree))
+
+
+def reader_of(config: Config):
+    return modalities(config.model, config.data, ())["vision"]
+
+
+def save(image: np.ndarray, path: Path) -> File:
+    Image.fromarray(image).save(path)
+    return File(path)
+
+
+def by_key(fit: Fit, gradients) -> dict[str, np.ndarray]:
+    found = {}
+    for path, leaf in leaves_by_path(gradients):
+        line, shape = fit.folder.family.lines[path], leaf.shape
+        for key, place, index in line.pieces(shape, tuple(slice(0, n) for n in shape)):
+            found[key] = np.empty(line.tensor_shape(shape), leaf.dtype)
+            view = line.view(found[key], shape, index)
+            view[...] = leaf[place].reshape(view.shape)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["siglip2", *slow_cases({name: (name,) for name in NAMES if name != "siglip2"}, ["siglip"])],
+)
+def test_features_and_gradients_are_the_references(name, tmp_path):
+    """All images lie packed in one row."""
+    check_golden(GOLDENS / name, tmp_path)
+
+
+def check_golden(folder: Path, place: Path) -> tuple[float, float]:
+    """Largest differences of features, and of gradients over the largest entry of each."""
+    config = config_of(folder, place)
+    reader = reader_of(config)
+    inputs, reference, gradients = (
+        dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
+    )
+    count = len(reference)
+    media = [save(inputs[f"image_{i}"], place / f"{i}.png") for i in range(count)]
+    shapes = [reader.measure(one) for one in media]
+    positions = [reader.positions(shape)[:, reader.format.axes] for shape in shapes]
+    slots = 64
+    features = np.zeros((1, slots, reader.format.features), np.uint8)
+    places = np.zeros((1, slots, len(reader.format.axes)), np.int32)
+    segments = np.zeros((1, slots), np.int32)
+    direction = np.zeros((1, slots, config.model.vision.width), np.float32)
+    where, start = [], 0
+    for i, (one, shape, at) in enumerate(zip(media, shapes, positions, strict=True)):
+        here = slice(start, start + reader.length(shape))
+        # Numbers of patches row by row
+        numbers = at[:, 0] * shape[2] + at[:, 1]
+        features[0, here], places[0, here] = reader.load(one, shape), at
+        segments[0, here], direction[0, here] = i + 1, inputs[f"direction_{i}"][numbers]
+        where.append((here, numbers))
+        start = here.stop
+    rows = encoder_rows(features, places, segments, reader.format.slots_per_token, block=32)
+    mesh = make_mesh({"data": 1, "fsdp": 1}, jax.devices()[:1])
+    model = build_model(config.model, 8, config.components, mesh)
+    params = {"vision": read_folder(str(folder), model.abstract("float32")["vision"], "vision")}
+
+    def product(params):
+        features = model.features(params, "vision", rows)
+        return (features * direction).sum(), features
+
+    (_, found), grads = jax.jit(jax.value_and_grad(product, has_aux=True))(params)
+    worst = 0.0
+    for i, (here, numbers) in enumerate(where):
+        wanted = reference[f"features_{i}"][numbers]
+        worst = max(worst, float(np.abs(np.asarray(found)[0, here] - wanted).max()))
+    assert worst <= 1e-4
+    opened = ModelFolder.open(folder, "vision")
+    shapes_of = {path: leaf.shape for path, leaf in leaves_by_path(params["vision"])}
+    tensors = by_key(opened.check(shapes_of), jax.device_get(grads["vision"]))
+    assert tensors.keys() == gradients.keys()
+    off = {
+        key: float(np.abs(tensors[key] - wanted).max() / max(np.abs(wanted).max(), ROUNDING))
+        for key, wanted in gradients.items()
+    }
+    assert max(off.values()) <= 1e-4, off
+    return worst, max(off.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_are_the_processors(name, tmp_path):
+    """Sizes, kernels and colors of images that are resized."""
+    config = config_of(GOLDENS / name, tmp_path, merge=1)
+    reader, vision = reader_of(config), config.model.vision
+    processed = dict(np.load(GOLDENS / name / "processed.npz"))
+    for i in range(len(processed) // 3):
+        media = save(processed[f"image_{i}"], tmp_path / f"{i}.png")
+        shape = reader.measure(media)
+        assert shape[1:] == tuple(processed[f"grid_{i}"])
+        colors = reader.load(media, shape).reshape(-1, 3) / 255
+        pixels = (colors - vision.pixel_mean) / vision.pixel_std
+        wanted = processed[f"pixels_{i}"].reshape(-1, 3)
+        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_written_as_it_was(name, tmp_path):
+    config = config_of(GOLDENS / name, tmp_path)
+    mesh = make_mesh({"data": 1, "fsdp": 8})
+    abstract = build_model(config.model, 8, config.components, mesh).abstract("float32")["vision"]
+    folder = ModelFolder.open(GOLDENS / name, "vision")
+    fit = folder.check({path: leaf.shape for path, leaf in leaves_by_path(abstract)})
+    params = dict(leaves_by_path(read_folder(str(folder.path), abstract, "vision")))
+    assert fit.write(lambda path: np.asarray(params[path]), tmp_path / "out") == ()
+    for file in folder.path.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_what_the_folder_says_stands_in_the_config(tmp_path):
+    config = config_of(GOLDENS / "siglip-tower", tmp_path)
+    assert config.data.images.resize == "square" and config.data.images.max_pixels == 900
+    assert config.model.vision.pixel_std == (0.5, 0.25, 0.2) and config.model.vision.gelu == "exact"
+    assert config.model.tower_sources == {"vision": str(GOLDENS / "siglip-tower")}
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(GOLDENS / "siglip2", tmp_path / "copy"))
+
+
+def change(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "clip"}, "has model_type 'clip'; there are siglip, siglip_vision_model"),
+        ({"model_type": "qwen3"}, "'qwen3' and so no vision; name the folder in model.from, or"),
+        ({"vision_config": {"hidden_act": "relu"}}, "has hidden_act 'relu'; there are gelu_pyt"),
+        ({"vision_config": {"num_patches": 17}}, "has num_patches 17; it must be the square"),
+        ({"vision_config": 1}, "has vision_config 1; it must be a JSON object"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"a quantization_config \(awq\)"),
+    ],
+)
+def test_a_config_that_cannot_be(copy, tmp_path, values, words):
+    change(copy / "config.json", **values)
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"do_normalize": False}, "has do_normalize False; True alone is supported"),
+        ({"resample": 0}, "has resample 0; there are"),
+        ({"patch_size": 16}, "has patch_size 16; 7 alone is supported"),
+    ],
+)
+def test_a_processor_that_cannot_be(copy, tmp_path, values, words):
+    change(copy / "preprocessor_config.json", **values)
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+def test_configs_that_say_otherwise_are_refused(copy, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.vision\.width is 32, but .* says 16; leave it"):
+        config_of(copy, tmp_path, width=32)
+    with pytest.raises(ConfigError, match=r"model\.vision\.from: .*nowhere has no config\.json"):
+        config_of(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(ConfigError, match=r"merge \(3\) must divide position_grid \(4\)"):
+        config_of(GOLDENS / "siglip", tmp_path, merge=3)
+    with pytest.raises(ConfigError, match=r"model\.vision\.window is 3, but .* says None; leave"):
+        config_of(copy, tmp_path, window=3)
+    (copy / "preprocessor_config.json").unlink()
+    with pytest.raises(FolderError, match=r"preprocessor_config\.json cannot be read"):
+        config_of(copy, tmp_path)
+    with pytest.raises(FolderError, match=r"and so no language; name the folder in model\.vision"):
+        resolved({"model": {"from": str(copy)}})
