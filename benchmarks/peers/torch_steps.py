@@ -11,6 +11,7 @@ H heads, G key-value heads, K head size.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, Opti
 # Sides of the learned grid of positions that the vision tower interpolates: few parameters, for ours has none
 GRID: Final = 2
 LONGEST_CLIP: Final = 1 << 14  # attention tokens
-STRIDE: Final = AudioConfig.stem_stride
+STRIDE: Final = math.prod(AudioConfig.model_fields["stem_strides"].default)
 # Shares of a step's examples in a micro-batch that are tried
 SHARES: Final = (16, 8, 4, 2, 1)
 TRIALS: Final = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import ClassVar, Literal, Self
 
@@ -153,6 +154,12 @@ class TowerConfig(Section):
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
         return _tower_matrices(self.width, self.mlp_width)
 
+    def _check_not_rotary(self, positions: str) -> None:
+        if self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
+            raise ValueError(
+                f"rope_theta ({self.rope_theta:g}): {positions} positions are not rotary; leave it out"
+            )
+
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
         if self.width % (self.heads * 4):
@@ -201,10 +208,8 @@ class VisionConfig(LayerWindows, TowerConfig):
                 f"window ({self.window}): layers attend in windows with rotary positions alone, not with "
                 f"{self.positions} ones"
             )
-        if learned and self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
-            raise ValueError(
-                f"rope_theta ({self.rope_theta:g}): {self.positions} positions are not rotary; leave it out"
-            )
+        if learned:
+            self._check_not_rotary(self.positions)
         if self.positions == "table" and self.position_grid and self.position_grid % self.merge:
             raise ValueError(
                 f"merge ({self.merge}) must divide position_grid ({self.position_grid}), the patches along a "
@@ -214,14 +219,31 @@ class VisionConfig(LayerWindows, TowerConfig):
 
 
 class AudioConfig(TowerConfig):
-    """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower."""
+    """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower.
 
-    # The stem is two convolutions, each of stride 2 and of this kernel width.
+    A clip ends inside a chunk. What is left of the chunk is not there (`silence: unseen`), or is filled up
+    with silence, which the tower hears like the clip (`heard`); no token of it reaches the decoder.
+    """
+
+    # The stem is two convolutions of this kernel width
     stem_kernel: ClassVar[int] = 3
-    stem_stride: ClassVar[int] = 4  # frames that become one token of attention
 
     mel_bins: PositiveInt = 80
     chunk_frames: PositiveInt = 64
+    stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
+    # table: learned, one for each place of a chunk
+    positions: Literal["rotary", "table"] = "rotary"
+    silence: Literal["unseen", "heard"] = "unseen"
+
+    @property
+    def stem_stride(self) -> int:
+        """Frames that become one token of attention."""
+        return math.prod(self.stem_strides)
+
+    @property
+    def learned_positions(self) -> int:
+        """Places of a chunk that have learned positions; none: 0."""
+        return self.chunk_frames // self.stem_stride if self.positions == "table" else 0
 
     @model_validator(mode="after")
     def _check_chunk(self) -> AudioConfig:
@@ -230,6 +252,8 @@ class AudioConfig(TowerConfig):
             raise ValueError(
                 f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * merge ({token})"
             )
+        if self.positions == "table":
+            self._check_not_rotary(self.positions)
         return self
 
 

@@ -155,6 +155,7 @@ class Config(Section):
         self._check_latents()
         self._check_experts()
         self._check_images()
+        self._check_clips()
         projectors = [f"projector.{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
@@ -294,6 +295,17 @@ class Config(Section):
                 f"data.images.resize ({images.resize}), max_pixels ({images.max_pixels}): with "
                 f"model.vision.positions (table), every image has {grid} x {grid} patches; set resize: square, and "
                 f"min_pixels and max_pixels to {(grid * vision.patch_size) ** 2}"
+            )
+
+    def _check_clips(self) -> None:
+        audio, data = self.model.audio, self.data.audio
+        if audio is None or audio.positions != "table":
+            return
+        seconds = audio.chunk_frames * data.hop_length / data.sample_rate
+        if data.max_seconds > seconds:
+            raise ValueError(
+                f"data.audio.max_seconds ({data.max_seconds:g}): with model.audio.positions (table), a clip is one "
+                f"chunk of {seconds:g} s at most; set it to {seconds:g}, and split longer clips"
             )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:

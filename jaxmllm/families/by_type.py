@@ -10,10 +10,11 @@ from jaxmllm.families.qwen2 import QWEN2
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.qwen3_moe import QWEN3_MOE
 from jaxmllm.families.siglip import SIGLIP, SIGLIP2
+from jaxmllm.families.whisper import WHISPER
 
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *SIGLIP, *SIGLIP2)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *SIGLIP, *SIGLIP2, WHISPER)
 }
 
 

@@ -35,7 +35,7 @@ PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 # Keys of model.language that are not the folder's: no text is computed otherwise
 OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
 # And of the towers
-TOWER_OPEN = {"from", "merge"}
+TOWER_OPEN = {"from", "merge", "silence"}
 # Encoders by component: their sections of `model`, and of `data`
 TOWERS: dict[str, tuple[type[Section], str]] = {
     "vision": (VisionConfig, "images"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxmllm.attention.mask import item_ids
-from jaxmllm.config.schema import AudioConfig, ComponentConfig
+from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
 from jaxmllm.models.layers import (
-    RMSNorm,
+    NORMS,
     RowContext,
     bias,
     biased,
@@ -25,29 +25,43 @@ from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
 
-class HalvingConvolution(nnx.Module):
-    """Convolution of width 3 and stride 2 over spans of T slots, written as one matrix product."""
+class StemConvolution(nnx.Module):
+    """Convolution of width 3 and stride 1 or 2 over spans of T slots, written as one matrix product."""
 
-    def __init__(self, in_width: int, width: int, rngs: nnx.Rngs):
+    def __init__(self, in_width: int, width: int, stride: int, gelu: Gelu, rngs: nnx.Rngs):
         inputs = AudioConfig.stem_kernel * in_width
         self.kernel = parameter(rngs, (inputs, width), (None, "embed"), inputs)
         self.bias = bias((width,), (None,))
+        self.stride = stride
+        self.gelu = gelu
 
     def __call__(
-        self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/2"], layout: Layout
-    ) -> Float[Array, "R N T/2 D"]:
-        """Outputs that are `first` see zeros before their two slots."""
-        even, odd = x[:, :, 0::2], x[:, :, 1::2]
-        before = jnp.pad(odd[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
+        self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/s"], layout: Layout
+    ) -> Float[Array, "R N T/s D"]:
+        """Outputs that are `first` see zeros before their slots, and those before them zeros after."""
+        here, after = x[:, :, 0 :: self.stride], x[:, :, 1 :: self.stride]
+        if self.stride == 1:
+            before, after = _shifted(x, 1), _shifted(x, -1)
+            after = jnp.where(_shifted(first, -1)[..., None], 0, after)
+        else:
+            before = _shifted(after, 1)
         before = jnp.where(first[..., None], 0, before)
-        windows = jnp.concatenate([before, even, odd], axis=-1)
+        windows = jnp.concatenate([before, here, after], axis=-1)
         return jax.nn.gelu(
-            biased(windows @ weight(self.kernel, layout, x.dtype), self.bias, layout)
+            biased(windows @ weight(self.kernel, layout, x.dtype), self.bias, layout),
+            approximate=self.gelu == "tanh",
         )
 
 
+def _shifted(x: Shaped[Array, "R N T *I"], slots: int) -> Shaped[Array, "R N T *I"]:
+    """Moved on by one slot, or back by one; zeros come in."""
+    widths = [(0, 0)] * x.ndim
+    widths[2] = (1, 0) if slots > 0 else (0, 1)
+    return jnp.pad(x[:, :, :-1] if slots > 0 else x[:, :, 1:], widths)
+
+
 class AudioTower(nnx.Module):
-    """Log-mel frames -> features at a quarter of the frame rate, bidirectional inside each clip.
+    """Log-mel frames -> features at a quarter or half of the frame rate, bidirectional inside each clip.
 
     The stem sees one chunk of a clip at a time, so a clip's features depend neither on its neighbours in the row nor
     on where it stands.
@@ -55,18 +69,23 @@ class AudioTower(nnx.Module):
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         self.config = config
-        self.stem_mels = HalvingConvolution(config.mel_bins, config.width, rngs)
-        self.stem_width = HalvingConvolution(config.width, config.width, rngs)
+        first, second = config.stem_strides
+        self.stem_mels = StemConvolution(config.mel_bins, config.width, first, config.gelu, rngs)
+        self.stem_width = StemConvolution(config.width, config.width, second, config.gelu, rngs)
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
+        if places := config.learned_positions:
+            self.position_embedding = parameter(
+                rngs, (places, config.width), (None, "embed"), config.width
+            )
 
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
-    ) -> Float[Array, "R C/4 D"]:
+    ) -> Float[Array, "R C/s D"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
         return self.norm(run_stack(self.layers, x, context, settings.remat))
 
-    def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/4 D"]:
+    def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/s D"]:
         """What the first layer reads."""
         ranks, slots, mels = rows.features.shape
         # Parts of rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
@@ -76,10 +95,14 @@ class AudioTower(nnx.Module):
         first = rows.positions[:, ::stride, 0] % (self.config.chunk_frames // stride) == 0
         first = first.reshape(ranks, -1, stretch // stride)
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(
-            ranks, -1, stretch // 2
+            ranks, -1, 2 * stretch // stride
         )
         x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
-        return layout.constrain(x.reshape(ranks, slots // stride, -1), ("batch", "sequence", None))
+        x = x.reshape(ranks, slots // stride, -1)
+        if places := self.config.learned_positions:
+            table = weight(self.position_embedding, layout, dtype)
+            x = x + table[rows.positions[:, ::stride, 0] % places]
+        return layout.constrain(x, ("batch", "sequence", None))
 
     def context(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
@@ -87,8 +110,10 @@ class AudioTower(nnx.Module):
         """What all layers know of the rows; depends on no parameters."""
         stride = self.config.stem_stride
         sections = (self.config.head_size // 2,)
-        angles = rotary_angles(
-            rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype
-        )
+        angles = None
+        if self.config.positions == "rotary":
+            angles = rotary_angles(
+                rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype
+            )
         ids = item_ids(rows.segments[:, ::stride])
         return RowContext(layout, ids, rows.tiles, angles, settings.attention)

@@ -92,11 +92,16 @@ def generated_lengths(
     mix that the model has encoders for.
 
     Raises:
-      ConfigError: the model draws, for which there are no tasks.
+      ConfigError: the model draws, for which there are no tasks, or hears silence, which no task has.
     """
     if config.model.generators:
         raise ConfigError(
             "model.diffusion: there are no made-up lengths of what it draws; take those of the config's data"
+        )
+    if config.model.audio is not None and config.model.audio.silence == "heard":
+        raise ConfigError(
+            "model.audio.silence (heard): made-up clips are not filled up to whole chunks; take the lengths of the "
+            "config's data"
         )
     mix = mix_for(config.model, mix)
     words = vocabulary(config, load_tokenizer(config.data))

@@ -59,11 +59,12 @@ MODEL: Final = ModelConfig(
         vocab_size=151_936,
     ),
 )
+assert MODEL.audio is not None
 PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
 ALIGNMENTS: Final = {
     "vision": 128,
-    "audio": 128 * AudioConfig.stem_stride,
+    "audio": 128 * MODEL.audio.stem_stride,
     "language": 128,
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip

@@ -1,12 +1,13 @@
-"""Makes the goldens of published vision towers, with the reference: random tiny checkpoints, and what it makes of them.
+"""Makes the goldens of published towers, with the reference: random tiny checkpoints, and what it makes of them.
 
 python -m tests.families.make_tower_goldens FOLDER        (needs torch 2.13 and transformers 5.23)
 
 FOLDER/NAME/               config.json, preprocessor_config.json, safetensors, as the reference writes them
-FOLDER/NAME/inputs.npz     image_I [H, W, 3] of sizes that are not resized, direction_I [n, D]
+FOLDER/NAME/inputs.npz     image_I [H, W, 3] of sizes that are not resized, or sound_I [N]; direction_I [n, D]
 FOLDER/NAME/reference.npz  features_I [n, D], row by row
 FOLDER/NAME/gradients.npz  of sum(features_I * direction_I), by key of the tensor
-FOLDER/NAME/processed.npz  image_I of other sizes; of the processor pixels_I [n, P * P * 3] (row, column, color), grid_I
+FOLDER/NAME/processed.npz  image_I of other sizes; of the processor pixels_I [n, P * P * 3], grid_I;
+                           or mel_I [n, M] of the sounds above
 """
 
 from __future__ import annotations
@@ -40,6 +41,26 @@ MODELS: Mapping[str, tuple[str, bool, dict[str, Any], str]] = {
     "siglip2": ("siglip2", True, {"num_patches": 16}, "float32"),
     "siglip2-tower": ("siglip2", False, {"num_patches": 9}, "float32"),
 }
+WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 24,
+    "num_mel_bins": 12,
+    "max_source_positions": 50,  # chunks of a second
+    "max_target_positions": 8,
+    "vocab_size": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+# name -> (whether the model has a head, dtype)
+ENCODERS = {"whisper": (True, "float32"), "whisper-headless": (False, "bfloat16")}
+SAMPLES = (16_000, 1_600, 7_777)  # of sounds at 16 kHz: a whole chunk, whole frames, and neither
 PATCHES = 16  # of an image, at most
 SQUARES = ((SIDE, SIDE), (SIDE, SIDE))
 ANY_SIZE = ((28, 28), (14, 56), (56, 14))
@@ -47,11 +68,14 @@ ODD = ((37, 53), (200, 31), (9, 12))  # heights and widths that are resized
 COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}  # of some processors
 
 
-def main(folder: Path, names: tuple[str, ...] = tuple(MODELS), seed: int = 0, **sizes: Any) -> None:
-    """Write the checkpoints and goldens of these names, with other sizes if given."""
+def main(folder: Path, names: tuple[str, ...] = (*MODELS, *ENCODERS), seed: int = 0) -> None:
+    """Write the checkpoints and goldens of these names."""
     for name in names:
+        if name in ENCODERS:
+            make_encoder(folder / name, *ENCODERS[name], seed)
+            continue
         model_type, whole, changes, dtype = MODELS[name]
-        make(folder / name, model_type, whole, SIZES | changes | sizes, dtype, seed)
+        make(folder / name, model_type, whole, SIZES | changes, dtype, seed)
 
 
 def make(
@@ -66,9 +90,7 @@ def make(
     if whole:
         config = AutoConfig.for_model(model_type, text_config=TEXT, vision_config=config.to_dict())
     model = AutoModel.from_config(config)
-    for parameter in model.parameters():
-        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0  # scales of norms
-        torch.nn.init.normal_(parameter, mean, 0.2)
+    _randomize(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tower = model.vision_model if whole else model
@@ -77,14 +99,75 @@ def make(
     random = np.random.default_rng(seed)
     sizes = SQUARES if model_type == "siglip" else ANY_SIZE
     images = [_picture(random, *size) for size in sizes]
-    inputs: dict[str, Any] = {f"image_{i}": image for i, image in enumerate(images)}
-    reference, total = {}, 0
-    for i, image in enumerate(images):
-        features = _features(tower, processor, image)
-        direction = random.standard_normal(features.shape).astype(np.float32)
-        total = total + (features * torch.tensor(direction)).sum()
+    features = [_features(tower, processor, image) for image in images]
+    _save(folder, model, "image", images, features, random)
+    processed = {}
+    for i, size in enumerate(ODD):
+        image = _picture(random, *size)
+        pixels, grid = _patches(processor, image)
+        processed |= {f"image_{i}": image, f"pixels_{i}": pixels, f"grid_{i}": np.array(grid)}
+    np.savez_compressed(folder / "processed.npz", **processed)
+
+
+def make_encoder(folder: Path, head: bool, dtype: str, seed: int) -> None:
+    """The same of an audio encoder and the decoder beside it."""
+    import torch
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperModel,
+    )
+
+    torch.manual_seed(seed)
+    kind = WhisperForConditionalGeneration if head else WhisperModel
+    model = kind(WhisperConfig(**WHISPER))
+    _randomize(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    extractor = WhisperFeatureExtractor(feature_size=WHISPER["num_mel_bins"], chunk_length=1)
+    extractor.save_pretrained(folder)
+    encoder = model.get_encoder()
+    encoder.embed_positions.requires_grad_(True)  # which the reference keeps
+    random = np.random.default_rng(seed)
+    sounds = [_sound(random, count) for count in SAMPLES]
+    mels = [
+        extractor(sound / 32768, sampling_rate=16_000, return_tensors="pt")["input_features"]
+        for sound in sounds
+    ]
+    features = [encoder(mel).last_hidden_state[0] for mel in mels]
+    _save(folder, model, "sound", sounds, features, random)
+    np.savez_compressed(
+        folder / "processed.npz", **{f"mel_{i}": mel[0].numpy().T for i, mel in enumerate(mels)}
+    )
+
+
+def _randomize(model: Any) -> None:
+    import torch
+
+    for parameter in model.parameters():
+        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0  # scales of norms
+        torch.nn.init.normal_(parameter, mean, 0.2)
+
+
+def _save(
+    folder: Path,
+    model: Any,
+    kind: str,
+    media: list[np.ndarray],
+    features: list[Any],
+    random: np.random.Generator,
+) -> None:
+    """Inputs, features, and gradients of these in random directions."""
+    import torch
+
+    inputs: dict[str, Any] = {f"{kind}_{i}": one for i, one in enumerate(media)}
+    reference, total = {}, torch.zeros(())
+    for i, found in enumerate(features):
+        direction = random.standard_normal(found.shape).astype(np.float32)
+        total = total + (found * torch.tensor(direction)).sum()
         inputs[f"direction_{i}"] = direction
-        reference[f"features_{i}"] = features.detach().numpy()
+        reference[f"features_{i}"] = found.detach().numpy()
     total.backward()
     gradients = {
         key: parameter.grad.numpy()
@@ -94,12 +177,13 @@ def make(
     np.savez_compressed(folder / "inputs.npz", **inputs)
     np.savez_compressed(folder / "reference.npz", **reference)
     np.savez_compressed(folder / "gradients.npz", **gradients)
-    processed = {}
-    for i, size in enumerate(ODD):
-        image = _picture(random, *size)
-        pixels, grid = _patches(processor, image)
-        processed |= {f"image_{i}": image, f"pixels_{i}": pixels, f"grid_{i}": np.array(grid)}
-    np.savez_compressed(folder / "processed.npz", **processed)
+
+
+def _sound(random: np.random.Generator, count: int) -> np.ndarray:
+    """Tones with noise, 16 bits, loud to the end."""
+    times = np.arange(count) / 16_000
+    tones = np.sin(2 * np.pi * 440 * times) + np.sin(2 * np.pi * 1_234 * times)
+    return (6_000 * tones + 800 * random.standard_normal(count)).astype(np.int16)
 
 
 def _processor(model_type: str, whole: bool) -> Any:

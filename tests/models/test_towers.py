@@ -414,6 +414,39 @@ def test_audio_tower_and_projector(encoders):
         close(tokens[row, start // 8 : stop // 8], want)
 
 
+@pytest.mark.slow
+def test_a_stem_of_stride_one_keeps_clips_apart():
+    """Each of three neighbours, which end inside a chunk, at its end and in the next, has the features of one alone."""
+    config = AUDIO.model_copy(
+        update={
+            "rope_theta": 10_000.0,
+            "stem_strides": (1, 2),
+            "positions": "table",
+            "norm": "layer",
+            "gelu": "exact",
+            "key_bias": False,
+        }
+    )
+    rng = np.random.default_rng(5)
+    places = [(0, 12, 10), (12, 28, 16), (28, 52, 21)]  # of frames: begin, end, real
+    clips = [rng.standard_normal((real, config.mel_bins)) for *_, real in places]
+    features, segments = np.zeros((8, 64, config.mel_bins)), np.zeros((8, 64), np.int32)
+    positions = np.zeros((8, 64, 2), np.int32)
+    for row in range(4):
+        for number, ((begin, end, real), clip) in enumerate(zip(places, clips, strict=True), 1):
+            if row in (0, number):  # all, or alone
+                features[row, begin : begin + real] = clip
+                segments[row, begin : begin + real] = number
+                positions[row, begin:end, 0] = np.arange(end - begin) // 2
+    rows = encoder_rows(features, positions, segments, 4, stride=2, block=32)
+    with jax.enable_x64(True):
+        model = build(language=TIED, audio=config)
+        found, _ = encode((model, randomized(model)), "audio", rows)
+    for number, (begin, _, real) in enumerate(places, 1):
+        here = slice(begin // 2, begin // 2 + -(-real // 2))
+        close(found[0, here], found[number, here])
+
+
 def test_clips_have_the_gradients_that_they_have_alone(encoders):
     """Packed behind one another, or each at the start of a row of its own: for frames and for all parameters."""
     model, params = encoders

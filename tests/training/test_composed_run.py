@@ -1,11 +1,14 @@
-"""A run of a published decoder and a published tower with a fresh projector, by config alone; and back by parts."""
+"""A run of a published decoder and two published towers with fresh projectors, by config alone; and back by parts."""
 
 import json
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import tokenizers
 from PIL import Image
 
@@ -19,10 +22,17 @@ FAMILIES = Path(__file__).parents[1] / "families"
 WORDS = ["what", "is", "a", "cat", "dog", "it", "red", "blue", "green", "one", "two", "three"]
 
 
-@pytest.fixture
-def decoder(tmp_path) -> Path:
+TOWERS = {
+    "vision": FAMILIES / "tower_goldens" / "siglip2",
+    "audio": FAMILIES / "tower_goldens" / "whisper",
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Path:
     """A published folder with a tokenizer of a few words."""
-    folder = Path(shutil.copytree(FAMILIES / "goldens" / "qwen3", tmp_path / "decoder"))
+    place = tmp_path_factory.mktemp("composed") / "decoder"
+    folder = Path(shutil.copytree(FAMILIES / "goldens" / "qwen3", place))
     words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -31,84 +41,99 @@ def decoder(tmp_path) -> Path:
     return folder
 
 
-def write_config(tmp_path: Path, decoder: Path, **sections) -> Path:
+def write_data(folder: Path) -> Path:
+    """A question about an image and a sound in every record."""
     random = np.random.default_rng(0)
     records = []
     for number in range(16):
         size = (*random.integers(10, 60, 2), 3)
-        Image.fromarray(random.integers(0, 256, size, np.uint8)).save(tmp_path / f"{number}.png")
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
-        question = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what"}]
-        turns = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": said},
+        Image.fromarray(random.integers(0, 256, size, np.uint8)).save(folder / f"{number}.png")
+        sound = random.uniform(-0.5, 0.5, random.integers(400, 16_000))
+        soundfile.write(folder / f"{number}.wav", sound, 16_000)
+        question = [
+            {"type": "image", "image": f"{number}.png"},
+            {"type": "audio", "audio": f"{number}.wav"},
+            {"type": "text", "text": "what"},
         ]
+        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
         records.append(json.dumps({"messages": turns}) + "\n")
-    (tmp_path / "train.jsonl").write_text("".join(records))
-    tower = FAMILIES / "tower_goldens" / "siglip2"
-    phases = {
-        name: {"block": 32, "row_classes": 1, "spans": [1]} for name in ("vision", "language")
-    }
+    (folder / "train.jsonl").write_text("".join(records))
+    return folder / "train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def run(decoder) -> tuple[Path, str]:
+    """The folder of a run that trains projectors alone, and what it said."""
+    place = decoder.parent
+    frozen = {"freeze": True}
+    phases = ("vision", "audio", "language")
     tree = {
-        "run": {"directory": str(tmp_path / "run"), "steps": 1},
-        "model": {"from": str(decoder), "vision": {"from": str(tower)}},
-        "components": {"language": {"freeze": True}, "vision": {"freeze": True}},
+        "run": {"directory": str(place / "run"), "steps": 1},
+        "model": {"from": str(decoder)} | {n: {"from": str(of)} for n, of in TOWERS.items()},
+        "components": {"language": frozen, "vision": frozen, "audio": frozen},
         "data": {
-            "sources": [{"name": "a", "path": str(tmp_path / "train.jsonl")}],
+            "sources": [{"name": "a", "path": str(write_data(place))}],
             "batch_size": 8,
         },
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
-        "phases": phases,
+        "phases": {name: {"block": 32, "row_classes": 1, "spans": [1]} for name in phases},
         "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
         "logging": {"tensorboard": False},
     }
-    (tmp_path / "config.yaml").write_text(write_text(tree | sections))
-    return tmp_path / "config.yaml"
+    (place / "config.yaml").write_text(write_text(tree))
+    said = StringIO()
+    with redirect_stdout(said):
+        assert train(["--config", str(place / "config.yaml")]) == 0
+    return place / "run", said.getvalue()
 
 
 @pytest.mark.slow
-def test_parts_of_two_folders_train_and_go_back(decoder, tmp_path, capsys):
-    config = write_config(tmp_path, decoder)
-    tower = FAMILIES / "tower_goldens" / "siglip2"
-    assert train(["--config", str(config)]) == 0, capsys.readouterr().err
-    said = capsys.readouterr().out
-    assert f"model.vision.from: vision from {tower}" in said
-    assert f"model.from: projector.vision not in {decoder}: initialized at random" in said
-    run = tmp_path / "run"
-    for component, source in (("language", decoder), ("vision", tower)):
+def test_parts_of_three_folders_train_and_go_back(run, decoder, tmp_path):
+    folder, said = run
+    for name, tower in TOWERS.items():
+        assert f"model.{name}.from: {name} from {tower}" in said
+    fresh = "projector.audio, projector.vision"
+    assert f"model.from: {fresh} not in {decoder}: initialized at random" in said
+    for component, source in ({"language": decoder} | TOWERS).items():
         out = tmp_path / component
-        assert convert(["to-hf", str(run), str(out), "--component", component]) == 0
-        for name in source.iterdir():
-            assert (out / name.name).read_bytes() == name.read_bytes(), name
-    out = tmp_path / "projector"
-    assert convert(["to-hf", str(run), str(out), "--component", "projector.vision"]) == 0
-    said = json.loads((out / "config.json").read_text())
-    assert said["group"] == 4 and said["input_size"] == 64 and said["output_size"] == 16
-    tensors = WeightFile.open(out / "model.safetensors").tensors
-    assert {key: tensor.shape for key, tensor in tensors.items()} == {
-        "linear_1.weight": (16, 64),
-        "linear_1.bias": (16,),
-        "linear_2.weight": (16, 16),
-        "linear_2.bias": (16,),
-    }
-    assert np.array(tensors["linear_1.bias"].array()).any()  # which began at zero
-    follow(run, tower, tmp_path, capsys)
+        assert convert(["to-hf", str(folder), str(out), "--component", component]) == 0
+        for file in source.iterdir():
+            assert (out / file.name).read_bytes() == file.read_bytes(), file
+    for component, group in (("projector.vision", 4), ("projector.audio", 2)):
+        out = tmp_path / component
+        assert convert(["to-hf", str(folder), str(out), "--component", component]) == 0
+        written = json.loads((out / "config.json").read_text())
+        assert written["group"] == group and written["input_size"] == 16 * group
+        tensors = WeightFile.open(out / "model.safetensors").tensors
+        assert {key: tensor.shape for key, tensor in tensors.items()} == {
+            "linear_1.weight": (16, 16 * group),
+            "linear_1.bias": (16,),
+            "linear_2.weight": (16, 16),
+            "linear_2.bias": (16,),
+        }
+        assert np.array(tensors["linear_1.bias"].array()).any(), "which began at zero"
 
 
-def follow(run: Path, tower: Path, tmp_path: Path, capsys) -> None:
-    """A second run, in stages, trains the tower of the first one; its tower knows the folder that it came from."""
-    overrides = [f"run.directory={tmp_path / 'next'}", f"model.from={run}", "mesh.data=1"]
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_second_run_in_stages_goes_on(run, tmp_path, capsys):
+    """It trains the towers of the first one, which know the folders that they came from."""
+    folder, _ = run
+    overrides = [f"run.directory={tmp_path / 'next'}", f"model.from={folder}", "mesh.data=1"]
     overrides += ["pipeline.stages=2", "components.vision.freeze=false"]
-    again = ["--config", str(run / "config.yaml"), *overrides]
+    overrides += ["components.audio.freeze=false", "model.audio.from=null"]
+    again = ["--config", str(folder / "config.yaml"), *overrides]
     assert train(again) == 1
     error = capsys.readouterr().err
     assert "has vision, which model.vision.from reads from" in error and "\n" not in error.strip()
     shutil.rmtree(tmp_path / "next", ignore_errors=True)
     assert train([*again, "model.vision.from=null"]) == 0, capsys.readouterr().err
-    out = tmp_path / "trained"
-    assert convert(["to-hf", str(tmp_path / "next"), str(out), "--component", "vision"]) == 0
-    before, after = (ModelFolder.open(path, "vision") for path in (tower, out))
-    for key, tensor in before.tensors.items():
-        carried = ("text_model.", "vision_model.head.", "logit_")
-        changed = not np.array_equal(tensor.array(), after.tensors[key].array())
-        assert changed != key.startswith(carried), key
+    rest = ("text_model.", "vision_model.head.", "logit_", "model.decoder.", "proj_out.")
+    for name, tower in TOWERS.items():
+        out = tmp_path / name
+        assert convert(["to-hf", str(tmp_path / "next"), str(out), "--component", name]) == 0
+        before, after = (ModelFolder.open(path, name) for path in (tower, out))
+        for key, tensor in before.tensors.items():
+            changed = not np.array_equal(tensor.array(), after.tensors[key].array())
+            assert changed != key.startswith(rest), key

@@ -359,9 +359,11 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     stride = config.stem_stride
     mels = config.stem_kernel * config.mel_bins * config.width
     halves = config.stem_kernel * config.width**2
-    # Outputs of the first convolution are 2 frames apart
+    # The second convolution halves what the first one yields
     after_first = _product(mels, per_token=stride // 2)
-    stem = Layer("audio", mels + halves, after_first + _product(halves, per_token=stride))
+    table = config.learned_positions * config.width  # looked up
+    products = after_first + _product(halves, per_token=stride)
+    stem = Layer("audio", mels + halves + table, products)
     blocks = [_encoder_block("audio", config, per_token=stride)] * config.layers
     features = config.merge * config.width
     projector = _projector("audio", features, per_token=stride * config.merge, width=language_width)

@@ -40,6 +40,8 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 merge=model.audio.merge,
                 max_seconds=data.audio.max_seconds,
                 whole_chunks=phase in split,
+                stem_stride=model.audio.stem_stride,
+                silence=model.audio.silence,
             )
     if model.diffusion is not None:
         made["diffusion"] = _generated(model.diffusion, data)

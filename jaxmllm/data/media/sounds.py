@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from io import BytesIO, FileIO
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import soundfile
@@ -27,7 +27,6 @@ import soxr
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.config.schema import AudioConfig
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import (
     check_flac,
@@ -56,7 +55,7 @@ class Sounds:
     """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are
-    zero and not real.
+    zero and not real, or silence that is.
     """
 
     sample_rate: int
@@ -68,6 +67,9 @@ class Sounds:
     max_seconds: float
     # A clip occupies whole chunks of slots, as the tower needs where rows are split
     whole_chunks: bool = False
+    stem_stride: int = 4  # slots of a token of attention
+    # Whether what is left of a clip's last chunk is silence, part of the clip, or nothing
+    silence: Literal["unseen", "heard"] = "unseen"
 
     name = "audio"
     parts = ("audio",)
@@ -76,7 +78,7 @@ class Sounds:
 
     @functools.cached_property
     def format(self) -> RowFormat:
-        stride = AudioConfig.stem_stride
+        stride = self.stem_stride
         slots = stride * self.merge
         alignment = self.chunk_frames if self.whole_chunks else slots
         return RowFormat(
@@ -96,13 +98,14 @@ class Sounds:
             return self._shape(self._header(file, media), media)
 
     def length(self, shape: Shape) -> int:
-        return round_up(shape[0], self.format.alignment)
+        whole = self.silence == "heard"
+        return round_up(shape[0], self.chunk_frames if whole else self.format.alignment)
 
     def real(self, shape: Shape) -> int:
-        return shape[0]
+        return self.length(shape) if self.silence == "heard" else shape[0]
 
     def tokens(self, shape: Shape) -> int:
-        return ceil_divide(ceil_divide(shape[0], AudioConfig.stem_stride), self.merge)
+        return ceil_divide(ceil_divide(shape[0], self.stem_stride), self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`,
@@ -121,18 +124,20 @@ class Sounds:
         # The resampler rounds by its own rule
         samples = _pad_or_cut(samples, self._samples(header))
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
-        slots[: shape[0]] = log_mel(
+        if self.silence == "heard":  # also by the spectrogram, whose ends are mirrored
+            samples = _pad_or_cut(samples, self.length(shape) * self.hop_length)
+        slots[: self.real(shape)] = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
         )
         return slots
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(attention token, 0, 0) of each frame: [length, 3]."""
-        time = np.arange(self.length(shape), dtype=np.int32) // AudioConfig.stem_stride
+        time = np.arange(self.length(shape), dtype=np.int32) // self.stem_stride
         return np.stack([time, np.zeros_like(time), np.zeros_like(time)], axis=-1)
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
-        return np.arange(self.length(shape)) < shape[0]
+        return np.arange(self.length(shape)) < self.real(shape)
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
         """A clip advances all three axes together, as text does: [tokens, 3]."""

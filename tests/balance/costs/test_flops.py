@@ -230,6 +230,19 @@ def test_audio_attends_over_a_quarter_of_the_frames(n):
     )
 
 
+def test_a_stem_of_stride_one_costs_its_outputs():
+    audio = {"stem_strides": (1, 2), "positions": "table"}
+    model = MODEL.model_copy(update={"audio": AUDIO.model_copy(update=audio)})
+    stem, *_ = phase_layers(model, "audio")
+    assert stem.linear(64) == product(64, 3 * 40, 48) + product(32, 3 * 48, 48)
+    assert stem.parameters == 3 * 40 * 48 + 3 * 48 * 48 + 32 * 48
+    n = 64
+    matrices, attention = tower_forward(n // 2, 48, 4, 80, 5)
+    projector = product(n // 4, 2 * 48, 64) + product(n // 4, 64, 64)
+    flops = phase_flops(model, "audio", NOTHING)
+    assert cost(flops, n) == stem.linear(64) + matrices + attention + projector
+
+
 def test_the_cost_of_items():
     item = ItemCost(7, 3)
     length = np.array([60, 100])
