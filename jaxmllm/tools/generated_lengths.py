@@ -98,11 +98,6 @@ def generated_lengths(
         raise ConfigError(
             "model.diffusion: there are no made-up lengths of what it draws; take those of the config's data"
         )
-    if config.model.audio is not None and config.model.audio.silence == "heard":
-        raise ConfigError(
-            "model.audio.silence (heard): made-up clips are not filled up to whole chunks; take the lengths of the "
-            "config's data"
-        )
     mix = mix_for(config.model, mix)
     words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)

@@ -37,6 +37,7 @@ from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.config.schema import (
     AudioConfig,
     BalanceConfig,
+    ConfigError,
     LanguageConfig,
     ModelConfig,
     PhaseConfig,
@@ -213,7 +214,16 @@ def generated_batches(
 
 
 def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
-    """The tasks of a mix whose media the model has encoders for."""
+    """The tasks of a mix whose media the model has encoders for.
+
+    Raises:
+      ConfigError: a tower hears silence after its clips, and those of tasks have none.
+    """
+    if model.audio is not None and model.audio.silence == "heard":
+        raise ConfigError(
+            "model.audio.silence (heard): made-up clips are not filled up to whole chunks; take the lengths of the "
+            "config's data"
+        )
     missing = {"vision", "audio"} - set(model.encoders)
     return {
         name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)

@@ -161,7 +161,6 @@ def test_the_layouts_are_drawn(out):
             1,
             "model.language.experts: seconds and bytes of experts are not known",
         ),
-        (["model.audio.silence=heard"], 1, "made-up clips are not filled up to whole chunks"),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
         (

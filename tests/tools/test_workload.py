@@ -7,6 +7,7 @@ import pytest
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.tools.workload import (
     DEFAULT_MIX,
     MODEL,
@@ -33,6 +34,14 @@ def test_one_seed_makes_one_batch():
                 getattr(one.phases[phase], field), getattr(again.phases[phase], field)
             )
     assert not np.array_equal(one.phases["language"].length, other.phases["language"].length)
+
+
+def test_clips_that_are_filled_up_with_silence_are_not_made_up():
+    audio = MODEL.audio.model_copy(update={"silence": "heard"})
+    with pytest.raises(
+        ConfigError, match=r"model\.audio\.silence \(heard\): made-up clips are not"
+    ):
+        mix_for(MODEL.model_copy(update={"audio": audio}))
 
 
 def test_units_are_those_of_training():
