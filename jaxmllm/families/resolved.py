@@ -36,10 +36,10 @@ PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
 # And of the towers
 TOWER_OPEN = {"from", "merge", "silence"}
-# Encoders by component: their sections of `model`, and of `data`
-TOWERS: dict[str, tuple[type[Section], str]] = {
-    "vision": (VisionConfig, "images"),
-    "audio": (AudioConfig, "audio"),
+# Encoders by component: their sections of `model` and of `data`, and what a file of all media calls their processor
+TOWERS: dict[str, tuple[type[Section], str, str]] = {
+    "vision": (VisionConfig, "images", "image_processor"),
+    "audio": (AudioConfig, "audio", "feature_extractor"),
 }
 
 
@@ -114,8 +114,8 @@ def _template_of(folder: Path) -> Path | None:
 
 def _with_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
     """The tree with one tower, and the section of `data` that reads its media."""
-    section, media = TOWERS[component]
-    model, data = tree["model"], tree.get("data")
+    section, media, part = TOWERS[component]
+    model, data = tree["model"], tree.get("data") or {}
     own = model.get(component)
     source = own.get("from") if isinstance(own, dict) else None
     if not isinstance(own, dict) or not isinstance(source, str):
@@ -128,22 +128,21 @@ def _with_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
     config = FolderConfig.read(Path(source))
     family = family_of(config, component)
     shapes = family.section(config)
-    read = data.get(media) or {} if isinstance(data, dict) else {}
+    read = data.get(media) or {} if isinstance(data, dict) else None
     if family.processor is not None and isinstance(read, dict):
-        processor = family.processor(_processor_file(Path(source)), shapes)
+        processor = family.processor(_processor_file(Path(source), part), shapes)
         shapes |= processor.model
-        tree = tree | {"data": (data or {}) | {media: dict(processor.data) | read}}
+        tree = tree | {"data": data | {media: dict(processor.data) | read}}
     _check_equal(component, section, TOWER_OPEN, own, shapes, config)
     return tree | {"model": model | {component: shapes | own}}
 
 
-def _processor_file(folder: Path) -> FolderConfig:
-    """What says how media are read, in old folders and new ones."""
+def _processor_file(folder: Path, part: str) -> FolderConfig:
+    """What says how media are read: a part of a file of all media, or a file of its own."""
     if (folder / PROCESSOR).is_file():
         file = FolderConfig.read(folder, PROCESSOR)
-        for part in ("image_processor", "feature_extractor"):
-            if part in file.values:
-                return file.part(part)
+        if part in file.values:
+            return file.part(part)
     return FolderConfig.read(folder, PREPROCESSOR)
 
 

@@ -74,12 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "to-orbax":
                 to_orbax(options.folder, options.out, options.dtype)
             case "to-hf":
-                if options.adapters:
-                    to_adapters(options.run, options.out, options.source, options.component)
-                elif options.component in PROJECTORS:
-                    projector_folder(options.run, options.out, options.component)
-                else:
-                    to_folder(options.run, options.out, options.source, options.component)
+                _to_hf(options)
             case "verify":
                 started = time.monotonic()
                 run = PreparedRun.of(options.folder, options.inputs)
@@ -89,6 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _to_hf(options: argparse.Namespace) -> None:
+    run, out, source, component = options.run, options.out, options.source, options.component
+    if options.adapters:
+        to_adapters(run, out, source, component)
+    elif component not in PROJECTORS:
+        to_folder(run, out, source, component)
+    elif source is not None:
+        raise ConfigError("--source: a projector has no published folder; leave it out")
+    else:
+        projector_folder(run, out, component)
 
 
 def to_orbax(source: Path, out: Path, dtype: str) -> None:

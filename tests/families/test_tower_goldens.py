@@ -1,7 +1,10 @@
 """Published towers against the reference, through reader, rows and model; and written back as they were."""
 
+import importlib.util
 import json
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -22,12 +25,13 @@ from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
 from tests.models.test_towers import encoder_rows
-from tests.support import slow_cases, tiny_config
+from tests.support import EXHAUSTIVE, slow_cases, tiny_config
 
 GOLDENS = Path(__file__).parent / "tower_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 SOUNDS = [name for name in NAMES if name.startswith("whisper")]
 PICTURES = [name for name in NAMES if name not in SOUNDS]
+MESHED = ("siglip", "siglip2", "whisper")
 # Gradients below are noise: all keys have that of a shared bias, which softmax does not see
 ROUNDING = 0.1
 
@@ -79,11 +83,37 @@ def test_features_and_gradients_are_the_references(name, tmp_path):
     check_golden(GOLDENS / name, tmp_path)
 
 
-def check_golden(folder: Path, place: Path) -> tuple[float, float]:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=EXHAUSTIVE) for name in MESHED])
+def test_the_mesh_changes_nothing(name, tmp_path):
+    check_golden(GOLDENS / name, tmp_path, {"data": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+def test_towers_that_are_drawn_anew(tmp_path):
+    """Live, from another seed."""
+    from tests.families.make_tower_goldens import main as make
+
+    make(tmp_path, seed=3)
+    for name in NAMES:
+        check_golden(tmp_path / name, tmp_path)
+
+
+def check_golden(
+    folder: Path, place: Path, sizes: Mapping[str, int] | None = None
+) -> tuple[float, float]:
     """Largest differences of features, and of gradients over the largest entry of each that has one."""
     config, phase = config_of(folder, place), component_of(folder)
     reader = reader_of(config)
     kind, stride = ("sound" if phase == "audio" else "image"), reader.format.stride
+    sizes = sizes or {"data": 1, "fsdp": 1}
+    mesh = make_mesh(dict(sizes), jax.devices()[: math.prod(sizes.values())])
+    model = build_model(config.model, 8, config.components, mesh)
+    ranks = model.layout(phase).ranks  # each has the same row, and the last one a loss
     inputs, reference, gradients = (
         dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
     )
@@ -92,25 +122,23 @@ def check_golden(folder: Path, place: Path) -> tuple[float, float]:
     shapes = [reader.measure(one) for one in media]
     positions = [reader.positions(shape)[:, reader.format.axes] for shape in shapes]
     slots = -(-sum(map(reader.length, shapes)) // (32 * stride)) * 32 * stride
-    features = np.zeros((1, slots, reader.format.features), reader.format.dtype)
-    places = np.zeros((1, slots, len(reader.format.axes)), np.int32)
-    segments = np.zeros((1, slots), np.int32)
+    features = np.zeros((ranks, slots, reader.format.features), reader.format.dtype)
+    places = np.zeros((ranks, slots, len(reader.format.axes)), np.int32)
+    segments = np.zeros((ranks, slots), np.int32)
     width = getattr(config.model, phase).width
-    direction = np.zeros((1, slots // stride, width), np.float32)
+    direction = np.zeros((ranks, slots // stride, width), np.float32)
     where, start = [], 0
     for i, (one, shape, at) in enumerate(zip(media, shapes, positions, strict=True)):
         here = slice(start, start + reader.length(shape))
         # Of features: of patches row by row
         numbers = at[:, 0] * shape[2] + at[:, 1] if phase == "vision" else at[::stride, 0]
-        features[0, here], places[0, here] = reader.load(one, shape), at
-        segments[0, here] = i + 1
+        features[:, here], places[:, here] = reader.load(one, shape), at
+        segments[:, here] = i + 1
         of_features = slice(here.start // stride, here.stop // stride)
-        direction[0, of_features] = inputs[f"direction_{i}"][numbers]
+        direction[-1, of_features] = inputs[f"direction_{i}"][numbers]
         where.append((of_features, numbers))
         start = here.stop
     rows = encoder_rows(features, places, segments, reader.format.slots_per_token, stride, 32)
-    mesh = make_mesh({"data": 1, "fsdp": 1}, jax.devices()[:1])
-    model = build_model(config.model, 8, config.components, mesh)
     params = {phase: read_folder(str(folder), model.abstract("float32")[phase], phase)}
 
     def product(params):
@@ -121,7 +149,7 @@ def check_golden(folder: Path, place: Path) -> tuple[float, float]:
     worst = 0.0
     for i, (here, numbers) in enumerate(where):
         wanted = reference[f"features_{i}"][numbers]
-        worst = max(worst, float(np.abs(np.asarray(found)[0, here] - wanted).max()))
+        worst = max(worst, float(np.abs(np.asarray(found)[:, here] - wanted).max()))
     assert worst <= 1e-4
     opened = ModelFolder.open(folder, phase)
     shapes_of = {path: leaf.shape for path, leaf in leaves_by_path(params[phase])}
@@ -246,6 +274,19 @@ def test_a_processor_that_cannot_be(copy, tmp_path, values, words):
     change(copy / "preprocessor_config.json", **values)
     with pytest.raises(FolderError, match=words):
         config_of(copy, tmp_path)
+
+
+def test_a_processor_may_be_a_part_of_a_file(copy, tmp_path):
+    """As new folders have it; and the config may say otherwise than the processor."""
+    old = copy / "preprocessor_config.json"
+    values = json.loads(old.read_text()) | {"resample": 1}
+    (copy / "processor_config.json").write_text(json.dumps({"image_processor": values}))
+    old.unlink()
+    tree = tiny_config(tmp_path)
+    tree["model"]["vision"] = {"from": str(copy)}
+    tree["data"]["images"] = {"min_pixels": 28**2 * 4, "max_pixels": 28**2 * 4}
+    images = parse_config(resolved(tree)).data.images
+    assert (images.kernel, images.resize, images.max_pixels) == ("lanczos", "fill", 28**2 * 4)
 
 
 def test_configs_that_say_otherwise_are_refused(copy, tmp_path):

@@ -69,6 +69,21 @@ def test_a_folder_through_a_checkpoint_is_what_it_was(tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_components_that_cannot_be_written(tmp_path, capsys):
+    folder = GOLDENS / QUICK
+    assert main(["to-orbax", str(folder), str(tmp_path / "run")]) == 0
+    projector, vision = ["--component", "projector.vision"], ["--component", "vision"]
+    for words, said in (
+        ([*projector, "--source", str(folder)], "--source: a projector has no published folder"),
+        (projector, "has no projector.vision; it has language"),
+        (vision, "does not say which published folder its parameters of vision began from"),
+        ([*vision, "--source", str(folder)], "and so no vision; name the folder in model.from"),
+    ):
+        assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_inputs_that_are_none(tmp_path, capsys):
     folder = GOLDENS / "qwen3"
     for arrays, words in (

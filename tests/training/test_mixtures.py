@@ -200,7 +200,8 @@ def test_fractions_before_the_first_step_are_even():
 
 
 def test_a_count_that_the_mesh_does_not_divide(texts):
-    config = parse_config(texts(mesh={"data": 1, "fsdp": 3}))
-    mesh = abstract_mesh(config.mesh_sizes, 3)
-    with pytest.raises(MeshError, match=r"gate.*axis 'experts' of length 8 cannot be split over"):
+    experts = {"model__language__experts": {"count": 6, "per_token": 2}}
+    config = parse_config(texts(mesh={"data": 1, "fsdp": 4}, **experts))
+    mesh = abstract_mesh(config.mesh_sizes, 4)
+    with pytest.raises(MeshError, match=r"mlp.*axis 'experts' of length 6 cannot be split over"):
         build_model(config.model, 320, config.components, mesh)
