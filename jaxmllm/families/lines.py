@@ -60,13 +60,13 @@ class Line:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
         of_joined = {letter: (sizes or {})[letter] for letter in joined}
         line = cls(match["key"], tensor, parameter, of_joined)
-        letters = sorted(itertools.chain(*tensor))
-        if letters != sorted(line.letters) or len({*letters}) < len(letters):
-            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
             )
+        letters = sorted(itertools.chain(*tensor))
+        if letters != sorted(line.letters) or len({*letters}) < len(letters):
+            raise ValueError(f"{text!r} must have the same letters on both sides, each once")
         return line
 
     @property

@@ -26,7 +26,7 @@ def saved_parameters(
     A damaged checkpoint gives way to the one before it, with a line. Raises `CheckpointError` where
     none is usable.
     """
-    folder = run / CHECKPOINTS
+    folder = (run / CHECKPOINTS).absolute()
     steps = saved_steps(folder)
     if not steps:
         raise CheckpointError(

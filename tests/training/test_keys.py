@@ -467,6 +467,7 @@ def adapter(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
     found |= effects(section, adapter_scales, given, alpha="8")
     section = f"components.adapter.{name}"
     found |= effects(section, trained, given, freeze="true", train='["*.b"]')
+    found |= effects(section, averaged, given, ema="0.99")
     return found | effects(section, scales, given, learning_rate_scale="0.5")
 
 
