@@ -86,7 +86,9 @@ class Checkpoints:
         with self._explained():
             if _is_main():
                 self._sweep()
-            self._writer.save(self.directory / str(step), args=SealedSave(_fields(state)))
+            # What a state has none of is left out, as it was in states before there was such a field
+            fields = {name: value for name, value in _fields(state).items() if value is not None}
+            self._writer.save(self.directory / str(step), args=SealedSave(fields))
         return True
 
     def restore(
@@ -283,9 +285,8 @@ def _zeros(abstract: Any) -> Any:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The top level of a state, a dict or a namedtuple, without what it has none of."""
-    fields = dict(state) if isinstance(state, dict) else state._asdict()
-    return {name: value for name, value in fields.items() if value is not None}
+    """The top level of a state, a dict or a namedtuple."""
+    return dict(state) if isinstance(state, dict) else state._asdict()
 
 
 def _is_main() -> bool:
