@@ -78,6 +78,7 @@ def test_of_several_devices_one_must_be_chosen(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_runs_every_section(tmp_path):
     path = tmp_path / "gpu.json"
     sections = ["programs", "step", "profile", "calibration", "exchange", "prediction"]

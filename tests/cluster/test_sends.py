@@ -63,6 +63,7 @@ def test_programs_send_what_is_predicted(mesh, remat):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_that_stay_whole_are_sent_once():
     config, programs = tiny(mesh={"data": 2, "fsdp": 4}, reduce="step")
     for name in programs.jobs:

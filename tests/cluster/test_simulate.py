@@ -164,7 +164,12 @@ def test_freezing_never_costs_time_or_bytes(sharded, frozen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "context": 2}], ids=str
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"data": 4, "context": 2}, marks=EXHAUSTIVE),
+    ],
+    ids=str,
 )
 def test_layers_that_are_split_inside_wait_there(mesh):
     step = Simulated(mesh=mesh).on(DEVICE)

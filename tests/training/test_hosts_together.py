@@ -294,6 +294,8 @@ def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compil
         )
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_more_than_thirty_seconds_late_is_waited_for(start):
     """Gloo gives up after 30 s: one process is held up between the meeting of all and its first program."""
     group = start(2, "run.steps=2", distributed={"start_timeout": 240, "peer_timeout": 120})

@@ -532,6 +532,7 @@ def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_clip_of_absurd_amplitude_costs_no_update(tmp_path):
     """Its features were NaN, the updates of its batches were lost, and so was the held-out loss."""
     folder = tmp_path / "data"

@@ -13,7 +13,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.setup.build import build_run
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.loop import train
-from tests.support import tiny_config, train_command
+from tests.support import slow_cases, tiny_config, train_command
 
 
 def in_two_processes(tree, folder):
@@ -56,7 +56,10 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    slow_cases({name: (name,) for name in LAYOUTS}, {"fsdp-tensor", "context", "stages", "spans"}),
+)
 def test_two_processes_train_as_one(data, tmp_path, layout):
     tree = tiny_config(
         data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3}

@@ -114,6 +114,8 @@ def test_batches_compile_nothing_anew(mixed):
     assert len(seen) >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_float64_agrees_to_ten_digits(by_example):
     wide = {name: {"compute_dtype": "float64"} for name in SMALL} | {
         "projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}
@@ -132,6 +134,8 @@ def test_float64_agrees_to_ten_digits(by_example):
         assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, whole):
     many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([2, 8]), **COMPUTE), 8)
     found = many.gradients(many.step(EXAMPLES))

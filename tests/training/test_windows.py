@@ -94,6 +94,8 @@ def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
     assert_same(result, whole, 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_kernels_compute_the_same(setups, by_example):
     """Heads of 16 numbers, for the GPU's kernel, which is interpreted here."""
     wide = MODEL | {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}

@@ -80,6 +80,8 @@ def test_data_that_fails_ends_the_run_with_a_checkpoint(run, tmp_path):
     assert checkpoints(tmp_path) == ["3"]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_request_to_stop_does_not_wait_for_data(run, tmp_path):
     stop, before = StopSignals(), set(threading.enumerate())
 

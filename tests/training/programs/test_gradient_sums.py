@@ -74,6 +74,7 @@ def test_one_component_alone_and_no_further_compilation(setups, by_example, alon
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sums_in_bfloat16_are_rounded_once(by_example):
     """`reduce_dtype: compute` narrows what is sent at the end, not what adds up before."""
     bfloat16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}

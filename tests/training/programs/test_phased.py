@@ -78,7 +78,7 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
     "encoders",
     [
         (),
-        pytest.param(("vision",), marks=pytest.mark.slow),
+        pytest.param(("vision",), marks=EXHAUSTIVE),
         pytest.param(("audio",), marks=EXHAUSTIVE),
     ],
 )
@@ -128,7 +128,7 @@ EXAMPLES = range(16)
     "freeze",
     [
         "language",
-        pytest.param("all-but-projectors", marks=pytest.mark.slow),
+        pytest.param("all-but-projectors", marks=EXHAUSTIVE),
         *(pytest.param(name, marks=EXHAUSTIVE) for name in ("encoders", "one-modality")),
     ],
 )

@@ -354,6 +354,7 @@ def test_a_run_goes_on_with_other_stages(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1})))
@@ -466,7 +467,7 @@ def held_by_device(leaf) -> int:
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "classes"),
     [
-        ({"data": 2}, CHAIN, {}),
+        pytest.param({"data": 2}, CHAIN, {}, marks=EXHAUSTIVE),
         ({"data": 2, "fsdp": 2}, SEGMENTS | {"kept_residuals": 2}, CLASSES),
         ({"data": 1, "fsdp": 2}, CHAIN | {"split_backward": True}, {}),
     ],

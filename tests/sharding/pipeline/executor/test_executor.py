@@ -37,6 +37,7 @@ from tests.sharding.pipeline.models import (
     rows,
     workload_of,
 )
+from tests.support import EXHAUSTIVE
 
 SIZES = (20, 6)
 
@@ -224,7 +225,7 @@ def test_one_stage_holds_all():
         ((HEAD, ALL), "chain"),
         ((ALL, NONE), "segments"),
         ((NONE, ALL), "chain"),
-        pytest.param((NONE, HEAD), "segments", marks=pytest.mark.slow),
+        pytest.param((NONE, HEAD), "segments", marks=EXHAUSTIVE),
     ],
     ids=[
         "alignment, chain",
