@@ -28,9 +28,10 @@ from tests.support import EXHAUSTIVE, slow_cases
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
+QUICK = "qwen3"
 # One of each kind of rotary positions, windows and biases; the others are exhaustive
 MARKS = {
-    "qwen3": (),
+    QUICK: (),
     "mistral": pytest.mark.slow,
     "llama-biased": pytest.mark.slow,
     "qwen2-windows": pytest.mark.slow,
@@ -85,7 +86,7 @@ def test_components_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_inputs_that_are_none(tmp_path, capsys):
-    folder = GOLDENS / "qwen3"
+    folder = GOLDENS / QUICK
     for arrays, words in (
         ({"pixel_values": np.zeros(3)}, "holds pixel_values; it must hold input_ids"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
@@ -123,7 +124,7 @@ def adapted_run(source: Path, run: Path, **changed: Any) -> dict[str, Any]:
     Args:
       changed: by how much other parameters of the decoder have.
     """
-    language = ModelFolder.open(source).family.language(FolderConfig.read(source))
+    language = ModelFolder.open(source).family.section(FolderConfig.read(source))
     config = parse_config(
         {
             "run": {"directory": str(run), "steps": 1},
@@ -214,7 +215,7 @@ def test_merged_and_unmerged_logits_are_those_of_peft(name, tmp_path):
     source, run, inputs = GOLDENS / name, tmp_path / "run", GOLDENS / name / "inputs.npz"
     params = adapted_run(source, run)
     folder = ModelFolder.open(source)
-    language = folder.family.language(folder.config)
+    language = folder.family.section(folder.config)
     unmerged = on_one_device(
         source,
         inputs,
@@ -319,7 +320,6 @@ STRICT = """
 import sys
 import numpy as np, torch
 from transformers import AutoModelForCausalLM
-from tests.support import EXHAUSTIVE
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 assert not any(keys for name, keys in info.items() if name.endswith("keys")), info
 inputs = {name: torch.tensor(array) for name, array in np.load(sys.argv[2]).items()}

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.config.schema import DataConfig
-from jaxmllm.data.media.images import GeneratedImages
+from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.text import sandbox
 from jaxmllm.data.text.answer_marks import MOST, ControlNames
 from jaxmllm.data.text.conversation import (
@@ -319,7 +319,7 @@ def test_a_template_may_be_the_layout(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     template = tmp_path / "template.jinja"
     template.write_text(NO_SYSTEM)
-    drawn = GeneratedImages(4, 1, 784, 784 * 64)
+    drawn = GeneratedPixels(4, 1, 784, 784 * 64)
     modalities = MODALITIES | {"diffusion": drawn}
     asked = Turn("user", (TextPart("Look "), PICTURE, TextPart("\n"), SOUND, PICTURE))
     drawing = replace(PICTURE, answered=True)
