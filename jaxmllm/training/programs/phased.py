@@ -59,6 +59,8 @@ from jaxmllm.training.step_functions import (
 )
 from sharding.parameters import map_rows, results_of_devices
 
+TOKENS = f"{LANGUAGE}/tokens"  # of a step's statistics
+
 
 class PhaseBuffers(NamedTuple):
     """What the programs of one phase read and overwrite besides parameters and rows; see `PhasedPrograms.forward`."""
@@ -124,7 +126,7 @@ class PhasedPrograms(GeneratorPrograms):
             )
         if not self.generators or self.functions.trains_language:
             scale = self._scale(self.functions.objective.language.weight, host.targets)
-            routing = self._routing(host.statistics[f"{LANGUAGE}/tokens"], expert_counts)
+            routing = self._routing(host.statistics, expert_counts)
             phase_params = self._params_of(params, LANGUAGE)
             phase_grads = self._grads_of(gradients, LANGUAGE)
             for m, rows in enumerate(batch.rows[LANGUAGE]):
@@ -306,7 +308,7 @@ class PhasedPrograms(GeneratorPrograms):
                 scale,
                 buffers.gradients,
                 buffers.sums,
-                self._routing(1),
+                self._routing({TOKENS: 1}),
             )
             pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
                 *arguments
@@ -452,13 +454,13 @@ class PhasedPrograms(GeneratorPrograms):
         )
         return tuple(dict.fromkeys(trained))
 
-    def _routing(self, tokens: float, counts: Any = None) -> Routing | None:
-        """What the router's losses take, of a decoder with experts."""
+    def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
+        """What the router's losses take, of a decoder with experts, given a step's statistics."""
         shape = self.functions.routing_shape
         if shape is None:
             return None
         counts = np.zeros(shape, np.int32) if counts is None else counts
-        return Routing(counts, np.asarray(tokens, self._real_dtype))
+        return Routing(counts, np.asarray(statistics[TOKENS], self._real_dtype))
 
     def _put_row(
         self, phase: str, row: Mapping[str, Any], span: int
