@@ -38,7 +38,7 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.dev
-	$(PY) -m pytest -m "slow and not exhaustive" -n $(TEST_WORKERS) --dist load
+	$(PY) -m pytest -m "slow and not exhaustive" -n $(TEST_WORKERS) --dist loadfile
 
 test-exhaustive: $(VENV)/.dev
 	$(PY) -m pytest -m exhaustive -n $(TEST_WORKERS) --dist load

@@ -1,6 +1,9 @@
+import pytest
+
 from benchmarks.attention import measure, measure_slope
 
 
+@pytest.mark.slow
 def test_records_hold_every_form_and_agree_with_the_dense_one():
     tiled, dense = measure(seed=0, slots=2048, blocks=[256], repeats=1)
     assert (tiled["block"], dense["block"]) == (256, 0)

@@ -21,6 +21,8 @@ from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.workload import MODEL
 
+pytestmark = pytest.mark.slow
+
 PHASES = ("vision", "audio", "language")
 
 

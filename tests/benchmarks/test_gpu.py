@@ -64,6 +64,7 @@ def test_the_part_of_a_row_sees_what_the_row_says(span):
     np.testing.assert_allclose(np.float32(got), np.float32(want), atol=0.03)
 
 
+@pytest.mark.slow
 def test_attention_is_measured_and_cudnn_is_missing(bench):
     rows = gpu.attention_rows(bench)
     assert [row["kernel"] for row in rows] == ["gpu", "cudnn", "jax"]

@@ -11,6 +11,8 @@ from benchmarks.pipeline import main
 from benchmarks.pipeline_real import OTHERS, VARIANTS, Instance, dealt, generated, instances, others
 from jaxmllm.balance.costs.flops import phase_flops
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):

@@ -49,7 +49,7 @@ def test_replicas_add_their_gradients_once():
     [
         ({"data": 2, "fsdp": 4}, "full"),
         pytest.param({"data": 2, "fsdp": 4}, "dots", marks=EXHAUSTIVE),
-        ({"data": 4, "context": 2}, "none"),
+        pytest.param({"data": 4, "context": 2}, "none", marks=EXHAUSTIVE),
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, "full", marks=EXHAUSTIVE),
         ({"data": 2, "fsdp": 2, "tensor": 2}, "none"),
     ],

@@ -32,8 +32,6 @@ QUICK = "qwen3"
 # One of each kind of rotary positions, windows and biases; the others are exhaustive
 MARKS = {
     QUICK: (),
-    "mistral": pytest.mark.slow,
-    "llama-biased": pytest.mark.slow,
     "qwen2-windows": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
@@ -286,7 +284,12 @@ def test_the_command_prints_one_object(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}], ids=str
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"context": 2, "fsdp": 4}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 def test_the_mesh_changes_nothing(mesh):
     folder = GOLDENS / "qwen2-windows"

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxmllm.tools.sample_data import make_sample
@@ -15,24 +14,21 @@ KEPT_SETUPS = 4
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Programs go to disk, so that the runs and subprocesses of these tests compile each of them only once.
+    """A folder for programs, so that the subprocesses of these tests compile each of them only once.
 
     Set JAX_COMPILATION_CACHE_DIR to keep them from one session to the next.
     """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or _shared(tmp_path_factory) / "compiled"
     settings = {
-        "jax_compilation_cache_dir": str(folder),
+        "jax_enable_compilation_cache": True,  # which a run with stages turns off itself
+        "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in settings}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))  # for subprocesses
+            patch.setenv(name.upper(), str(value))
         yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("devices, changes", slow_cases(CASES, always=("tensor", "two stages")))
+@pytest.mark.parametrize("devices, changes", slow_cases(CASES, always=("two stages",)))
 def test_mesh_and_stages_leave_the_mathematics_alone(data, alone, whole, devices, changes):
     expected = whole
     if (layers := "model__language__layers") in changes:

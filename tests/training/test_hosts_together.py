@@ -150,7 +150,7 @@ def start(data, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "workers", "number"),
     [
-        (1, 1, signal.SIGINT),
+        pytest.param(1, 1, signal.SIGINT, marks=EXHAUSTIVE),
         (2, 1, signal.SIGTERM),
         pytest.param(2, 0, signal.SIGINT, marks=EXHAUSTIVE),
     ],

@@ -101,10 +101,7 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
     pytest.param(8, {"data": 8}, {}, id="data8"),
     *slow_cases(
         SLOW_MESHES,
-        {
-            "fsdp2-context2-tensor2",
-            "data2-context4-encoders-over-context",
-        },
+        {"fsdp2-context2-tensor2"},
     ),
 ]
 
@@ -204,7 +201,7 @@ def media_are_cut(step):
         pytest.param(*SPANS["data2"], id="data2"),
         *slow_cases(
             {name: case for name, case in SPANS.items() if name != "data2"},
-            {"data2-fsdp4", "encoders-over-context"},
+            {"encoders-over-context"},
         ),
     ],
 )

@@ -445,7 +445,7 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
 @pytest.mark.parametrize(
     "ranks, apart",
     [
-        (1, False),
+        pytest.param(1, False, marks=EXHAUSTIVE),
         pytest.param(2, False, marks=EXHAUSTIVE),
         pytest.param(2, True, marks=pytest.mark.slow),
     ],

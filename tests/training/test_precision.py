@@ -25,7 +25,13 @@ LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
 @pytest.mark.parametrize(
     "param_dtype, devices, mesh",
     [
-        pytest.param("float32", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="fsdp-tensor"),
+        pytest.param(
+            "float32",
+            8,
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            id="fsdp-tensor",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("float32", 1, {"data": 1}, id="one", marks=EXHAUSTIVE),
         pytest.param("bfloat16", 8, {"data": 2, "fsdp": 2, "tensor": 2}, id="bfloat16-params"),
     ],

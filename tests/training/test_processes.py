@@ -58,7 +58,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    slow_cases({name: (name,) for name in LAYOUTS}, {"fsdp-tensor", "context", "stages", "spans"}),
+    slow_cases({name: (name,) for name in LAYOUTS}, {"fsdp-tensor", "stages"}),
 )
 def test_two_processes_train_as_one(data, tmp_path, layout):
     tree = tiny_config(

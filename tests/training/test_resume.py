@@ -14,13 +14,15 @@ import yaml
 
 from tests.support import tiny_config, train_command
 
+pytestmark = pytest.mark.slow
+
 STEPS = 16
 
 
 def start(config: Path, *arguments: str, devices: int = 8) -> subprocess.Popen:
-    """A run that compiles quickly, and keeps its programs for the next one, as runs do unless told otherwise."""
+    """A run that compiles quickly, and keeps its programs for the next one."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    settings = {"NPROC": str(4 * devices), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    settings = {"NPROC": str(4 * devices)}
     return subprocess.Popen(
         train_command(config, *arguments),
         env=os.environ | {"XLA_FLAGS": flags} | settings,
@@ -124,7 +126,6 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert summaries[1]["eval"]["exact_match"] == summaries[0]["eval"]["exact_match"]
 
 
-@pytest.mark.slow
 def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
     """The killed run, resumed in which 8 ranks hold rows together, killed again, and resumed on half of the devices."""
     base, facts = history

@@ -175,7 +175,7 @@ MESHES = {  # mesh, span
     "fsdp8": ({"data": 1, "fsdp": 8}, 8),
     "tensor2": ({"data": 4, "tensor": 2}, 2),
 }
-SLOW = slow_cases({name: (name,) for name in MESHES if name != "context2"}, {"fsdp2", "fsdp8"})
+SLOW = slow_cases({name: (name,) for name in MESHES if name != "context2"}, {"fsdp2"})
 
 
 def cut_mesh(sizes):
@@ -241,7 +241,8 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [pytest.param("full", marks=EXHAUSTIVE), ("attention",)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["full", ("attention",)])
 def test_a_language_row_of_several_ranks_computed_again(remat):
     test_a_language_row_of_several_ranks("fsdp2", remat=remat)
 
@@ -273,7 +274,7 @@ def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
         pytest.param("vision", "fsdp2", {"freeze": True}, marks=EXHAUSTIVE),
         pytest.param("audio", "fsdp8", {"freeze": True}, marks=pytest.mark.slow),
         pytest.param("audio", "context2", {"freeze": True}, marks=EXHAUSTIVE),
-        pytest.param("audio", "tensor2", {"remat": "dots"}, marks=pytest.mark.slow),
+        pytest.param("audio", "tensor2", {"remat": "dots"}, marks=EXHAUSTIVE),
     ],
 )
 def test_an_encoder_row_of_several_ranks(phase, mesh, settings):

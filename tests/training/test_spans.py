@@ -62,9 +62,7 @@ CASES = {  # mesh, spans, further changes
 }
 
 
-@pytest.mark.parametrize(
-    "mesh, spans, changes", slow_cases(CASES, {"encoders-over-tensor", "context2"})
-)
+@pytest.mark.parametrize("mesh, spans, changes", slow_cases(CASES, {"encoders-over-tensor"}))
 def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, spans, changes):
     setup = setups(by_example(mesh=mesh, phases=phases(spans), **changes), 8)
     step = setup.step(EXAMPLES)

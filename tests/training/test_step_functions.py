@@ -240,10 +240,9 @@ def in_float32():
     "remat",
     [
         "full",
-        ("attention",),
         *(
             pytest.param(one, marks=EXHAUSTIVE)
-            for one in ("dots", ("projections",), ("mlp",), EVERYTHING)
+            for one in ("dots", ("attention",), ("projections",), ("mlp",), EVERYTHING)
         ),
     ],
 )
@@ -268,7 +267,7 @@ def test_sums_count_targets_and_examples_by_source(phased):
     ("frozen", "trained"),
     [
         ({"vision": FROZEN}, {"projector.vision", "language"}),
-        ({"projector": FROZEN, "language": FROZEN}, {"vision"}),
+        pytest.param({"projector": FROZEN, "language": FROZEN}, {"vision"}, marks=pytest.mark.slow),
         ({"vision": FROZEN, "projector": FROZEN}, {"language"}),
     ],
     ids=["tower", "all_but_tower", "encoder"],

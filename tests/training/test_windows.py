@@ -82,7 +82,7 @@ CASES = {  # devices, mesh, phases, pipeline
 
 @pytest.mark.parametrize(
     "devices, mesh, phases, pipeline",
-    slow_cases(CASES, {"context2", "stages2-context2-segments"}),
+    slow_cases(CASES, {"stages2-context2-segments"}),
 )
 def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
     setups, by_example, whole, devices, mesh, phases, pipeline

@@ -267,11 +267,11 @@ def keeping(remat: str, vision: int, audio: int, **phases):
         pytest.param(MESHES[1], keeping("none", 1, 1), marks=EXHAUSTIVE),
         pytest.param(MESHES[0], keeping("dots", 1, 0), marks=pytest.mark.slow),
         pytest.param(MESHES[1], keeping("full", 1, 2), marks=EXHAUSTIVE),
-        pytest.param(MESHES[2], keeping("none", 1, 1), marks=pytest.mark.slow),
+        pytest.param(MESHES[2], keeping("none", 1, 1), marks=EXHAUSTIVE),
         pytest.param(
             {"data": 4},
             keeping("none", 1, 2, vision__spans=[1, 4], audio__spans=[2]),
-            marks=pytest.mark.slow,
+            marks=EXHAUSTIVE,
         ),
     ],
 )
@@ -284,6 +284,7 @@ def test_kept_residuals_change_no_gradient(setups, by_example, alone, mesh, chan
     assert_close(setup.gradients(step).grads, expected.grads, 1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(setups, by_example):
     """With all of it kept, the backward pass has two matrix products for each of the forward pass."""
     programs = setups(by_example(mesh={"data": 1}, **keeping("none", 1, 9)), 1).programs

@@ -174,7 +174,7 @@ def test_three_components(layout, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["all", "inputs"])
+@pytest.mark.parametrize("keep", ["all", pytest.param("inputs", marks=pytest.mark.exhaustive)])
 def test_rows_of_several_classes_in_a_step(keep):
     """Any mix of them, in one program: whole and split backwards, residuals kept and not, rows that two microbatches
     read."""
