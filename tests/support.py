@@ -36,6 +36,16 @@ from sharding.mesh import make_mesh
 # Encoders are data-parallel over tensor, too
 ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}
 
+# What a decoder may have instead of what is usual, as changes of `tiny_config`
+DECODER_CHOICES = {
+    "model__language__activation": "gelu_tanh",
+    "model__language__attention_scale": 0.3,
+    "model__language__norm": "zero_centred_rms",
+    "model__language__post_norms": True,
+    "model__language__qk_norm": True,
+    "model__language__scale_embedding": True,
+}
+
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
     """The config of a run that takes seconds, as a tree.

@@ -37,6 +37,9 @@ RUNNING: Final = {
     ("tower", "dots"): (4.0, 4.0, 4.25),
     ("tower", "none"): (4.0, 2.0, 1.0),
 }
+# Where nothing is made again, a layer keeps so many widths more with `post_norms`, and of its MLP with GELU
+POST_NORM_KEPT: Final = 8
+GELU_KEPT: Final = 2
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
 # Of a layer's gradients, the widest matrix has so many more in float32: the next layer's are made while those of the
 # last one are being scattered
@@ -189,6 +192,8 @@ class _PhaseProgram:
         shapes, layout = self.shapes, self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
+        self.post_norms = getattr(shapes, "post_norms", False)
+        self.gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"
         self.mlp = shapes.mlp_width / layout.size("mlp")
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
         self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
@@ -218,14 +223,16 @@ class _PhaseProgram:
         of_name = {
             "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
             "projections": self.queries + 2 * self.keys + self.width,
-            "mlp": (1 + self.decoder) * self.mlp,
+            "mlp": (1 + self.decoder) * self.mlp + self.width * self.post_norms,
         }
         if remat == "full":
             names: Iterable[str] = ()
         elif remat == "dots":
             names = ("projections", "mlp")
         elif remat == "none":  # and what norms and activations are made of
-            return 6 * self.mlp + 10 * self.width + 3 * self.queries + 2 * self.keys
+            widths = 10 + POST_NORM_KEPT * self.post_norms
+            mlps = 6 + GELU_KEPT * self.gelu
+            return mlps * self.mlp + widths * self.width + 3 * self.queries + 2 * self.keys
         else:
             names = remat
         return self.width + sum(of_name[name] for name in names)

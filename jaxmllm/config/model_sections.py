@@ -15,6 +15,7 @@ from jaxmllm.config.section import Auto, DType, Section
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
 Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
+Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py
 ExpertKernel = Literal["auto", "jax", "ragged_dot"]  # see experts/experts.py
 
@@ -68,6 +69,16 @@ class ExpertsConfig(Section):
         return self
 
 
+DENSE_CHOICES = (  # of decoders without experts
+    "window_rope_theta",
+    "attention_scale",
+    "activation",
+    "norm",
+    "post_norms",
+    "scale_embedding",
+)
+
+
 class LanguageConfig(LayerWindows):
     """A decoder with grouped-query attention, RMS norms and gated MLPs, or experts that are such MLPs.
 
@@ -75,7 +86,8 @@ class LanguageConfig(LayerWindows):
     `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
 
     `rope_sections` are the (time, height, width) shares of the rotary pairs of one head (M-RoPE,
-    arXiv 2409.12191); they add up to head_size / 2.
+    arXiv 2409.12191); they add up to head_size / 2. With `window_rope_theta`, layers that attend in
+    windows rotate by frequencies of their own, which `rope_scaling` leaves as they are.
     """
 
     vocab_size: PositiveInt | Auto = "auto"
@@ -88,9 +100,15 @@ class LanguageConfig(LayerWindows):
     rope_theta: PositiveFloat = 10_000.0
     rope_sections: tuple[int, int, int] | None = None
     rope_scaling: RotaryScaling | None = None
+    window_rope_theta: PositiveFloat | None = None  # none: that of all layers
+    attention_scale: PositiveFloat | None = None  # factor on logits; none: head_size ** -0.5
+    activation: Activation = "silu"
     qkv_bias: bool = False
     out_bias: bool = False  # of attention
     qk_norm: bool = False
+    norm: Literal["rms", "zero_centred_rms"] = "rms"  # zero-centred: multiplies by 1 + scale
+    post_norms: bool = False  # also of what attention and MLP add
+    scale_embedding: bool = False  # multiply that of text by sqrt(width)
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6
     loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most
@@ -123,7 +141,31 @@ class LanguageConfig(LayerWindows):
             raise ValueError(
                 f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}"
             )
+        self._check_window_rotation()
+        self._check_choices_beside_experts()
         return self
+
+    def _check_choices_beside_experts(self) -> None:
+        if self.experts is None:
+            return
+        for key in DENSE_CHOICES:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} ({value}): a decoder with experts runs without it; leave it out"
+                )
+
+    def _check_window_rotation(self) -> None:
+        if self.window_rope_theta is None:
+            return
+        what = f"window_rope_theta ({self.window_rope_theta:g})"
+        if self.window is None:
+            raise ValueError(f"{what}: no layer attends in windows; set window, or leave it out")
+        if self.rope_scaling is not None and self.rope_scaling.multiplier != 1.0:
+            raise ValueError(
+                f"{what}: rope_scaling (kind {self.rope_scaling.kind!r}) also multiplies queries and keys, which "
+                "layers that attend in windows would not; set rope_scaling.attention_factor: 1.0, or leave it out"
+            )
 
 
 class TowerConfig(Section):
@@ -438,7 +480,7 @@ class ComponentConfig(TrainingConfig):
 
         attention     its output and logsumexp, so that it runs once; not what it reads
         projections   the products that make queries, keys, values and its output
-        mlp           the products before its activation
+        mlp           the products before its activation, and with `post_norms` the last one
     """
 
     compute_dtype: DType = "float32"

@@ -29,6 +29,7 @@ from jaxmllm.config.data_sections import (
     Targets,
 )
 from jaxmllm.config.model_sections import (
+    Activation,
     AdapterComponents,
     AudioConfig,
     ComponentConfig,
@@ -75,6 +76,7 @@ from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
 __all__ = [
     "ADAPTER",
     "CHATML",
+    "Activation",
     "AdapterComponents",
     "AdapterConfig",
     "AdaptersConfig",

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.attention.mask import TokenIds
 from jaxmllm.config.schema import ComponentConfig, LanguageConfig
 from jaxmllm.models.layers import (
+    NORMS,
     Block,
     GatedMLP,
-    RMSNorm,
     RowContext,
     SelfAttention,
     parameter,
@@ -39,7 +39,8 @@ def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
 
 
 def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBlock:
-    """Causal grouped-query attention, and a SwiGLU MLP or a mixture of such."""
+    """Causal grouped-query attention, and a gated MLP or a mixture of such."""
+    norm = NORMS[config.norm]
     attention = SelfAttention(
         rngs,
         config.width,
@@ -50,14 +51,15 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBloc
         out_bias=config.out_bias,
         qk_norm=config.qk_norm,
         epsilon=config.norm_epsilon,
+        norm=norm,
+        scale=config.attention_scale,
     )
     if config.experts is not None:
         return MixtureBlock(
             rngs, config.width, config.norm_epsilon, attention, config.mlp_width, config.experts
         )
-    return Block(
-        config.width, config.norm_epsilon, attention, GatedMLP(rngs, config.width, config.mlp_width)
-    )
+    mlp = GatedMLP(rngs, config.width, config.mlp_width, config.activation)
+    return Block(config.width, config.norm_epsilon, attention, mlp, norm, config.post_norms)
 
 
 class OutputHead(NamedTuple):
@@ -84,7 +86,7 @@ class Decoder(nnx.Module):
             looked_up=not config.tie_embeddings,
         )
         self.layers = stacked(lambda rngs: decoder_block(config, rngs), config.layers, rngs)
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
+        self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
         self.head = (
             None
             if config.tie_embeddings
@@ -96,6 +98,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "R C D"]:
         table = self.embedding
         found = looked_up(layout, table[...], table.axes, tokens, dtype)
+        if self.config.scale_embedding:  # by a factor in the type of what it multiplies
+            found = found * jnp.asarray(self.config.width**0.5, dtype)
         return layout.constrain(found, ("batch", "sequence", None))
 
     def output_head(self) -> OutputHead:
@@ -124,16 +128,18 @@ class Decoder(nnx.Module):
     ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
         config = self.config
-        angles = rotary_angles(
-            rows.positions, rope_sections(config), config.rope_theta, dtype, config.rope_scaling
-        )
+        positions = rows.positions, rope_sections(config)
+        angles = rotary_angles(*positions, config.rope_theta, dtype, config.rope_scaling)
         multiplier = config.rope_scaling.multiplier if config.rope_scaling else 1.0
         ids = TokenIds(rows.segments, rows.groups, rows.order)
-        windows = None
+        windows, window_angles = None, None
         if rows.window_tiles is not None:
             windows = ids.within(config.window), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
+            if config.window_rope_theta is not None:
+                window_angles = rotary_angles(*positions, config.window_rope_theta, dtype)
         return RowContext(
-            *(layout, ids, rows.tiles, angles, settings.attention, windows, multiplier),
+            *(layout, ids, rows.tiles, angles, settings.attention, windows, window_angles),
+            multiplier=multiplier,
             experts=settings.experts,
         )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import (
+    Activation,
     ExpertKernel,
     Gelu,
     Kept,
@@ -50,6 +51,8 @@ class RowContext:
     kernel: Kernel = "auto"  # of attention
     # Ids and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, RowTiles] | None = None
+    # Angles of these layers, where they are others
+    window_angles: Float[Array, "R C K/2"] | None = None
     multiplier: float = 1.0  # of rotated queries and keys
     experts: ExpertKernel = "auto"  # the kernel of a mixture
 
@@ -63,7 +66,10 @@ class RowContext:
             return self
         choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
         ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
-        return replace(self, ids=ids, tiles=tiles, windows=None)
+        angles = self.angles
+        if self.window_angles is not None:
+            angles = choose(self.window_angles, angles)
+        return replace(self, ids=ids, tiles=tiles, angles=angles, windows=None, window_angles=None)
 
 
 def parameter(
@@ -128,8 +134,8 @@ def product(
 def named(x: Array, name: Kept) -> Array:
     """The same value, which `remat` may keep by its name.
 
-    What no gradient asks for has none, such as the last product of an MLP. "attention" is named by its own gradient
-    rule (attention/attention.py).
+    What no gradient asks for has none, such as the last product of an MLP that no norm follows. "attention" is named
+    by its own gradient rule (attention/attention.py).
     """
     value: Array = checkpoint_name(x, name)
     return value
@@ -189,16 +195,23 @@ def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467)."""
+    """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467).
 
-    def __init__(self, width: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False)
+    It multiplies by scale + offset, at first 1.
+    """
+
+    def __init__(self, width: int, epsilon: float, offset: float = 0.0):
+        self.scale = nnx.Param(jnp.ones((width,)) - offset, axes=(None,), looked_up=False)
         self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return _times(normed, self.scale[...].astype(wide.dtype)).astype(x.dtype)
+        scale = self.scale[...].astype(wide.dtype)
+        if self.offset:
+            scale = scale + self.offset
+        return _times(normed, scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -219,7 +232,12 @@ class LayerNorm(nnx.Module):
         return _plus(x.ndim - 1, scaled, shift).astype(x.dtype)
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # of width and epsilon
+NORMS: dict[str, MakeNorm] = {
+    "rms": RMSNorm,
+    "zero_centred_rms": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+}
 
 
 def rotary_angles(
@@ -294,7 +312,15 @@ class SelfAttention(nnx.Module):
         qk_norm: bool = False,
         epsilon: float = 1e-6,
         key_bias: bool = True,
+        norm: MakeNorm = RMSNorm,
+        scale: float | None = None,
     ):
+        """Make the parameters.
+
+        Args:
+          norm: of queries and keys.
+          scale: factor on logits; none: head_size ** -0.5.
+        """
         self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
         self.key = parameter(rngs, (width, kv_heads, head_size), ("embed", "kv_heads", None), width)
         self.value = parameter(
@@ -308,8 +334,9 @@ class SelfAttention(nnx.Module):
         self.key_bias = bias(*of_heads) if qkv_bias and key_bias else None
         self.value_bias = bias(*of_heads) if qkv_bias else None
         self.out_bias = bias((width,), (None,)) if out_bias else None
-        self.query_norm = RMSNorm(head_size, epsilon) if qk_norm else None
-        self.key_norm = RMSNorm(head_size, epsilon) if qk_norm else None
+        self.query_norm = norm(head_size, epsilon) if qk_norm else None
+        self.key_norm = norm(head_size, epsilon) if qk_norm else None
+        self.scale = scale
 
     def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
         layout = rows.layout
@@ -326,7 +353,7 @@ class SelfAttention(nnx.Module):
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             kv_axes = query_axes
         attend = layout.local(
-            partial(_attend, layout.mesh_axes("sequence"), rows.kernel),
+            partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale),
             in_axes=(query_axes, kv_axes, kv_axes, ("batch", "sequence"), ("batch", "sequence")),
             out_axes=query_axes,
         )
@@ -341,7 +368,7 @@ class SelfAttention(nnx.Module):
         x: Array,
         p: nnx.Param[Array],
         b: nnx.Param[Array] | None,
-        norm: RMSNorm | None,
+        norm: RMSNorm | LayerNorm | None,
         rows: RowContext,
     ) -> Array:
         y = product(x, p, rows.layout)
@@ -355,6 +382,7 @@ class SelfAttention(nnx.Module):
 def _attend(
     split: tuple[str, ...],
     kernel: Kernel,
+    scale: float | None,
     q: Array,
     k: Array,
     v: Array,
@@ -365,21 +393,28 @@ def _attend(
     keys = ids.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
-    attend = partial(attention, mask=mask, kernel=kernel)
+    attend = partial(attention, mask=mask, scale=scale, kernel=kernel)
     return gathered_attention(attend, q, k, v, mask.block, split)
 
 
-class GatedMLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202), without biases."""
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
-    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int):
+
+class GatedMLP(nnx.Module):
+    """SwiGLU or GeGLU (arXiv 2002.05202), without biases."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int, activation: Activation = "silu"):
+        self.activation = activation
         self.gate = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
         self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
         gate, up = (named(product(x, factor, layout), "mlp") for factor in (self.gate, self.up))
-        hidden = jax.nn.silu(gate) * up
+        hidden = ACTIVATIONS[self.activation](gate) * up
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
         return layout.constrain(product(hidden, self.down, layout), ("batch", "sequence", None))
 
@@ -411,7 +446,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer layer; `attention` and `mlp` are made by the tower."""
+    """Pre-norm transformer layer; `attention` and `mlp` are made by the tower.
+
+    With `post_norms`, what these two add is normed, too.
+    """
 
     def __init__(
         self,
@@ -419,16 +457,25 @@ class Block(nnx.Module):
         epsilon: float,
         attention: SelfAttention,
         mlp: GatedMLP | MLP,
-        norm: type[RMSNorm] | type[LayerNorm] = RMSNorm,
+        norm: MakeNorm = RMSNorm,
+        post_norms: bool = False,
     ):
         self.attention_norm = norm(width, epsilon)
         self.attention = attention
+        self.post_attention_norm = norm(width, epsilon) if post_norms else None
         self.mlp_norm = norm(width, epsilon)
         self.mlp = mlp
+        self.post_mlp_norm = norm(width, epsilon) if post_norms else None
 
     def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
-        x = x + self.attention(self.attention_norm(x), rows)
-        return x + self.mlp(self.mlp_norm(x), rows.layout)
+        mixed = self.attention(self.attention_norm(x), rows)
+        if self.post_attention_norm is not None:
+            mixed = self.post_attention_norm(mixed)
+        x = x + mixed
+        out = self.mlp(self.mlp_norm(x), rows.layout)
+        if self.post_mlp_norm is not None:
+            out = self.post_mlp_norm(named(out, "mlp"))
+        return x + out
 
 
 def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:

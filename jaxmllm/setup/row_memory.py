@@ -41,6 +41,9 @@ LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say 
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
 GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results and gradients, wide
+# Besides, of a decoder's layer with `post_norms`, and with GELU of its MLP
+POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
+GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
 MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
@@ -183,15 +186,18 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
         mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width
+        if isinstance(shapes, LanguageConfig):
+            widths += shapes.post_norms * POST_NORM_WIDTHS[remat]
+            mlp_widths += (shapes.activation == "gelu_tanh") * GELU_WIDTHS[remat]
         return widths * shapes.width + mlp_widths * mlp_width
     if isinstance(shapes, LanguageConfig):
-        kv_heads, before_activation = shapes.kv_heads, 2
+        kv_heads, before_activation, after = shapes.kv_heads, 2, shapes.post_norms
     else:
-        kv_heads, before_activation = shapes.heads, 1
+        kv_heads, before_activation, after = shapes.heads, 1, False
     of_name = {
         "attention": shapes.heads * (shapes.head_size + 2),  # a logsumexp takes up to two
         "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,
-        "mlp": before_activation * shapes.mlp_width,
+        "mlp": before_activation * shapes.mlp_width + after * shapes.width,
     }
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)

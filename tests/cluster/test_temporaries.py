@@ -28,8 +28,9 @@ CONTEXT = (("data", 1), ("fsdp", 16), ("context", 4))
 
 
 @cache
-def model_of(name, mesh, remat="full", frozen=()):
+def model_of(name, mesh, remat="full", frozen=(), choices=()):
     tree = config_tree(omni_config(name, mesh=dict(mesh), data={"batch_size": 128}, remat=remat))
+    tree["model"]["language"] |= dict(choices)
     for component in frozen:
         tree["components"][component]["freeze"] = True
     config = parse_config(tree)
@@ -53,6 +54,21 @@ def model_of(name, mesh, remat="full", frozen=()):
 def test_estimates_are_what_was_compiled(model, mesh, remat, program, phase, capacity, compiled_gb):
     name = ProgramName(program, phase, capacity)
     estimated = program_temporaries(model_of(model, mesh, remat), name)
+    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+
+
+@pytest.mark.parametrize(
+    ("remat", "choice", "compiled_gb"),
+    [
+        ("full", ("post_norms", True), 5.707),
+        ("dots", ("post_norms", True), 28.608),
+        ("none", ("post_norms", True), 108.149),
+        ("none", ("activation", "gelu_tanh"), 112.257),
+    ],
+)
+def test_choices_of_the_decoder_take_what_was_compiled(remat, choice, compiled_gb):
+    model = model_of("7B", FSDP, remat, choices=(choice,))
+    estimated = program_temporaries(model, ProgramName(LOSS, "language", 8192))
     assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
 
 

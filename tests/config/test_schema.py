@@ -293,8 +293,25 @@ def test_experts_and_what_they_do_without(path):
         (("components.language.experts=ragged_dot",), "the decoder has no experts; leave it out"),
         (("objective.experts.router_z=0.1",), "objective.experts: the decoder has no experts"),
         (("components.projector.vision.experts=jax",), "only the decoder may have experts"),
+        (
+            (MIXTURE, "model.language.activation=gelu_tanh"),
+            "activation (gelu_tanh): a decoder with",
+        ),
+        ((MIXTURE, "model.language.post_norms=true"), "post_norms (True): a decoder with experts"),
     ):
         assert words in refusal(path, *changes)
+
+
+YARN = "model.language.rope_scaling={kind: yarn, factor: 4, original_max_position_embeddings: 64}"
+
+
+def test_positions_of_windows(path):
+    local = "model.language.window_rope_theta=100"
+    windows = (local, "model.language.window=8")
+    even = "model.language.rope_scaling.attention_factor=1.0"
+    assert load_config(path, [*windows, YARN, even]).model.language.window_rope_theta == 100
+    assert "window_rope_theta (100): no layer attends in windows" in refusal(path, local)
+    assert "rope_scaling (kind 'yarn') also multiplies" in refusal(path, *windows, YARN)
 
 
 def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):

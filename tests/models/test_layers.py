@@ -29,6 +29,7 @@ from jaxmllm.models.rows import RowTiles
 from sharding.gradient import LayerGradient, Params
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
+from tests.support import EXHAUSTIVE
 
 SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
 MLP_WIDTH = 24
@@ -59,15 +60,17 @@ def inputs(seed=0):
 # ---------------------------------------------------------------------------- norms and positions
 
 
-def test_rms_norm():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(offset):
     x = np.random.default_rng(0).standard_normal((2, 3, 8)) * 5
     scale = np.linspace(0.5, 2, 8)
     want = np.empty_like(x)
     for i in np.ndindex(2, 3):
         want[i] = x[i] / np.sqrt(sum(v * v for v in x[i]) / 8 + 1e-3) * scale
     with jax.enable_x64(True):
-        norm = RMSNorm(8, 1e-3)
-        norm.scale[...] = jnp.asarray(scale)
+        norm = RMSNorm(8, 1e-3, offset)
+        np.testing.assert_array_equal(norm.scale[...], np.full(8, 1 - offset))
+        norm.scale[...] = jnp.asarray(scale) - offset
         np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-13)
 
 
@@ -244,11 +247,13 @@ def test_mlps():
     layout = make_layout(MESH)
     makers = (lambda rngs: MLP(rngs, WIDTH, 24, 10)), (lambda rngs: GatedMLP(rngs, WIDTH, 24))
     (plain_graph, plain), (gated_graph, gated) = (filled(make, np.float64) for make in makers)
+    other_graph, _ = filled(lambda rngs: GatedMLP(rngs, WIDTH, 24, "gelu_tanh"))
     with jax.enable_x64(True):
-        got_plain, got_gated = jax.jit(
+        got_plain, got_gated, got_other = jax.jit(
             lambda plain, gated, x: (
                 nnx.merge(plain_graph, plain)(x, layout),
                 nnx.merge(gated_graph, gated)(x, layout),
+                nnx.merge(other_graph, gated)(x, layout),
             )
         )(plain, gated, x)
     p = nnx.to_pure_dict(plain)
@@ -260,6 +265,7 @@ def test_mlps():
     np.testing.assert_allclose(
         got_gated, (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"], atol=1e-12
     )
+    np.testing.assert_allclose(got_other, (gelu(gate) * (x @ p["up"])) @ p["down"], atol=1e-12)
 
 
 def test_initial_weights_keep_the_scale_of_their_input():
@@ -321,8 +327,16 @@ def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
 
 
 def make_block(rngs):
+    return Block(WIDTH, 1e-6, *block_parts(rngs))
+
+
+def make_normed_block(rngs):
+    return Block(WIDTH, 1e-6, *block_parts(rngs), post_norms=True)
+
+
+def block_parts(rngs):
     attention = SelfAttention(rngs, WIDTH, HEADS, KV_HEADS, HEAD_SIZE)
-    return Block(WIDTH, 1e-6, attention, GatedMLP(rngs, WIDTH, MLP_WIDTH))
+    return attention, GatedMLP(rngs, WIDTH, MLP_WIDTH)
 
 
 def make_encoder_block(rngs):
@@ -376,8 +390,7 @@ def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * abs(want).max())
 
 
-@pytest.fixture(scope="module")
-def kept(stack):
+def counted(stack):
     """How many numbers the backward pass of a stack is given, by `remat`."""
     graph, parameters = stack
 
@@ -389,6 +402,11 @@ def kept(stack):
         return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
     return count
+
+
+@pytest.fixture(scope="module")
+def kept(stack):
+    return counted(stack)
 
 
 def test_rematerialisation_keeps_less(kept):
@@ -408,6 +426,13 @@ def test_a_list_keeps_what_it_names_beside_the_input(kept, names, values):
     assert kept(names) - kept("full") == slots * values
 
 
+def test_a_norm_after_an_mlp_has_what_it_reads_kept():
+    make = lambda: stacked(make_normed_block, LAYERS, nnx.Rngs(0))  # noqa: E731
+    kept = counted(nnx.split(nnx.eval_shape(make)))
+    slots = LAYERS * inputs().size // WIDTH
+    assert kept(("mlp",)) - kept("full") == slots * (2 * MLP_WIDTH + WIDTH)
+
+
 def products(jaxpr):
     """How many matrix products a jaxpr writes down; those in loops count once."""
     return sum(
@@ -418,11 +443,18 @@ def products(jaxpr):
 
 
 # Of a layer: four products of attention with weights and two in its loop; three or two of the MLP, for the last of
-# which no gradient asks
+# which no gradient asks unless a norm follows
 ATTENTION, LOOP = 4, 2
 
 
-@pytest.mark.parametrize(("make", "mlp"), [(make_block, 3), (make_encoder_block, 2)])
+@pytest.mark.parametrize(
+    ("make", "mlp", "asked"),
+    [
+        (make_block, 3, 2),
+        pytest.param(make_normed_block, 3, 3, marks=EXHAUSTIVE),
+        (make_encoder_block, 2, 1),
+    ],
+)
 @pytest.mark.parametrize(
     ("remat", "again"),
     [
@@ -438,9 +470,9 @@ ATTENTION, LOOP = 4, 2
         (EVERYTHING, lambda mlp: 0),
     ],
 )
-def test_only_what_is_not_kept_is_computed_again(make, mlp, remat, again):
+def test_only_what_is_not_kept_is_computed_again(make, mlp, asked, remat, again):
     stack = nnx.eval_shape(lambda: stacked(make, LAYERS, nnx.Rngs(0)))
     gradient = jax.grad(partial(loss_of, nnx.graphdef(stack), remat), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(gradient)(nnx.state(stack), inputs()).jaxpr
     forward, backward = ATTENTION + LOOP + mlp, 2 * (ATTENTION + mlp) + 5
-    assert products(jaxpr) == forward + backward + again(mlp - 1)
+    assert products(jaxpr) == forward + backward + again(asked)

@@ -84,6 +84,7 @@ def test_options_of_the_decoder_add_their_parameters():
     assert paths(plain) - paths(language(tie_embeddings=True)) == {"['head']"}
     assert count(language(qkv_bias=True)) - count(plain) == 2 * (4 + 2 + 2) * 8
     assert count(language(qk_norm=True)) - count(plain) == 2 * (8 + 8)
+    assert count(language(post_norms=True)) - count(plain) == 2 * (16 + 16)
 
 
 def test_frozen_components_are_not_trainable():
@@ -270,6 +271,20 @@ def test_bfloat16_computes_nearly_the_same(hidden, params):
         assert got.dtype == np.float32, path
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert error < 0.05, (jax.tree_util.keystr(path), error)
+
+
+def test_a_scaled_embedding_leaves_media_as_they_are():
+    """The factor is rounded like the numbers that it multiplies."""
+    config = LANGUAGE.model_copy(update={"width": 20, "scale_embedding": True})
+    model = build(ModelConfig(language=config), language=ComponentConfig(compute_dtype="bfloat16"))
+    random = np.random.default_rng(0)
+    table, media = (random.standard_normal((rows, 20)) for rows in (VOCABULARY, 4 * SLOTS))
+    table, media = (values.astype(jnp.bfloat16) for values in (table, media.reshape(4, SLOTS, 20)))
+    rows = make_rows(0)
+    got = jax.jit(model.embed)({"language": {"embedding": table}}, rows, media)
+    text = table[np.asarray(rows.tokens)] * np.asarray(20**0.5, jnp.bfloat16)
+    want = np.where((np.asarray(rows.media) >= 0)[..., None], media, text)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_gradients_of_a_frequent_token_do_not_stop_growing():

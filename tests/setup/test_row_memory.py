@@ -6,7 +6,7 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.models.mllm import build_model
 from jaxmllm.setup import row_memory
-from jaxmllm.setup.row_memory import kept_residuals, slots_that_fit
+from jaxmllm.setup.row_memory import kept_bytes, kept_residuals, slots_that_fit
 from sharding.mesh import abstract_mesh
 from tests.support import tiny_config
 
@@ -39,6 +39,24 @@ def test_keeping_more_or_more_layers_leaves_less(tmp_path):
         assert slots(tmp_path, **language)[2] < slots(tmp_path, model__language__layers=200)[2]
     assert slots(tmp_path, model__language__layers=40)[2] < usual
     assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
+
+
+def test_norms_and_activations_that_keep_more(tmp_path):
+    def kept(remat, **choices):
+        changes = {f"model__language__{key}": value for key, value in choices.items()}
+        config = tiny_config(tmp_path, components__language__remat=remat, **changes)
+        return kept_bytes(parse_config(config), "language")
+
+    for remat, norms, activations in (
+        ("full", 0, 0),
+        (["mlp"], 1, 0),
+        ("dots", 1, 0),
+        ("none", 8, 2),
+    ):
+        values = (kept(remat, post_norms=True) - kept(remat)) / 4 / 2  # bytes, layers
+        assert values == 32 * norms
+        values = (kept(remat, activation="gelu_tanh") - kept(remat)) / 4 / 2
+        assert values == 48 * activations
 
 
 def test_experts_hold_tokens_of_all_devices_that_share_them(tmp_path):

@@ -13,6 +13,7 @@ from jaxmllm.runtime.checkpoint_files import read_arrays, saved_specs
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.train import main as train
 from tests.support import (
+    DECODER_CHOICES,
     ENCODER_LAYOUT,
     Result,
     added,
@@ -112,14 +113,19 @@ CASES = {
             "pipeline": {"stages": 4, "split_backward": True},
         },
     ],
+    "choices": [
+        4,
+        {"mesh": {"data": 1, "fsdp": 2, "tensor": 2}, **DECODER_CHOICES, **ENCODERS},
+    ],
 }
 
 
 @pytest.mark.parametrize("devices, changes", slow_cases(CASES, always=("two stages",)))
 def test_mesh_and_stages_leave_the_mathematics_alone(data, alone, whole, devices, changes):
     expected = whole
-    if (layers := "model__language__layers") in changes:
-        expected = gradients(assemble(adapted(data, **{layers: changes[layers]}), 1))
+    model = {key: value for key, value in changes.items() if key.startswith("model__")}
+    if model:
+        expected = gradients(assemble(adapted(data, **model), 1))
     setup = assemble(adapted(data, **changes), devices)
     actual = gradients(setup)
     joined = getattr(setup.programs, "joined", lambda tree: tree)

@@ -393,6 +393,7 @@ MIXTURE = ("model.language.experts={{count: 4, per_token: 2}}",)
 DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_size: 4}",)
 LATENTS = (*DRAWS, "model.diffusion.channels=4")
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
+DECODER_WINDOWS = ("model.language.window=16",)
 LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
 BY_TURNS = (
     "model.language.rope_scaling={{kind: llama3, factor: 2, original_max_position_embeddings: 64, "
@@ -492,6 +493,7 @@ EFFECTS: dict[str, Effect] = {
         qkv_bias="true",
         out_bias="true",
         qk_norm="true",
+        post_norms="true",
         tie_embeddings="true",
     ),
     **effects(
@@ -502,6 +504,15 @@ EFFECTS: dict[str, Effect] = {
         kv_heads="4",
     ),
     **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
+    **effects(
+        "model.language",
+        language,
+        activation="gelu_tanh",
+        attention_scale="0.5",
+        norm="zero_centred_rms",
+        scale_embedding="true",
+    ),
+    **effects("model.language", language, DECODER_WINDOWS, window_rope_theta="100.0"),
     **effects("model.language", plan, bidirectional="[]"),
     **effects("model.language.rope_scaling", language, LINEAR, kind="yarn", factor="4"),
     **effects(

@@ -1,17 +1,30 @@
-"""Whole steps of a model whose layers see windows or everything, packed and cut in every way."""
+"""Whole steps of a model whose layers see windows or everything, packed and cut in every way.
+
+The decoder has its other choices, too: they come with windows in published models.
+"""
 
 import numpy as np
 import pytest
 
 from jaxmllm.runtime.compilations import CompilationCounter
-from tests.support import Result, added, assert_close, assert_same, scaled, slow_cases
+from tests.support import (
+    DECODER_CHOICES,
+    Result,
+    added,
+    assert_close,
+    assert_same,
+    scaled,
+    slow_cases,
+)
 from tests.training.programs.test_staged import computed
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
 MODEL = {
-    "model__language__layers": 4,
+    **DECODER_CHOICES,
+    "model__language__layers": 5,  # which no number of stages here divides
     "model__language__window": 20,
-    "model__language__full_layers": [1],
+    "model__language__full_layers": [1, 4],
+    "model__language__window_rope_theta": 100.0,
     "model__vision__layers": 2,
     "model__vision__window": 4,
     "model__vision__full_layers": [0],
@@ -39,7 +52,7 @@ def test_packed_equals_unpacked(one, whole):
 
 def test_a_window_is_seen_in_the_loss(setups, by_example, whole):
     full = setups(
-        by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2]}), 1
+        by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2, 4]}), 1
     )
     other = full.gradients(full.step(EXAMPLES))
     assert abs(other.mean_loss - whole.mean_loss) > 1e-4
@@ -54,43 +67,51 @@ def test_batches_compile_nothing_anew(one):
     counter.close()
 
 
-CASES = {  # devices, mesh, phases, pipeline
-    "data4": (4, {"data": 4}, BLOCKS, {}),
-    "context2": (2, {"data": 1, "context": 2}, BLOCKS, {}),
-    "context4-tensor2": (8, {"data": 1, "context": 4, "tensor": 2}, BLOCKS, {}),
-    "stages2": (2, {"data": 1}, BLOCKS, {"stages": 2, "layout": "chain"}),
+CASES = {  # devices, mesh, what else
+    "data4": (4, {"data": 4}, {}),
+    "fsdp2-tensor2-kept": (
+        4,
+        {"data": 1, "fsdp": 2, "tensor": 2},
+        {"components__language__remat": ["attention", "mlp"]},
+    ),
+    "context2": (2, {"data": 1, "context": 2}, {}),
+    "context4-tensor2": (8, {"data": 1, "context": 4, "tensor": 2}, {}),
+    "stages2": (2, {"data": 1}, {"pipeline": {"stages": 2, "layout": "chain"}}),
     "stages2-context2-segments": (
         4,
         {"data": 1, "context": 2},
-        BLOCKS,
-        {"stages": 2, "layout": "segments"},
+        {"pipeline": {"stages": 2, "layout": "segments"}},
     ),
     "stages4-split": (
         4,
         {"data": 1},
-        BLOCKS,
-        {"stages": 4, "layout": "parallel", "split_backward": True},
+        {"pipeline": {"stages": 4, "layout": "parallel", "split_backward": True}},
     ),
     "stages2-kept": (
         2,
         {"data": 1},
-        BLOCKS,
-        {"stages": 2, "layout": "segments", "schedule": "interleaved", "kept_residuals": 2},
+        {
+            "pipeline": {
+                "stages": 2,
+                "layout": "segments",
+                "schedule": "interleaved",
+                "kept_residuals": 2,
+            },
+            "components__language__remat": ["projections", "mlp"],
+        },
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "devices, mesh, phases, pipeline",
-    slow_cases(CASES, {"stages2-context2-segments"}),
+    "devices, mesh, changes", slow_cases(CASES, {"stages2-context2-segments"})
 )
 def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
-    setups, by_example, whole, devices, mesh, phases, pipeline
+    setups, by_example, whole, devices, mesh, changes
 ):
-    changes = {"pipeline": pipeline} if pipeline else {}
-    setup = setups(by_example(mesh=mesh, phases=phases, **changes, **MODEL), devices)
+    setup = setups(by_example(mesh=mesh, phases=BLOCKS, **changes, **MODEL), devices)
     step = setup.step(EXAMPLES)
-    result = computed(setup, step) if pipeline else setup.gradients(step)
+    result = computed(setup, step) if "pipeline" in changes else setup.gradients(step)
     assert_same(result, whole, 1e-5)
 
 
