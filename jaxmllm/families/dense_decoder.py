@@ -31,6 +31,7 @@ PARAMETERS = {
 }
 COPIES = {"embedding": "lm_head.weight: v d -> v d"}  # where the head is tied
 FREQUENCIES = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # follow from config.json
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SCALED_BY = {  # rope_type -> its keys
     "linear": ("factor",),
     "llama3": (
@@ -88,16 +89,21 @@ def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
     """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older files."""
     layers = config.number("num_hidden_layers")
     in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
-    types = config.get("layer_types")
-    if types is None:
+    if config.get("layer_types") is None:
         first = config.number("max_window_layers", 28) if in_use else layers
         return tuple(layer >= first for layer in range(layers))
-    known = ("full_attention", "sliding_attention") if in_use else ("full_attention",)
+    return windows_by_type(config, in_use)
+
+
+def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ...]:
+    """Whether each layer attends in windows, as `layer_types` says; none may where windows are not in use."""
+    layers, types = config.number("num_hidden_layers"), config.get("layer_types")
+    known = LAYER_TYPES if in_use else LAYER_TYPES[:1]
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {*known}:
         config.refuse(
             f"has layer_types {types!r}", f"{layers} of {' or '.join(known)} are understood"
         )
-    return tuple(kind == "sliding_attention" for kind in types)
+    return tuple(kind == LAYER_TYPES[1] for kind in types)
 
 
 def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:

@@ -45,6 +45,15 @@ YARN = {
 }
 EXPERTS = {"moe_intermediate_size": 10, "num_experts": 6, "num_experts_per_tok": 2}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA = {
+    "hidden_size": 20,
+    "head_dim": 6,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 5,
+    "layer_types": LAYER_TYPES,
+}
 # name -> (model_type, what differs from SIZES, dtype)
 MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "llama": (
@@ -77,6 +86,32 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
         "float32",
     ),
     "qwen3-moe-weighted": ("qwen3_moe", {"head_dim": 4, **EXPERTS}, "bfloat16"),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "rope_parameters": dict(zip(LAYER_TYPES, (LOCAL, LINEAR), strict=True))},
+        "float32",
+    ),
+    "gemma3-biased": (
+        "gemma3_text",
+        {**GEMMA, "attention_bias": True, "tie_word_embeddings": False},
+        "bfloat16",
+    ),
+    "gemma3-tower": ("gemma3", GEMMA, "float32"),
+}
+# Model types with other parts beside the decoder: their sections
+TOWERS: Mapping[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+        "mm_tokens_per_image": 1,
+        "image_token_id": 47,
+    }
 }
 # Other kernels ask for sizes that are no test's
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -96,11 +131,12 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **values)
+    sections = {"text_config": values, **TOWERS[model_type]} if model_type in TOWERS else values
+    config = AutoConfig.for_model(model_type, **sections)
     model = AutoModelForCausalLM.from_config(config, **EAGER)
     for key, parameter in model.named_parameters():
-        if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be 0, or 1
-            torch.nn.init.normal_(parameter, float("norm" in key), 0.2)
+        if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be all 0, or 1
+            torch.nn.init.normal_(parameter, parameter[0].item(), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="8KB")
     # Read anew: `to` has rounded what is computed from the config, too
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER)
@@ -120,12 +156,15 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
     gradients: dict[str, Any] = {}
     for key, parameter in model.named_parameters():
-        gradients |= as_stored(key, parameter.grad.numpy())
+        if parameter.grad is not None:  # as in towers, which texts do not reach
+            gradients |= as_stored(key, parameter.grad.numpy())
     save(folder / "gradients.npz", **gradients)
 
 
 def as_stored(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices."""
+    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices;
+    where there is a tower, decoders have another prefix there."""
+    key = key.replace("model.language_model.", "language_model.model.")
     experts, joined, name = key.partition(".experts.")
     if not joined:
         return {key: values}

@@ -35,6 +35,8 @@ def shapes_of(folder: ModelFolder) -> dict[str, tuple[int, ...]]:
         "layer": language["layers"],
     }
     absent = set()
+    if not language.get("post_norms"):
+        absent |= {"layers.post_attention_norm.scale", "layers.post_mlp_norm.scale"}
     for choice, names in {
         "qkv_bias": ("query_bias", "key_bias", "value_bias"),
         "out_bias": ("out_bias",),

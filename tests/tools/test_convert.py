@@ -33,6 +33,7 @@ QUICK = "qwen3"
 MARKS = {
     QUICK: (),
     "qwen2-windows": pytest.mark.slow,
+    "gemma3": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
@@ -204,7 +205,9 @@ def logits_of(run: PreparedRun) -> list[np.ndarray]:
     return [values for _, values in sorted(run.logits(), key=lambda text: text[0])]
 
 
-ADAPTED = {name: (name,) for name in ("llama-biased", "mistral", "qwen2-windows", QUICK)}
+ADAPTED = {
+    name: (name,) for name in ("llama-biased", "mistral", "qwen2-windows", "gemma3-tower", QUICK)
+}
 
 
 @pytest.mark.parametrize("name", slow_cases(ADAPTED, always=(QUICK,)))

@@ -16,12 +16,13 @@ from tests.data.text.dialects import DIALECTS, Dialect
 from tests.support import EXHAUSTIVE
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
+CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 WORDS = ["what", "is", "a", "cat", "dog", "it", "red", "blue", "green", "one", "two", "three"]
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    return published(tmp_path, "qwen2-windows", ["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    return published(tmp_path, "qwen2-windows", CHATML)
 
 
 def published(tmp_path: Path, golden: str, special: list[str]) -> Path:
@@ -63,7 +64,9 @@ def write_config(tmp_path: Path, folder: Path, **sections) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_in_stages_and_back(folder, tmp_path, capsys):
+@pytest.mark.parametrize("golden", ["qwen2-windows", pytest.param("gemma3", marks=EXHAUSTIVE)])
+def test_a_run_in_stages_and_back(golden, tmp_path, capsys):
+    folder = published(tmp_path, golden, CHATML)
     config = write_config(tmp_path, folder)
     assert train(["--config", str(config)]) == 0, capsys.readouterr().err
     assert f"model.from: language from {folder}" in capsys.readouterr().out
@@ -106,14 +109,16 @@ def test_a_template_that_reaches_out_is_told_in_a_line(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("golden", ["mistral", pytest.param("llama", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize(
+    "golden", ["mistral", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("llama", "gemma3"))]
+)
 def test_a_folder_trains_with_its_own_template(golden, tmp_path, capsys):
     """Whose tokenizer has no ChatML; and goes on with that template alone."""
     dialect = DIALECTS[{"llama": "llama3.1"}.get(golden, golden)]
     folder = published(tmp_path, golden, list(dialect.special))
     give_template(folder, dialect, dialect.template)
     config = write_config(tmp_path, folder, pipeline={}, mesh={"data": -1})
-    date = [] if golden == "mistral" else ["data.chat_date=2024-07-26"]
+    date = ["data.chat_date=2024-07-26"] if golden == "llama" else []
     assert train(["--config", str(config), *date]) == 0, capsys.readouterr().err
     stored = (tmp_path / "run" / "config.yaml").read_text()
     assert f"chat_template: {folder}/tokenizer_config.json" in stored

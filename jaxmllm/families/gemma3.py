@@ -1,0 +1,121 @@
+"""Gemma 3: windows in five of six layers, which rotate by a base of their own; zero-centred norms around each part.
+
+gemma3_text  a decoder alone
+gemma3       the decoder of a folder with a vision tower, which is carried through
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxmllm.families.dense_decoder import (
+    COPIES,
+    FREQUENCIES,
+    LAYER_TYPES,
+    PARAMETERS,
+    dense_decoder,
+    windows_by_type,
+)
+from jaxmllm.families.family import Family
+from jaxmllm.families.folder_config import FolderConfig
+
+DEFAULTS = {  # of keys that published files leave out
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "tie_word_embeddings": True,
+}
+LAYER = "model.layers.{layer}"
+TEXT_PARAMETERS = PARAMETERS | {
+    "layers.post_attention_norm.scale": f"{LAYER}.post_attention_layernorm.weight: d -> layer d",
+    "layers.mlp_norm.scale": f"{LAYER}.pre_feedforward_layernorm.weight: d -> layer d",
+    "layers.post_mlp_norm.scale": f"{LAYER}.post_feedforward_layernorm.weight: d -> layer d",
+}
+PREFIXES = ("model.language_model.", "language_model.model.")  # of transformers 5, and before
+OTHER_PARTS = ("vision_tower.*", "multi_modal_projector.*")
+NOT_TEXT = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
+
+
+def _text(config: FolderConfig) -> dict[str, Any]:
+    config.expect("hidden_activation", "gelu_pytorch_tanh")
+    config.expect("attn_logit_softcapping", None)
+    config.expect("final_logit_softcapping", None)
+    config.expect("use_bidirectional_attention", False)
+    if "sliding_window" in config.values and config.get("sliding_window") is None:
+        config.refuse("has no sliding_window", "the layers that attend in windows need one")
+    named = {key: value for key, value in config.values.items() if value is not None}
+    config = replace(config, values=DEFAULTS | named)
+    windowed = _windowed(config)
+    full, local = _rotary(config)
+    bias = config.flag("attention_bias")
+    return dense_decoder(
+        replace(config, values={**config.values, "rope_parameters": full}),
+        windowed,
+        window_rope_theta=local if any(windowed) else None,
+        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        activation="gelu_tanh",
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        norm="zero_centred_rms",
+        post_norms=True,
+        scale_embedding=True,
+    )
+
+
+def _windowed(config: FolderConfig) -> tuple[bool, ...]:
+    """Whether each layer attends in windows: `layer_types`, or all but every so many in older files."""
+    if config.get("layer_types") is not None:
+        return windows_by_type(config)
+    every = config.number("sliding_window_pattern")
+    return tuple((layer + 1) % every != 0 for layer in range(config.number("num_hidden_layers")))
+
+
+def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
+    """(the record of layers that see everything, theta of those that attend in windows), in either spelling."""
+    found = config.get("rope_parameters", {})
+    if not isinstance(found, dict) or not found.keys() <= {*LAYER_TYPES}:
+        config.refuse(
+            f"has rope_parameters {found!r}", f"those of {' and '.join(LAYER_TYPES)} are understood"
+        )
+    full, local = (found.get(kind) or {} for kind in LAYER_TYPES)
+    scaling = config.get("rope_scaling", {})
+    for record in (full, local, scaling):
+        if not isinstance(record, dict):
+            config.refuse(f"has rotary parameters {record!r}", "they must be a JSON object")
+    if local.get("rope_type", "default") != "default":
+        config.refuse(
+            f"has rope_type {local['rope_type']!r} of {LAYER_TYPES[1]}",
+            "positions of windows are not scaled",
+        )
+    full = {"rope_theta": config.number("rope_theta")} | full | scaling
+    return full, float(local.get("rope_theta", config.number("rope_local_base_freq")))
+
+
+def _decoder(config: FolderConfig) -> dict[str, Any]:
+    """Of a folder with a vision tower."""
+    text = config.part("text_config")
+    for part in (config, text):
+        part.expect("tie_word_embeddings", True)
+    return _text(text)
+
+
+GEMMA3_TEXT = Family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS, COPIES, FREQUENCIES)
+GEMMA3 = Family(
+    "Gemma 3",
+    "gemma3",
+    _decoder,
+    {path: line.removeprefix("model.") for path, line in TEXT_PARAMETERS.items() if path != "head"},
+    COPIES,
+    NOT_TEXT,
+    prefixes=PREFIXES,
+)
