@@ -108,7 +108,7 @@ class LanguageConfig(LayerWindows):
     qk_norm: bool = False
     norm: Literal["rms", "zero_centred_rms"] = "rms"  # zero-centred: multiplies by 1 + scale
     post_norms: bool = False  # also of what attention and MLP add
-    scale_embedding: bool = False  # multiply that of text by sqrt(width)
+    scale_embedding: bool = False  # that of text, by sqrt(width)
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6
     loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
-from jaxmllm.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from jaxmllm.families.gemma3 import GEMMA3
 from jaxmllm.families.llama import LLAMA
 from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
@@ -15,10 +15,7 @@ from jaxmllm.families.whisper import WHISPER
 
 FAMILIES = {
     family.model_type: family
-    for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3_TEXT, GEMMA3),
-        *(*SIGLIP, *SIGLIP2, WHISPER),
-    )
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3, *SIGLIP, *SIGLIP2, WHISPER)
 }
 
 

@@ -61,7 +61,7 @@ def _text(config: FolderConfig) -> dict[str, Any]:
         replace(config, values={**config.values, "rope_parameters": full}),
         windowed,
         window_rope_theta=local if any(windowed) else None,
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,
         activation="gelu_tanh",
         qkv_bias=bias,
         out_bias=bias,
@@ -76,8 +76,15 @@ def _windowed(config: FolderConfig) -> tuple[bool, ...]:
     """Whether each layer attends in windows: `layer_types`, or all but every so many in older files."""
     if config.get("layer_types") is not None:
         return windows_by_type(config)
-    every = config.number("sliding_window_pattern")
+    every = _positive(config, "sliding_window_pattern")
     return tuple((layer + 1) % every != 0 for layer in range(config.number("num_hidden_layers")))
+
+
+def _positive(config: FolderConfig, key: str) -> Any:
+    number = config.number(key)
+    if number <= 0:
+        config.refuse(f"has {key} {number!r}", "it must be greater than 0")
+    return number
 
 
 def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
@@ -98,6 +105,11 @@ def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
             "positions of windows are not scaled",
         )
     full = {"rope_theta": config.number("rope_theta")} | full | scaling
+    if full.get("rope_type", full.get("type")) == "yarn":  # which multiplies queries and keys, too
+        config.refuse(
+            f"has rope_type 'yarn' of {LAYER_TYPES[0]}",
+            "beside windows, linear and llama3 are understood",
+        )
     return full, float(local.get("rope_theta", config.number("rope_local_base_freq")))
 
 
@@ -109,8 +121,8 @@ def _decoder(config: FolderConfig) -> dict[str, Any]:
     return _text(text)
 
 
-GEMMA3_TEXT = Family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS, COPIES, FREQUENCIES)
-GEMMA3 = Family(
+ALONE = Family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS, COPIES, FREQUENCIES)
+BESIDE_TOWER = Family(
     "Gemma 3",
     "gemma3",
     _decoder,
@@ -119,3 +131,4 @@ GEMMA3 = Family(
     NOT_TEXT,
     prefixes=PREFIXES,
 )
+GEMMA3 = (ALONE, BESIDE_TOWER)

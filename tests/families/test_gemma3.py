@@ -108,6 +108,9 @@ def test_without_windows_there_is_one_theta():
         ),
         ({"rope_parameters": {"full_attention": 3}}, "has rotary parameters 3"),
         ({"rope_scaling": "linear"}, "has rotary parameters 'linear'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has rope_type 'yarn' of full_at"),
+        ({"sliding_window_pattern": 0}, "has sliding_window_pattern 0; it must be greater than 0"),
+        ({"query_pre_attn_scalar": -1}, "has query_pre_attn_scalar -1; it must be greater than 0"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "has rope_type 'longrope'"),
     ],
 )
