@@ -74,7 +74,7 @@ def write_adapter(
     tensors: dict[str, NDArray[Any]] = {}
     modules = []
     for path in paths:
-        line = source.family.lines[path]
+        line = source.family.module_line(path)
         a, b = factors(path)
         for of_factor, values in zip(factor_lines(line, a.ndim - 2), (a, b), strict=True):
             tensors |= _tensors(of_factor, values)

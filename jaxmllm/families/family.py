@@ -34,8 +34,9 @@ class Family:
     # Patterns of keys that are of no parameter: not read, and written back as they are
     carried: tuple[str, ...] = ()
     component: str = "language"
-    # What the keys of the component begin with, in one folder or another
+    # What the keys of the component begin with, in one folder or another; first as the reference names its modules
     prefixes: tuple[str, ...] = ("",)
+    prefix: str = ""  # of one folder
     # Sizes of letters that lines join in a parameter, from the section
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file
@@ -49,8 +50,14 @@ class Family:
         return replace(
             self,
             parameters={path: prefix + text for path, text in self.parameters.items()},
+            prefix=prefix,
             sizes=self.letters(self.section(config)),
         )
+
+    def module_line(self, path: str) -> Line:
+        """The line of a parameter as the reference names its modules, whatever the keys in the folder begin with."""
+        line = self.lines[path]
+        return replace(line, key=self.prefixes[0] + line.key.removeprefix(self.prefix))
 
     @cached_property
     def lines(self) -> dict[str, Line]:

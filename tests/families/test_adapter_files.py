@@ -31,6 +31,13 @@ def test_factors_have_the_axes_of_their_matrix():
     )
 
 
+def test_modules_have_the_names_of_the_reference_whatever_the_keys_begin_with():
+    family = ModelFolder.open(GOLDENS / "gemma3-tower").family
+    path, layer = "layers.mlp.up", "layers.{layer}.mlp.up_proj.weight"
+    assert family.lines[path].key == f"language_model.model.{layer}"
+    assert family.module_line(path).key == f"model.language_model.{layer}"
+
+
 @pytest.mark.parametrize(
     "text",
     [

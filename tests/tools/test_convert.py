@@ -206,7 +206,8 @@ def logits_of(run: PreparedRun) -> list[np.ndarray]:
 
 
 ADAPTED = {
-    name: (name,) for name in ("llama-biased", "mistral", "qwen2-windows", "gemma3-tower", QUICK)
+    name: (name,)
+    for name in ("llama-biased", "mistral", "qwen2-windows", "gemma3", "gemma3-tower", QUICK)
 }
 
 
