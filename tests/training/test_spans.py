@@ -70,6 +70,7 @@ def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, span
     assert_same(setup.gradients(step), whole, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layers_with_windows(setups, by_example):
     one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)
     many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **WINDOWS), 8)
