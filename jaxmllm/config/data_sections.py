@@ -42,22 +42,25 @@ class SourceConfig(Section):
 
 
 ResizeKernel = Literal["bicubic", "bilinear", "lanczos"]
+ResizeRule = Literal["area", "smart", "fill", "square"]
 
 
 class ImageDataConfig(Section):
     """How images are resized: `min_pixels` and `max_pixels` bound the area, `resize` is the rule.
 
         area     the nearest size in whole merged cells within the bounds; the aspect ratio stays
+        smart    nearly the same sizes, as `smart_resize` of Qwen2-VL has them (arXiv 2409.12191), from all pixels of a
+                 file; thin images may exceed max_pixels
         fill     the largest within max_pixels, sides rounded up to whole merged cells (NaFlex, arXiv 2502.14786)
         square   the square of max_pixels, whatever the aspect ratio; what is left of whole patches is cut off
 
-    With the latter two an image always has about max_pixels, and min_pixels must be the same.
+    With the last two an image always has about max_pixels, and min_pixels must be the same.
     """
 
     # At most what a file may have; see data/media/images.py.
     min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)
     max_pixels: PositiveInt = 1024 * 1024
-    resize: Literal["area", "fill", "square"] = "area"
+    resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
 
 

@@ -25,6 +25,7 @@ from jaxmllm.config.data_sections import (
     ImageDataConfig,
     LatentsDataConfig,
     ResizeKernel,
+    ResizeRule,
     SourceConfig,
     Targets,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "Remat",
     "RenamedKeyError",
     "ResizeKernel",
+    "ResizeRule",
     "RotaryScaling",
     "RunConfig",
     "Section",

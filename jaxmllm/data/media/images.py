@@ -18,13 +18,13 @@ import warnings
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any, ClassVar, Literal, cast
+from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.config.schema import ResizeKernel
+from jaxmllm.config.schema import ResizeKernel, ResizeRule
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
@@ -75,7 +75,7 @@ class Images:
     merge: int
     min_pixels: int
     max_pixels: int
-    resize: Literal["area", "fill", "square"] = "area"
+    resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
     # Rows hold the grid of its image with each patch, too
     with_grids: bool = False
@@ -99,7 +99,7 @@ class Images:
             raise ValueError(
                 f"{key}.min_pixels ({self.min_pixels}) is more than {key}.max_pixels ({self.max_pixels})"
             )
-        if self.resize != "area" and self.min_pixels != self.max_pixels:
+        if self.resize in ("fill", "square") and self.min_pixels != self.max_pixels:
             raise ValueError(
                 f"{key}.min_pixels ({self.min_pixels}): with resize ({self.resize}) every image has about max_pixels "
                 f"({self.max_pixels}); set it to the same"
@@ -203,6 +203,9 @@ class Images:
         cell = self.cell_size
         if self.resize == "fill":
             rows, columns = _filling(height, width, cell, self.max_pixels // cell**2)
+            return rows * self.merge, columns * self.merge
+        if self.resize == "smart":
+            rows, columns = _smart(height, width, cell, self.min_pixels, self.max_pixels)
             return rows * self.merge, columns * self.merge
         max_cells = self.max_pixels // cell**2
         rows = max(1, round(height / cell))
@@ -358,6 +361,21 @@ def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, i
         else:
             most = scale
     return cells(least)
+
+
+def _smart(height: int, width: int, cell: int, least: int, most: int) -> tuple[int, int]:
+    """Rows and columns of cells, both sides rounded to whole ones, or scaled until their pixels are within bounds.
+
+    In the floating-point numbers of the published rule, which decide where sides are near whole cells.
+    """
+    rows, columns = (round(size / cell) for size in (height, width))
+    if rows * columns * cell**2 > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(size / scale / cell)) for size in (height, width))
+    elif rows * columns * cell**2 < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(size * scale / cell) for size in (height, width))
+    return rows, columns
 
 
 def _resized(

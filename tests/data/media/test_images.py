@@ -85,6 +85,20 @@ def test_a_filling_grid_is_the_largest_that_fits(height: int, width: int, cells:
         assert found == at(max(fitting) - 2e-5), "within a step of the search"
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((70, 126), (4, 8)),  # both sides half-way between cells: to even numbers of them
+        ((10, 900), (2, 28)),  # less than half a cell high: scaled until min_pixels are reached
+        ((1400, 1400), (20, 20)),  # scaled down to max_pixels
+        ((20, 3900), (2, 278)),  # one cell high all the same, and so more than max_pixels
+    ],
+)
+def test_a_smart_grid(size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """By hand; over many sizes the reference is asked in tests/families/test_qwen2_5_vl.py."""
+    assert Images(14, 2, 2 * 28**2, 100 * 28**2, resize="smart").grid(*size) == grid
+
+
 def test_a_square_grid_is_of_one_size(tmp_path: Path) -> None:
     """Whatever the image; what is left of whole patches is cut off below and to the right."""
     square = Images(4, 2, 35**2, 35**2, resize="square", kernel="bilinear", with_grids=True)
