@@ -180,9 +180,9 @@ class PhaseSeconds:
 
     def _traffic(self, slots: float, inner: int, passes: Passes) -> float:
         """Bytes that go through memory."""
-        matrices = 3 if self.phase == LANGUAGE else 2
         stride = getattr(self.shapes, "stem_stride", 1)
-        stored = stored_bytes(self.shapes.width, matrices * self.shapes.mlp_width, inner)
+        mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
+        stored = stored_bytes(self.shapes.width, mlp_widths, inner)
         often = passes.forward + BACKWARD * passes.backward + passes.linear_again
         activations = (
             slots / stride * stored * often * self.shapes.layers * self.device.rates.traffic

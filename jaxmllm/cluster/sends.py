@@ -279,9 +279,9 @@ class _Phase:
         layers = self.shapes.layers
         size = self.tokens / layout.parts * self.shapes.width * self.itemsize
         language = self.phase == LANGUAGE
-        # Queries, keys, values; of a decoder two matrices before the activation. What reads the same is added up
+        # Queries, keys, values; of a gated MLP two matrices before the activation. What reads the same is added up
         # first, but for the compiler for CPUs
-        reading = 3 + (2 if language else 1) if self._on_cpus else 2
+        reading = 3 + self.shapes.mlp_matrices - 1 if self._on_cpus else 2
         again = (
             self.settings.settings.remat == "full"
         )  # what attention adds; the MLP's is not needed

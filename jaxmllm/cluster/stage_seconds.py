@@ -208,8 +208,8 @@ class _Operations:
 
     def _traffic(self, tokens: float) -> Floats:
         """Bytes that go through memory in a layer, by part."""
-        matrices = 3 if self.phase == LANGUAGE else 2
-        stored = stored_bytes(self.shapes.width, matrices * self.shapes.mlp_width, self.inner)
+        mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
+        stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
         once = tokens * stored * self.device.rates.traffic
         held = sum(
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)

@@ -47,7 +47,7 @@ WIDEST_AGAIN: Final = 2
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
-PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as the decoder
+PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
 GAPS: Final = 1.03  # the heap's, of what comes and goes
 
 
@@ -223,7 +223,7 @@ class _PhaseProgram:
         of_name = {
             "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
             "projections": self.queries + 2 * self.keys + self.width,
-            "mlp": (1 + self.decoder) * self.mlp + self.width * self.post_norms,
+            "mlp": (self.shapes.mlp_matrices - 1) * self.mlp + self.width * self.post_norms,
         }
         if remat == "full":
             names: Iterable[str] = ()
@@ -324,7 +324,9 @@ class _PhaseProgram:
         if self.features_kept:
             return self.slots * self.width
         norm = self.tokens * 2 * WIDE * (self.width + 1)
-        projector = self._merged * (self._merge * self.width + PROJECTOR_KEPT * self._language)
+        projector = self._merged * (
+            self._merge * self.width + PROJECTOR_KEPT * self._projector_width
+        )
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector
 
@@ -362,11 +364,17 @@ class _PhaseProgram:
     def _language(self) -> int:
         return int(self.model.config.language.width)
 
+    @property
+    def _projector_width(self) -> int:
+        """Of its MLP."""
+        shapes = getattr(self.shapes, "projector", None)
+        return (shapes and shapes.mlp_width) or self._language
+
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
         values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
-        gathered = [] if keeps else sorted(gathered)[-2 - self.decoder :]  # the MLP's
+        gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
         if self.projector:
             outer = (weight.numbers for weight in _weights(self.model, self.projector))
             gathered.append(sorted(outer)[-2])

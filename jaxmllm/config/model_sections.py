@@ -116,15 +116,18 @@ class LanguageConfig(LayerWindows):
     bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP: it is gated."""
+        return 3
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters, those of experts not: see adapter_sections.py."""
         heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
         attention = _attention_matrices(self.width, heads, kv_heads)
         if self.experts is not None:
             return attention
-        gated = dict.fromkeys(("gate", "up"), (self.width, self.mlp_width))
-        mlp = gated | {"down": (self.mlp_width, self.width)}
-        return attention | _in_layers("mlp", mlp)
+        return attention | _mlp_matrices(self.width, self.mlp_width, gated=True)
 
     @model_validator(mode="after")
     def _check(self) -> LanguageConfig:
@@ -192,9 +195,14 @@ class TowerConfig(Section):
         return self.width // self.heads
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 2
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
-        return _tower_matrices(self.width, self.mlp_width)
+        return _tower_matrices(self.width, self.mlp_width, gated=self.mlp_matrices == 3)
 
     def _check_not_rotary(self, positions: str) -> None:
         if self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
@@ -211,14 +219,28 @@ class TowerConfig(Section):
         return self
 
 
+class ProjectorShapes(Section):
+    """What lies between the two matrices of a projector."""
+
+    mlp_width: PositiveInt | None = None  # none: the width of the decoder
+    gelu: Gelu = "tanh"
+
+
 class VisionConfig(LayerWindows, TowerConfig):
     """Native-resolution vision transformer; `merge` x `merge` patches become one language token.
 
     With `window`, layers attend inside windows of `window` x `window` patches, except `full_layers`,
-    which see the whole image.
+    which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202) with biases.
+
+    With `patch_frames`, a patch has weights for so many frames of a video, one after another. An image
+    is such a video that stands still, so that its patches meet the sum of these weights.
     """
 
     patch_size: PositiveInt = 14
+    patch_frames: PositiveInt = 1
+    patch_bias: bool = True
+    gated_mlp: bool = False
+    projector: ProjectorShapes = ProjectorShapes()
     # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
     # resampled to the image's own, bilinearly and antialiased (resampled)
     positions: Literal["rotary", "table", "resampled"] = "rotary"
@@ -233,9 +255,22 @@ class VisionConfig(LayerWindows, TowerConfig):
         return 3 * self.patch_size**2
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.gated_mlp else 2
+
+    @property
     def learned_positions(self) -> int:
         """Places of the grid of learned positions; none: 0."""
         return (self.position_grid or 0) ** 2
+
+    @model_validator(mode="after")
+    def _check_mlp(self) -> VisionConfig:
+        if self.gated_mlp and self.gelu != TowerConfig.model_fields["gelu"].default:
+            raise ValueError(
+                f"gelu ({self.gelu}): with gated_mlp the activation is SiLU; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_positions(self) -> VisionConfig:
@@ -338,6 +373,11 @@ class DiffusionConfig(Section):
         return pairs - 2 * spatial, spatial, spatial
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 2
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
         return _tower_matrices(self.width, self.mlp_width)
@@ -420,10 +460,16 @@ def _attention_matrices(width: int, heads: int, kv_heads: int) -> dict[str, tupl
     return _in_layers("attention", matrices)
 
 
-def _tower_matrices(width: int, mlp_width: int) -> dict[str, tuple[int, int]]:
-    """Those of towers, whose heads are as wide as they are and whose MLPs have two matrices."""
-    mlp = {"up": (width, mlp_width), "down": (mlp_width, width)}
-    return _attention_matrices(width, width, width) | _in_layers("mlp", mlp)
+def _mlp_matrices(width: int, mlp_width: int, gated: bool) -> dict[str, tuple[int, int]]:
+    """Those of an MLP."""
+    inner = ("gate", "up") if gated else ("up",)
+    mlp = dict.fromkeys(inner, (width, mlp_width)) | {"down": (mlp_width, width)}
+    return _in_layers("mlp", mlp)
+
+
+def _tower_matrices(width: int, mlp_width: int, gated: bool = False) -> dict[str, tuple[int, int]]:
+    """Those of towers, whose heads are as wide as they are."""
+    return _attention_matrices(width, width, width) | _mlp_matrices(width, mlp_width, gated)
 
 
 def _in_layers(part: str, matrices: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

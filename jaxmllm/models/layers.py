@@ -146,6 +146,14 @@ def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Flo
     return _plus(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
 
 
+def _affine(
+    x: Float[Array, "R C I"], p: nnx.Param[Array], b: nnx.Param[Array] | None, layout: Layout
+) -> Float[Array, "R C O"]:
+    """`product`, and a bias where there is one."""
+    out = product(x, p, layout)
+    return out if b is None else biased(out, b, layout)
+
+
 # What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.
 
 
@@ -404,19 +412,31 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU or GeGLU (arXiv 2002.05202), without biases."""
+    """SwiGLU or GeGLU (arXiv 2002.05202), by default without biases."""
 
-    def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int, activation: Activation = "silu"):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        width: int,
+        mlp_width: int,
+        activation: Activation = "silu",
+        biases: bool = False,
+    ):
         self.activation = activation
         self.gate = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
         self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), width)
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), mlp_width)
+        self.gate_bias = bias((mlp_width,), ("mlp",)) if biases else None
+        self.up_bias = bias((mlp_width,), ("mlp",)) if biases else None
+        self.down_bias = bias((width,), (None,)) if biases else None
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
-        gate, up = (named(product(x, factor, layout), "mlp") for factor in (self.gate, self.up))
+        inner = (self.gate, self.gate_bias), (self.up, self.up_bias)
+        gate, up = (named(_affine(x, *factors, layout), "mlp") for factors in inner)
         hidden = ACTIVATIONS[self.activation](gate) * up
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        return layout.constrain(product(hidden, self.down, layout), ("batch", "sequence", None))
+        out = _affine(hidden, self.down, self.down_bias, layout)
+        return layout.constrain(out, ("batch", "sequence", None))
 
 
 class MLP(nnx.Module):
@@ -438,10 +458,10 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        up = biased(product(x, self.up, layout), self.up_bias, layout)
+        up = _affine(x, self.up, self.up_bias, layout)
         hidden = jax.nn.gelu(named(up, "mlp"), approximate=self.gelu == "tanh")
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        out = biased(product(hidden, self.down, layout), self.down_bias, layout)
+        out = _affine(hidden, self.down, self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
 
 
@@ -479,7 +499,7 @@ class Block(nnx.Module):
 
 
 def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
-    """A layer of an encoder tower: bidirectional attention and an MLP, with biases."""
+    """A layer of an encoder tower: bidirectional attention and a plain or gated MLP, with biases."""
     attention = SelfAttention(
         rngs,
         config.width,
@@ -490,7 +510,11 @@ def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
         out_bias=True,
         key_bias=config.key_bias,
     )
-    mlp = MLP(rngs, config.width, config.mlp_width, gelu=config.gelu)
+    mlp: GatedMLP | MLP
+    if config.mlp_matrices == 3:
+        mlp = GatedMLP(rngs, config.width, config.mlp_width, biases=True)
+    else:
+        mlp = MLP(rngs, config.width, config.mlp_width, gelu=config.gelu)
     return Block(config.width, config.norm_epsilon, attention, mlp, NORMS[config.norm])
 
 

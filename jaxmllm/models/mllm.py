@@ -355,7 +355,9 @@ def build_model(
         makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
         makers["projector.vision"] = (
             settings.projector.vision,
-            lambda rngs: Projector(vision.width, vision.merge**2, language.width, rngs),
+            lambda rngs: Projector(
+                vision.width, vision.merge**2, language.width, rngs, vision.projector
+            ),
         )
     if config.audio is not None:
         audio = config.audio

@@ -5,16 +5,26 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxmllm.config.schema import ProjectorShapes
 from jaxmllm.models.layers import MLP
 from sharding.rules import Layout
+
+USUAL = ProjectorShapes()
 
 
 class Projector(nnx.Module):
     """MLP over concatenated features. Neighbours are contiguous: rows hold images merge-group by merge-group."""
 
-    def __init__(self, features: int, group: int, width: int, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int,
+        group: int,
+        width: int,
+        rngs: nnx.Rngs,
+        shapes: ProjectorShapes = USUAL,
+    ):
         self.group = group
-        self.mlp = MLP(rngs, group * features, width, width)
+        self.mlp = MLP(rngs, group * features, shapes.mlp_width or width, width, shapes.gelu)
 
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
         ranks, slots, width = features.shape

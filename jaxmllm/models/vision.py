@@ -33,9 +33,9 @@ class VisionTower(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
-        patch = config.patch_features
+        patch = config.patch_frames * config.patch_features
         self.patch = parameter(rngs, (patch, config.width), (None, "embed"), patch)
-        self.patch_bias = bias((config.width,), (None,))
+        self.patch_bias = bias((config.width,), (None,)) if config.patch_bias else None
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
         self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
         if (side := config.position_grid) is not None:
@@ -51,11 +51,20 @@ class VisionTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
-        pixels = self._normalised(rows.features, dtype)
-        x = biased(pixels @ weight(self.patch, layout, dtype), self.patch_bias, layout)
+        x = self._normalised(rows.features, dtype) @ self._of_images(layout, dtype)
+        if self.patch_bias is not None:
+            x = biased(x, self.patch_bias, layout)
         if self.config.positions != "rotary":
             x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
+
+    def _of_images(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
+        """What a patch that is the same in all frames is multiplied by: their sum, added in at least float32."""
+        patch = weight(self.patch, layout, dtype)
+        if (frames := self.config.patch_frames) == 1:
+            return patch
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return patch.reshape(frames, -1, patch.shape[1]).sum(axis=0, dtype=wide).astype(dtype)
 
     def _normalised(
         self, colors: Shaped[Array, "R C F"], dtype: jnp.dtype

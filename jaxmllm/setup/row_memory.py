@@ -190,14 +190,13 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
             widths += shapes.post_norms * POST_NORM_WIDTHS[remat]
             mlp_widths += (shapes.activation == "gelu_tanh") * GELU_WIDTHS[remat]
         return widths * shapes.width + mlp_widths * mlp_width
+    kv_heads, post_norms = shapes.heads, False
     if isinstance(shapes, LanguageConfig):
-        kv_heads, before_activation, after = shapes.kv_heads, 2, shapes.post_norms
-    else:
-        kv_heads, before_activation, after = shapes.heads, 1, False
+        kv_heads, post_norms = shapes.kv_heads, shapes.post_norms
     of_name = {
         "attention": shapes.heads * (shapes.head_size + 2),  # a logsumexp takes up to two
         "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,
-        "mlp": before_activation * shapes.mlp_width + after * shapes.width,
+        "mlp": (shapes.mlp_matrices - 1) * shapes.mlp_width + post_norms * shapes.width,
     }
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)

@@ -33,7 +33,8 @@ PHASES = ("vision", "audio", "language", "diffusion")
 
 def test_every_matrix_of_a_layer_can_have_an_adapter():
     adapters = AdaptersConfig(**dict.fromkeys(PHASES, AdapterConfig(rank=2, alpha=1.0)))
-    towers = {"vision": VISION, "audio": AUDIO, "diffusion": DIFFUSION}
+    gated = VISION.model_copy(update={"gated_mlp": True})
+    towers = {"vision": gated, "audio": AUDIO, "diffusion": DIFFUSION}
     config = ModelConfig(language=LANGUAGE, adapters=adapters, **towers)
     model = build(config, **dict.fromkeys(PHASES, FROZEN))
     for name in PHASES:

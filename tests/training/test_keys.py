@@ -537,6 +537,9 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),
     **effects("model.vision", encoder("vision"), **NORMS, gelu="exact"),
     **effects("model.vision", weights, norm="layer", key_bias="false"),
+    **effects("model.vision", weights, patch_frames="2", patch_bias="false", gated_mlp="true"),
+    **effects("model.vision.projector", weights, mlp_width="24"),
+    **effects("model.vision.projector", encoder("vision"), gelu="exact"),
     **effects("model.vision", weights, RESAMPLED, position_grid="3"),
     **effects("model.vision", encoder("vision"), RESAMPLED, positions="table"),
     **effects(

@@ -1,6 +1,6 @@
 """Whole steps of a model whose layers see windows or everything, packed and cut in every way.
 
-The decoder has its other choices, too: they come with windows in published models.
+Decoder and vision tower make their other choices, too: they come with windows in published models.
 """
 
 import numpy as np
@@ -28,6 +28,10 @@ MODEL = {
     "model__vision__layers": 2,
     "model__vision__window": 4,
     "model__vision__full_layers": [0],
+    "model__vision__gated_mlp": True,
+    "model__vision__patch_frames": 2,
+    "model__vision__patch_bias": False,
+    "model__vision__projector": {"mlp_width": 24, "gelu": "exact"},
     "model__audio__layers": 2,
 }
 BLOCKS = {name: {"block": 16} for name in ("vision", "audio", "language")}

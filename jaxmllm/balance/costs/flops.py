@@ -344,14 +344,21 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     table = config.learned_positions * config.width
     # A resampled position is a weighted sum of all learned ones; one of a table is looked up
     multiplied = patch + table if config.positions == "resampled" else patch
-    embedding = Layer("vision", patch + table, _product(multiplied))
+    weights = config.patch_frames * patch + table
+    embedding = Layer("vision", weights, _product(multiplied))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
     windowed = replace(blocks[0], attention_squares=blocks[0].attention_squares[::-1])
     blocks = [
         windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
     ]
     group = config.merge**2
-    projector = _projector("vision", group * config.width, per_token=group, width=language_width)
+    projector = _projector(
+        "vision",
+        group * config.width,
+        per_token=group,
+        width=language_width,
+        mlp_width=config.projector.mlp_width,
+    )
     return (embedding, *blocks, projector)
 
 
@@ -393,7 +400,7 @@ TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {
 
 def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token: int) -> Layer:
     """A layer that attends in both directions; `per_token` slots are one token of its attention."""
-    weights = config.width * (4 * config.width + 2 * config.mlp_width)
+    weights = config.width * (4 * config.width + config.mlp_matrices * config.mlp_width)
     pairs = Fraction(4 * config.width, per_token**2)
     return Layer(
         phase,
@@ -403,10 +410,17 @@ def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token:
     )
 
 
-def _projector(phase: str, features: int, per_token: int, width: int) -> Layer:
-    """Two matrices on every `per_token` slots: a row of `features` numbers becomes a language token."""
-    first = features * width
-    second = width**2
+def _projector(
+    phase: str, features: int, per_token: int, width: int, mlp_width: int | None = None
+) -> Layer:
+    """Two matrices on every `per_token` slots: a row of `features` numbers becomes a language token.
+
+    Args:
+      mlp_width: between them; none: `width`.
+    """
+    between = mlp_width or width
+    first = features * between
+    second = between * width
     products = _product(first, per_token=per_token) + _product(second, per_token=per_token)
     return Layer(f"projector.{phase}", first + second, products)
 

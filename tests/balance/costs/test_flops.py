@@ -16,6 +16,7 @@ from jaxmllm.config.schema import (
     ExpertsConfig,
     LanguageConfig,
     ModelConfig,
+    ProjectorShapes,
     VisionConfig,
 )
 from jaxmllm.tools.workload import MODEL as WORKLOAD
@@ -154,6 +155,21 @@ def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
         assert learned.quadratic == rotary.quadratic
     (learned, *_), (rotary, *_) = (phase_layers(of, "vision") for of in (model, MODEL))
     assert learned.parameters - rotary.parameters == 6 * 6 * 32
+
+
+def test_gated_towers_patches_of_frames_and_wider_projectors():
+    choices = {"gated_mlp": True, "patch_frames": 2, "projector": ProjectorShapes(mlp_width=48)}
+    chosen = MODEL.model_copy(update={"vision": VISION.model_copy(update=choices)})
+    (patches, block, *_, projector), (plain_patches, plain_block, *_, plain_projector) = (
+        phase_layers(of, "vision") for of in (chosen, MODEL)
+    )
+    assert block.linear(7) - plain_block.linear(7) == product(7, 32, 128)
+    assert block.parameters - plain_block.parameters == 32 * 128
+    assert patches.linear(7) == plain_patches.linear(7), "a still image meets a sum of weights"
+    assert patches.parameters == 2 * plain_patches.parameters
+    assert projector.parameters == 4 * 32 * 48 + 48 * 64
+    assert plain_projector.parameters == 4 * 32 * 64 + 64 * 64
+    assert projector.linear(8) == product(2, 4 * 32, 48) + product(2, 48, 64)
 
 
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
