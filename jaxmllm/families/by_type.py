@@ -1,4 +1,4 @@
-"""All families, by what their folders call them: `model_type` of config.json."""
+"""All families, by what their folders call them, `model_type` of config.json, and by the component that they are of."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from jaxmllm.families.gemma3 import GEMMA3
 from jaxmllm.families.llama import LLAMA
 from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
+from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.qwen3_moe import QWEN3_MOE
 from jaxmllm.families.siglip import SIGLIP, SIGLIP2
 from jaxmllm.families.whisper import WHISPER
 
-FAMILIES = {
-    family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3, *SIGLIP, *SIGLIP2, WHISPER)
+DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3)
+TOWERS = (*SIGLIP, *SIGLIP2, WHISPER)
+WHOLE_MODELS = (*QWEN2_5_VL,)
+FAMILIES = {  # by model_type, and component
+    (family.model_type, family.component): family for family in (*DECODERS, *TOWERS, *WHOLE_MODELS)
 }
+
+
+def components_of(config: FolderConfig) -> tuple[str, ...]:
+    """The components that a folder holds; none, if its family is not there."""
+    return tuple(component for kind, component in FAMILIES if kind == config.get("model_type"))
 
 
 def family_of(config: FolderConfig, component: str = "language") -> Family:
     """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
-    another component, or is quantised."""
-    known = [kind for kind, family in FAMILIES.items() if family.component == component]
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
+    other components, or is quantised."""
+    known = [kind for kind, of_family in FAMILIES if of_family == component]
+    kind, there = config.get("model_type"), components_of(config)
+    if not there:
         config.refuse(f"has model_type {kind!r}", f"there are {', '.join(known)}")
-    family = FAMILIES[kind]
-    if family.component != component:
-        key = "model.from" if family.component == "language" else f"model.{family.component}.from"
+    if component not in there:
+        key = "model.from" if "language" in there else f"model.{there[0]}.from"
         config.refuse(
             f"has model_type {kind!r} and so no {component}",
             f"name the folder in {key}, or one of {', '.join(known)} here",
@@ -38,4 +45,4 @@ def family_of(config: FolderConfig, component: str = "language") -> Family:
         config.refuse(
             f"has a quantization_config ({method})", "take the folder of the weights as trained"
         )
-    return family
+    return FAMILIES[kind, component]

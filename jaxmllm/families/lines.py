@@ -11,6 +11,10 @@ parameter is a view of the tensors, and reading and writing are assignments from
 
 Here the parameter has two axes, and the view four: it is reshaped where it is read and written. Sizes of letters that
 are joined in a parameter are given.
+
+    attn.qkv.weight[1/3]: (h k) d -> layer d h k
+
+A tensor that joins several parameters along its first axis has a line for each: this one has the second of three.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 STACKED = ("layer", "expert")  # axes that count tensors, in this order
-_LINE = re.compile(r"(?P<key>\S+): (?P<tensor>.+) -> (?P<parameter>.+)")
+_LINE = re.compile(
+    r"(?P<key>[^\s\[]+)(?:\[(?P<part>\d+)/(?P<parts>\d+)\])?: (?P<tensor>.+) -> (?P<parameter>.+)"
+)
 _AXIS = re.compile(r"\(([\w ]+)\)|(\w+)")
 
 Index = tuple[slice, ...]  # of a parameter
@@ -40,6 +46,8 @@ class Line:
     tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
     parameter: tuple[str, ...]  # axes; letters that are joined in one stand apart by spaces
     joined: Mapping[str, int] = field(default_factory=dict)  # their sizes
+    part: int = 0  # of the `parts` of the tensor
+    parts: int = 1
 
     @classmethod
     def of(cls, text: str, sizes: Mapping[str, int] | None = None) -> Line:
@@ -59,7 +67,10 @@ class Line:
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
         of_joined = {letter: (sizes or {})[letter] for letter in joined}
-        line = cls(match["key"], tensor, parameter, of_joined)
+        part, parts = int(match["part"] or 0), int(match["parts"] or 1)
+        if part >= parts:
+            raise ValueError(f"{text!r}: parts of a tensor are counted from 0")
+        line = cls(match["key"], tensor, parameter, of_joined, part, parts)
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
@@ -92,6 +103,11 @@ class Line:
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor of a parameter."""
+        first, *others = self._part_shape(shape)
+        return self.parts * first, *others
+
+    def _part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what each tensor holds of a parameter."""
         sizes = self._sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.tensor)
 
@@ -113,6 +129,9 @@ class Line:
         """
         sizes = self._sizes(shape)
         order = list(itertools.chain(*self.tensor))
+        if self.parts > 1:
+            length = self._part_shape(shape)[0]
+            tensor = tensor[self.part * length : (self.part + 1) * length]
         split = tensor.reshape([sizes[letter] for letter in order])
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         view = split.transpose([order.index(letter) for letter in self.letters])

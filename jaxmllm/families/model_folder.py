@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -122,19 +122,15 @@ class Fit:
             )
         yield from ((path, line) for path in self.shapes for line in self._lines_of(path))
 
-    def write(self, values: Callable[[str], NDArray[Any]], folder: Path) -> tuple[str, ...]:
-        """Write the tensors anew, and copy all other files; returns the names of files that are left out.
-
-        Every file has the tensors, types and places that it has in the folder that this one fits.
+    def fill(
+        self, tensors: Mapping[str, StoredTensor], values: Callable[[str], NDArray[Any]]
+    ) -> set[str]:
+        """Write the parameters into tensors like those of the folder; returns the keys of these.
 
         Args:
           values: a whole parameter, by path; asked for one after another.
-          folder: where the files go; it is made.
         """
-        folder.mkdir(parents=True)
-        left_out = _copy_others(self.folder, folder)
-        tensors = _empty_tensors(self.folder, folder)
-        carried = {*tensors}
+        filled = set()
         for path, shape in self.shapes.items():
             parameter = values(path)
             whole = tuple(slice(0, size) for size in shape)
@@ -142,10 +138,8 @@ class Fit:
                 for key, place, index in line.pieces(shape, whole):
                     view = line.view(tensors[key].array("r+"), shape, index)
                     view[...] = parameter[place].reshape(view.shape)
-                    carried.discard(key)
-        for key in carried:
-            tensors[key].copy_from(self.folder.tensors[key])
-        return left_out
+                    filled.add(key)
+        return filled
 
     def _lines_of(self, path: str) -> list[Line]:
         lines = [self.folder.family.lines[path]]
@@ -172,6 +166,30 @@ class Fit:
             view = line.view(tensors[key].array(), shape, of_tensor)
             values[place] = view.reshape(values[place].shape)
         return values
+
+
+def write_folder(
+    parts: Sequence[tuple[Fit, Callable[[str], NDArray[Any]]]], folder: Path
+) -> tuple[str, ...]:
+    """Write the tensors of some components of a folder anew, and copy all other tensors and files; returns the names
+    of files that are left out.
+
+    Every file has the tensors, types and places that it has in the folder that the components fit.
+
+    Args:
+      parts: of each component, what fits, and a whole parameter by path.
+      folder: where the files go; it is made.
+    """
+    source = parts[0][0].folder
+    folder.mkdir(parents=True)
+    left_out = _copy_others(source, folder)
+    tensors = _empty_tensors(source, folder)
+    filled: set[str] = set()
+    for fit, values in parts:
+        filled |= fit.fill(tensors, values)
+    for key in tensors.keys() - filled:
+        tensors[key].copy_from(source.tensors[key])
+    return left_out
 
 
 def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmllm.config.schema import Gelu
 from jaxmllm.families.folder_config import CONFIG_JSON
 from jaxmllm.families.lines import Line
 from jaxmllm.families.model_folder import SINGLE
 from jaxmllm.families.weight_files import write_tensors
 
+ACTIVATIONS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "exact": "gelu"}
 LINES = {
     "mlp.up": "linear_1.weight: f i -> i f",
     "mlp.up_bias": "linear_1.bias: f -> f",
@@ -27,7 +29,9 @@ LINES = {
 }
 
 
-def write_projector(folder: Path, parameters: Mapping[str, NDArray[Any]], group: int) -> None:
+def write_projector(
+    folder: Path, parameters: Mapping[str, NDArray[Any]], group: int, gelu: Gelu
+) -> None:
     """Make the folder.
 
     Args:
@@ -48,7 +52,7 @@ def write_projector(folder: Path, parameters: Mapping[str, NDArray[Any]], group:
         "input_size": inputs,
         "hidden_size": width,
         "output_size": parameters["mlp.down"].shape[1],
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_act": ACTIVATIONS[gelu],
     }
     folder.mkdir(parents=True)
     (folder / CONFIG_JSON).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from jaxmllm.config.schema import (
     Section,
     VisionConfig,
 )
-from jaxmllm.families.by_type import family_of
+from jaxmllm.families.by_type import components_of, family_of
 from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.model_folder import is_model_folder
 from jaxmllm.families.weight_files import FolderError
@@ -32,10 +32,11 @@ TEMPLATES = (
 )
 # Files that say how media are read: of all media, and in older folders of one kind
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
-# Keys of model.language that are not the folder's: no text is computed otherwise
+# Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
 OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
-# And of the towers
-TOWER_OPEN = {"from", "merge", "silence"}
+# And of the towers; those of the projector only where it is not the folder's
+TOWER_OPEN = {"from", "silence"}
+PROJECTOR_OPEN = {"merge", "projector"}
 # Encoders by component: their sections of `model` and of `data`, and what a file of all media calls their processor
 TOWERS: dict[str, tuple[type[Section], str, str]] = {
     "vision": (VisionConfig, "images", "image_processor"),
@@ -58,8 +59,10 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(tree.get("model"), dict):
         return tree  # which the schema refuses
+    data = tree.get("data")
+    reads_text = isinstance(data, dict) and data.get("tokenizer") is None
     for component in TOWERS:
-        tree = _with_tower(tree, component)
+        tree = _with_named_tower(tree, component)
     model = tree["model"]
     source = model.get("from")
     if not isinstance(source, str):
@@ -76,12 +79,15 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     own = model.get("language") or {}
     if not isinstance(own, dict):
         return tree
-    _check_equal("language", LanguageConfig, OPEN, own, shapes, config)
-    data = tree.get("data")
-    if isinstance(data, dict) and data.get("tokenizer") is None:
+    _check_equal("language", LanguageConfig, OPEN - shapes.keys(), own, shapes, config)
+    for component in TOWERS:
+        if component in components_of(config):
+            tree = _with_own_tower(tree, component, config)
+    if reads_text:
+        data = tree["data"]
         named = {key: value for key, value in data.items() if value is not None}
         tree = tree | {"data": data | _text_of(Path(source)) | named}
-    return tree | {"model": model | {"language": shapes | own}}
+    return tree | {"model": tree["model"] | {"language": shapes | own}}
 
 
 def _text_of(folder: Path) -> dict[str, str]:
@@ -112,13 +118,11 @@ def _template_of(folder: Path) -> Path | None:
     return None
 
 
-def _with_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
-    """The tree with one tower, and the section of `data` that reads its media."""
-    section, media, part = TOWERS[component]
-    model, data = tree["model"], tree.get("data") or {}
-    own = model.get(component)
+def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
+    """The tree with the tower of the folder that `model.vision.from` or the like names, if it does."""
+    own = tree["model"].get(component)
     source = own.get("from") if isinstance(own, dict) else None
-    if not isinstance(own, dict) or not isinstance(source, str):
+    if not isinstance(source, str):
         return tree
     if not is_model_folder(source):
         raise ConfigError(
@@ -126,14 +130,38 @@ def _with_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
             "its checkpoint, belongs in model.from)"
         )
     config = FolderConfig.read(Path(source))
-    family = family_of(config, component)
-    shapes = family.section(config)
+    return _with_tower(tree, component, config, family_of(config, component).section(config))
+
+
+def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) -> dict[str, Any]:
+    """The tree with the tower and the projector of a folder that has the decoder, too, unless the config names
+    another tower, or null."""
+    model = tree["model"]
+    own = model.get(component, {})
+    if not isinstance(own, dict) or own.get("from") is not None:
+        return tree
+    shapes = [
+        family_of(config, part).section(config) for part in (component, f"projector.{component}")
+    ]
+    tree = tree | {"model": model | {component: own}}
+    return _with_tower(tree, component, config, shapes[0] | shapes[1])
+
+
+def _with_tower(
+    tree: dict[str, Any], component: str, config: FolderConfig, shapes: dict[str, Any]
+) -> dict[str, Any]:
+    """The tree with a tower of these shapes, and the section of `data` that reads its media."""
+    section, media, part = TOWERS[component]
+    model, data = tree["model"], tree.get("data") or {}
+    own = model[component]
     read = data.get(media) or {} if isinstance(data, dict) else None
+    family = family_of(config, component)
     if family.processor is not None and isinstance(read, dict):
-        processor = family.processor(_processor_file(Path(source), part), shapes)
-        shapes |= processor.model
+        processor = family.processor(_processor_file(config.path.parent, part), shapes)
+        shapes = shapes | dict(processor.model)
         tree = tree | {"data": data | {media: dict(processor.data) | read}}
-    _check_equal(component, section, TOWER_OPEN, own, shapes, config)
+    free = TOWER_OPEN | (PROJECTOR_OPEN - shapes.keys())
+    _check_equal(component, section, free, own, shapes, config)
     return tree | {"model": model | {component: shapes | own}}
 
 

@@ -1,6 +1,6 @@
 """Published model folders in and out: parameters of a run as such a folder, and a folder compared with a reference.
 
-    jaxmllm convert to-orbax FOLDER OUT               a checkpoint of the folder's decoder, for model.from
+    jaxmllm convert to-orbax FOLDER OUT               a checkpoint of the folder's model, for model.from
     jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
                                                       types and split into files; all other files as they are;
                                                       adapters are merged into the matrices
@@ -22,7 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,15 @@ from jaxmllm.config.schema import (
     AdapterConfig,
     ComponentsConfig,
     ConfigError,
-    LanguageConfig,
     ModelConfig,
+    ProjectorShapes,
 )
 from jaxmllm.families.adapter_files import write_adapter
-from jaxmllm.families.model_folder import ModelFolder, is_model_folder
+from jaxmllm.families.by_type import components_of
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.model_folder import ModelFolder, is_model_folder, write_folder
 from jaxmllm.families.projector_folder import write_projector
-from jaxmllm.families.resolved import TOWERS
+from jaxmllm.families.resolved import TOWERS, resolved
 from jaxmllm.models.adapters import merged
 from jaxmllm.models.mllm import build_model
 from jaxmllm.phases import LANGUAGE
@@ -59,12 +61,12 @@ from jaxmllm.runtime.checkpoint_files import (
 from jaxmllm.tools.output import command_parser
 from jaxmllm.tools.prepared_inputs import PreparedRun, differences
 from jaxmllm.training.folder_parameters import read_folder
-from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
+from jaxmllm.training.initial import CHECKPOINTS, PROJECTOR, source_checkpoints
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import config_of, read_config
 from sharding.mesh import make_mesh
 
-PROJECTORS = tuple(f"projector.{tower}" for tower in TOWERS)
+PROJECTORS = tuple(f"{PROJECTOR}{tower}" for tower in TOWERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,34 +101,46 @@ def _to_hf(options: argparse.Namespace) -> None:
 
 
 def to_orbax(source: Path, out: Path, dtype: str) -> None:
-    """Write the decoder of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`."""
+    """Write the components of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`."""
     _check_new(out)
     folder = ModelFolder.open(source)
-    shapes = folder.family.section(folder.config)
-    config = ModelConfig(language=LanguageConfig.model_validate_json(json.dumps(shapes)))
+    shapes = resolved({"model": {"from": str(source)}})["model"]
+    config = ModelConfig.model_validate_json(json.dumps(shapes))
     mesh = make_mesh({"data": 1, "fsdp": -1})
-    model = build_model(config, shapes["vocab_size"], ComponentsConfig(), mesh)
-    params = {LANGUAGE: read_folder(str(source), model.abstract(dtype)[LANGUAGE])}
+    model = build_model(config, shapes[LANGUAGE]["vocab_size"], ComponentsConfig(), mesh)
+    abstract = model.abstract(dtype)
+    params = {name: read_folder(str(source), abstract[name], name) for name in abstract}
     with Checkpoints(out / CHECKPOINTS, 1) as checkpoints:
         checkpoints.save(0, {"params": params})
     print(f"{folder.family.name}: {source} -> {out / CHECKPOINTS / '0'}")
 
 
 def to_folder(run: Path, out: Path, source: Path | None = None, component: str = LANGUAGE) -> None:
-    """Write the decoder or a tower of a run as the published folder that it began from, adapters merged into it.
+    """Write the decoder or a tower of a run as the published folder that it began from, adapters merged into it; with
+    the decoder all that it began from this folder.
 
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    folder = ModelFolder.open(source or _origin(run, component), component)
-    saved = SavedComponent.of(run, component)
-    fit = folder.check(saved.shapes)
+    path = source or _origin(run, component)
+    folder, saved = ModelFolder.open(path, component), SavedComponent.of(run, component)
+    beside = _beside(run, folder, saved) if component == LANGUAGE else ()
+    parts = [saved, *(saved.other(run, name) for name in beside)]
+    fits = [ModelFolder.open(path, part.component).check(part.shapes) for part in parts]
     draft = out.with_name(f"{out.name}.partial")
-    left_out = fit.write(saved.merged, draft)
+    left_out = write_folder(
+        [(fit, part.merged) for fit, part in zip(fits, parts, strict=True)], draft
+    )
     draft.rename(out)
-    print(f"{folder.family.name}: {' + '.join(saved.names)} of {saved.location} -> {out}")
-    if saved.others:
-        print(f"{', '.join(saved.others)} of {saved.location}: left out, {folder.path} has none")
+    names = [name for part in parts for name in part.names]
+    print(f"{folder.family.name}: {' + '.join(names)} of {saved.location} -> {out}")
+    there = components_of(folder.config)
+    for others, why in (
+        (sorted(saved.components - {*names, *there}), f"{folder.path} has none"),
+        (sorted(saved.components & {*there} - {*names}), f"{folder.path} keeps its own"),
+    ):
+        if others:
+            print(f"{', '.join(others)} of {saved.location}: left out, {why}")
     if left_out:
         print(
             f"{', '.join(left_out)} of {folder.path}: left out, they may hold the weights as they were"
@@ -144,12 +158,13 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
         raise ConfigError(
             f"{run} is no run folder, whose config says what {component} is; name one"
         )
-    phase = component.removeprefix("projector.")
+    phase = component.removeprefix(PROJECTOR)
     tower = getattr(config.model, phase)
     write_projector(
         out,
         {path: saved.values(path) for path in saved.shapes},
         tower.merge**2 if phase == "vision" else tower.merge,
+        tower.projector.gelu if phase == "vision" else ProjectorShapes().gelu,
     )
     print(f"{component} of {saved.location} -> {out}")
 
@@ -170,6 +185,11 @@ def to_adapters(
             "are merged"
         )
     folder = ModelFolder.open(source or _origin(run, component), component)
+    if others := [name for name in components_of(folder.config) if name != LANGUAGE]:
+        raise ConfigError(
+            f"--adapters: {folder.path} holds {', '.join(others)}, too, and adapters of such models are not written "
+            "alone; leave it out, and they are merged"
+        )
     saved = SavedComponent.of(run, component)
     fit = folder.check(saved.shapes)
     if saved.adapter is None:
@@ -218,6 +238,13 @@ class SavedComponent:
         adapter = _adapter_of(run, component) if f"{ADAPTER}{component}" in there else None
         return cls(location, component, parameters, adapter)
 
+    def other(self, run: Path, component: str) -> SavedComponent:
+        """Another component of the same checkpoint. Raises `ConfigError` for an adapter of unknown alpha."""
+        named = f"{ADAPTER}{component}" in self.components
+        return replace(
+            self, component=component, adapter=_adapter_of(run, component) if named else None
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The component, and its adapter."""
@@ -225,9 +252,9 @@ class SavedComponent:
         return (self.component,) if self.adapter is None else (self.component, adapter)
 
     @property
-    def others(self) -> list[str]:
-        """Components that the checkpoint has besides."""
-        return sorted({path[0] for path in self.parameters} - {*self.names})
+    def components(self) -> frozenset[str]:
+        """All that the checkpoint has."""
+        return frozenset(path[0] for path in self.parameters)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -285,7 +312,7 @@ def _origin(run: Path, component: str) -> Path:
             return Path(config.model.tower_sources[component])
         source = config.model.from_ if config else None
         published = source is not None and is_model_folder(source)
-        if source is None or Path(source) in seen or (published and component != LANGUAGE):
+        if source is None or Path(source) in seen or (published and not _holds(source, component)):
             raise ConfigError(
                 f"{seen[-1]} does not say which published folder its parameters of {component} began from; name one by "
                 "--source"
@@ -293,6 +320,24 @@ def _origin(run: Path, component: str) -> Path:
         if published:
             return Path(source)
         seen.append(Path(source))
+
+
+def _holds(folder: str, component: str) -> bool:
+    """Whether a published folder has a component."""
+    return component in components_of(FolderConfig.read(Path(folder)))
+
+
+def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
+    """Components of a run that are a published folder's, too, besides the decoder; a projector goes with its tower."""
+    config = config_of(run)
+    elsewhere = {} if config is None else config.model.tower_sources
+    return [
+        name
+        for name in components_of(folder.config)
+        if name != LANGUAGE
+        and name in saved.components
+        and name.removeprefix(PROJECTOR) not in elsewhere
+    ]
 
 
 def _check_new(out: Path) -> None:

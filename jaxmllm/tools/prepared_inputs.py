@@ -3,7 +3,7 @@
     INPUTS.npz: input_ids [B, T], attention_mask, labels --rows--> logits, loss, gradients by key
 
 Names are those of the reference's arguments. Ids that the mask leaves out are no tokens of their text; a label
-of -100 is no target, and without labels every next token is one.
+of -100 is no target, and without labels every next token is one. prepared_pictures.py says what pictures are.
 """
 
 from __future__ import annotations
@@ -20,24 +20,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
+from jaxmllm.balance.costs.visible_pairs import NOTHING_KNOWN, VisiblePairs
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.data.text.render import Rendered
+from jaxmllm.data.text.render import MediaSpan, Rendered
+from jaxmllm.families.by_type import components_of
+from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.resolved import resolved
 from jaxmllm.models.mllm import build_model
-from jaxmllm.models.rows import LanguageRows
+from jaxmllm.models.rows import LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
+from jaxmllm.tools.prepared_pictures import PreparedImages, positions_of, read_pictures
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.step_functions import media_slots
 from sharding.mesh import make_mesh
 
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
@@ -52,15 +60,23 @@ class PreparedTexts:
     slots: tuple[Ints, ...]  # [L] columns of the inputs that hold each text
     tokens: tuple[Ints, ...]  # [L]
     targets: tuple[Ints, ...]  # [L] the next token, -1: none
+    spans: tuple[tuple[MediaSpan, ...], ...]  # of each text
+    images: PreparedImages | None = None
+    pairs: VisiblePairs = NOTHING_KNOWN
 
     @classmethod
-    def read(cls, path: Path, vocabulary: int) -> PreparedTexts:
-        """Raises `ConfigError` for a file that does not hold texts of this vocabulary."""
+    def read(cls, path: Path, vocabulary: int, config: Config | None = None) -> PreparedTexts:
+        """Raises `ConfigError` for a file that does not hold texts of this vocabulary.
+
+        Args:
+          config: of a model that reads pictures.
+        """
         arrays = read_arrays(path)
-        if "input_ids" not in arrays or not arrays.keys() <= {*ARGUMENTS}:
+        known = ARGUMENTS if config is None else (*ARGUMENTS, *OF_PICTURES)
+        if "input_ids" not in arrays or not arrays.keys() <= {*known}:
             raise ConfigError(
                 f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
-                f"{' and '.join(ARGUMENTS[1:])}"
+                f"{', '.join(known[1:])}"
             )
         ids = arrays["input_ids"]
         mask = arrays.get("attention_mask", np.ones_like(ids)).astype(bool)
@@ -78,7 +94,11 @@ class PreparedTexts:
         for row, chosen in zip(labels, slots, strict=True):
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
-        return cls(slots, tokens, tuple(targets))
+        if config is None:
+            return cls(slots, tokens, tuple(targets), ((),) * len(slots))
+        images, spans = read_pictures(path, arrays, slots, config)
+        pairs = VisiblePairs.of_model(config.model)
+        return cls(slots, tokens, tuple(targets), spans, images, pairs)
 
     @property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
@@ -86,7 +106,7 @@ class PreparedTexts:
 
     @property
     def modalities(self) -> Mapping[str, Modality]:
-        return {}
+        return {} if self.images is None else {self.images.name: self.images}
 
     def source_of(self, i: int) -> int:
         return i
@@ -99,20 +119,39 @@ class PreparedTexts:
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
         targets = sum(int((self.targets[i] >= 0).sum()) for i in examples)
-        items = PhaseItems(length, length, numbers, nothing, nothing)
-        return BatchItems(np.asarray(examples, np.int64), targets, {LANGUAGE: items})
+        phases = {phase: self._pictures(examples) for phase in self.modalities}
+        media = [(phase, items.example, items.tokens) for phase, items in phases.items()]
+        extra = self.pairs.of_sequences(len(examples), media)
+        phases[LANGUAGE] = PhaseItems(length, length, numbers, nothing, nothing, extra)
+        return BatchItems(np.asarray(examples, np.int64), targets, phases)
+
+    def _pictures(self, examples: Longs) -> PhaseItems:
+        """The pictures of some texts."""
+        assert self.images is not None
+        spans = [(n, span) for n, i in enumerate(examples) for span in self.spans[i]]
+        shapes = np.array([span.shape for _, span in spans], np.int32).reshape(-1, 3)
+        length = shapes.astype(np.int64).prod(axis=1)
+        owner, tokens, slot = (
+            np.array(column, np.int32)
+            for column in (
+                [n for n, _ in spans],
+                [span.tokens for _, span in spans],
+                [span.slot for _, span in spans],
+            )
+        )
+        extra = self.pairs.of_items(self.images.name, shapes)
+        return PhaseItems(length, length, owner, tokens, slot, extra)
 
     def example(self, i: int) -> Rendered:
-        line = np.arange(len(self.tokens[i]), dtype=np.int32)
-        positions = np.repeat(line[:, None], 3, axis=1)
-        return Rendered(self.tokens[i], self.targets[i], positions, ())
+        positions = positions_of(len(self.tokens[i]), self.spans[i], self.images)
+        return Rendered(self.tokens[i], self.targets[i], positions, self.spans[i])
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """The programs of a published model for some texts."""
 
-    folder: ModelFolder
+    folders: Mapping[str, ModelFolder]  # by component
     config: Config
     texts: PreparedTexts
     programs: PhasedPrograms
@@ -134,40 +173,34 @@ class PreparedRun:
           devices: of the mesh; all, if not given.
           sections: of the config, as trees; by default parameters are split over all devices.
         """
-        folder = ModelFolder.open(source)
-        language = folder.family.section(folder.config)
-        texts = PreparedTexts.read(inputs, language["vocab_size"])
-        tree: dict[str, Any] = {
-            "run": {"directory": str(source), "steps": 1},
-            "model": {"language": language},
-            "data": {
-                "sources": [{"name": "inputs", "path": str(inputs)}],
-                "batch_size": len(texts.tokens),
-            },
-            "optimizer": {"learning_rate": 1.0},
-            "mesh": {"data": 1, "fsdp": -1},
-        }
-        config = parse_config(tree | sections)
+        pictures = not read_arrays(inputs).keys().isdisjoint(OF_PICTURES)
+        config = _config(source, inputs, pictures, sections)
+        vocabulary = config.model.language.vocab_size
+        assert vocabulary != "auto"
+        texts = PreparedTexts.read(inputs, vocabulary, config if config.model.encoders else None)
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
-        model = build_model(config.model, language["vocab_size"], config.components, mesh)
-        longest = {LANGUAGE: max(map(len, texts.tokens))}
-        spans = spans_of_phases(config, model)
+        model = build_model(config.model, vocabulary, config.components, mesh)
+        batch = texts.gather(np.arange(len(texts.tokens)))
+        longest = {phase: int(items.length.max()) for phase, items in batch.phases.items()}
+        formats = row_formats(texts.modalities)
         spec = choose_sizes(
-            [texts.gather(np.arange(len(texts.tokens)))],
-            sizing_inputs(config, model, {}, longest, spans),
+            [batch],
+            sizing_inputs(config, model, formats, longest, spans_of_phases(config, model)),
             exchange_grids(model),
             config.balance,
             nodes_of_ranks(config, model),
             exchange_backend(config, model),
         )
-        programs = phased_programs(config, model, {}, spec, len(texts.tokens))
+        programs = phased_programs(config, model, formats, spec, len(texts.tokens))
         programs.jobs = {
             name: job for name, job in programs.jobs.items() if name.function not in UNUSED
         }
         programs.compile()
         abstract = programs.saved_state.params
-        params = {LANGUAGE: read_folder(str(source), abstract[LANGUAGE])}
-        return cls(folder, config, texts, programs, params)
+        there = components_of(FolderConfig.read(source))
+        folders = {name: ModelFolder.open(source, name) for name in there if name in abstract}
+        params = {name: read_folder(str(source), abstract[name], name) for name in folders}
+        return cls(folders, config, texts, programs, params)
 
     @cached_property
     def step(self) -> HostStep:
@@ -181,18 +214,21 @@ class PreparedRun:
         """The mean loss over all targets, and its gradients by key of the tensors."""
         gradients, sums, _ = self.programs.gradients(self.params, self.programs.put(self.step))
         total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
-        return total / targets, self._by_key(gradients[LANGUAGE])
+        return total / targets, self._by_key(gradients)
 
     def logits(self) -> Iterator[tuple[int, NDArray[Any]]]:
         """(text, logits [L, V]) of every text."""
-        settings = self.config.components.language
-        device = self.programs.put(self.step).rows[LANGUAGE]
-        for rows, host, span in zip(
-            device, self.step.rows[LANGUAGE], self.step.spans[LANGUAGE], strict=True
+        batch = self.programs.put(self.step)
+        pools = self.programs.media_pools(self.params, batch)
+        for rows, host, span, pool in zip(
+            batch.rows[LANGUAGE],
+            *(
+                of_phase[LANGUAGE]
+                for of_phase in (self.step.rows, self.step.spans, self.step.pools)
+            ),
+            strict=True,
         ):
-            width = self.config.model.language.width
-            media = jnp.zeros((*rows.tokens.shape, width), settings.compute_dtype)
-            logits = np.asarray(self._row_logits(span)(self.params, rows, media))
+            logits = np.asarray(self._row_logits(span)(self.params, rows, pools[pool]))
             for group, sources in enumerate(host["sources"]):
                 for segment, text in enumerate(sources.tolist(), start=1):
                     if text >= 0:
@@ -204,7 +240,8 @@ class PreparedRun:
         """Logits [R, C, V] of rows that `span` ranks hold together."""
         model = self.programs.functions.spanned(LANGUAGE, span).model
 
-        def logits(params: Any, rows: LanguageRows, media: jax.Array) -> jax.Array:
+        def logits(params: Any, rows: LanguageRows, pool: TokenPool) -> jax.Array:
+            media, _ = media_slots(rows).take(model.layout(LANGUAGE), pool)
             hidden, head = model.hidden(params, rows, media)
             letters = "vd" if head.axes[0] == "vocab" else "dv"
             return jnp.einsum(f"rcd,{letters}->rcv", hidden, head.matrix)
@@ -212,16 +249,39 @@ class PreparedRun:
         return jax.jit(logits)
 
     def _by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-        lines = self.folder.family.lines
-        for path, leaf in leaves_by_path(gradients):
-            line, shape = lines[path], leaf.shape
+        """Of all components. What a tensor joins comes from several parameters."""
+        begun: dict[str, tuple[NDArray[Any], int]] = {}  # tensors, and how many parts they have
+        for component, path, leaf in (
+            (component, *of_path)
+            for component, of_component in gradients.items()
+            for of_path in leaves_by_path(of_component)
+        ):
+            line, shape = self.folders[component].family.lines[path], leaf.shape
             whole = tuple(slice(0, size) for size in shape)
             values = np.asarray(jax.device_get(leaf))
             for key, place, index in line.pieces(shape, whole):
-                tensor = np.empty(line.tensor_shape(shape), values.dtype)
+                empty = np.empty(line.tensor_shape(shape), values.dtype)
+                tensor, parts = begun.pop(key, (empty, 0))
                 view = line.view(tensor, shape, index)
                 view[...] = values[place].reshape(view.shape)
-                yield key, tensor
+                if parts + 1 == line.parts:
+                    yield key, tensor
+                else:
+                    begun[key] = tensor, parts + 1
+
+
+def _config(source: Path, inputs: Path, pictures: bool, sections: Mapping[str, Any]) -> Config:
+    """A run of a folder's model, with its encoders where there are pictures."""
+    tree = resolved({"model": {"from": str(source)}})
+    data = {"sources": [{"name": "inputs", "path": str(inputs)}], "batch_size": 1}
+    own: dict[str, Any] = {
+        "run": {"directory": str(source), "steps": 1},
+        "model": tree["model"] if pictures else {LANGUAGE: tree["model"][LANGUAGE]},
+        "data": tree.get("data", {}) | data,
+        "optimizer": {"learning_rate": 1.0},
+        "mesh": {"data": 1, "fsdp": -1},
+    }
+    return parse_config(own | dict(sections))
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -239,7 +299,7 @@ def differences(
     """What `jaxmllm convert verify` prints, but for its seconds: of logits the largest difference where `valid`,
     of gradients the largest difference over the largest entry, by key."""
     loss, by_key = run.loss_and_gradients()
-    found: dict[str, Any] = {"family": run.folder.family.name, "loss": loss}
+    found: dict[str, Any] = {"family": run.folders[LANGUAGE].family.name, "loss": loss}
     if reference is not None:
         wanted = read_arrays(reference)
         shape = wanted["logits"].shape

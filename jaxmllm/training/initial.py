@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmllm.config.schema import Config, ModelConfig
-from jaxmllm.families.folder_config import CONFIG_JSON
+from jaxmllm.families.by_type import components_of
+from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.model_folder import ModelFolder, is_model_folder
-from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.agreement import agreed_numbers
 from jaxmllm.runtime.checkpoint import begun_averages, saved_steps
 from jaxmllm.runtime.checkpoint_files import (
@@ -32,6 +32,7 @@ from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 
+PROJECTOR = "projector."  # of names, before that of the tower
 CHECKPOINTS = "checkpoints"  # folder of them inside a run folder
 
 
@@ -98,11 +99,13 @@ def read_parameters(
 
     The others are named, in a line for each side. A damaged checkpoint gives way to the one before
     it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there, and
-    `FolderError` if a published folder does not hold this decoder.
+    `FolderError` if a published folder does not hold what it should.
     """
     abstract = {name: part for name, part in abstract.items() if name not in elsewhere}
     if is_model_folder(source):
-        taken = {LANGUAGE: read_folder(source, abstract[LANGUAGE])}
+        taken = {
+            name: read_folder(source, abstract[name], name) for name in _held(source, abstract)
+        }
         _say_taken(source, taken.keys(), abstract.keys(), say)
         return taken
     problems = []
@@ -114,6 +117,12 @@ def read_parameters(
             problems.append(str(error))
             say(f"model.from: {error}; trying the one before")
     raise CheckpointError(f"model.from: no checkpoint of {source} is usable: {problems[0]}")
+
+
+def _held(source: str, wanted: Collection[str]) -> list[str]:
+    """Those of the wanted components that a published folder has; a projector goes with its tower."""
+    there = components_of(FolderConfig.read(Path(source)))
+    return [name for name in there if name in wanted and name.removeprefix(PROJECTOR) in wanted]
 
 
 def _read(

@@ -6,6 +6,8 @@ FOLDER/NAME/               config.json, safetensors, as the reference writes the
 FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
 FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+
+Those of models that read pictures hold more: see make_pictured_goldens.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.families.make_pictured_goldens import PICTURED, make_pictured
 
 SIZES = {
     "vocab_size": 48,
@@ -118,9 +122,14 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
 
 
-def main(folder: Path, names: tuple[str, ...] = tuple(MODELS), seed: int = 0, **sizes: Any) -> None:
-    """Write the checkpoints and goldens of these names, with other sizes if given."""
+def main(
+    folder: Path, names: tuple[str, ...] = (*MODELS, *PICTURED), seed: int = 0, **sizes: Any
+) -> None:
+    """Write the checkpoints and goldens of these names, those of texts alone with other sizes if given."""
     for name in names:
+        if name in PICTURED:
+            make_pictured(folder / name, *PICTURED[name], seed)
+            continue
         model_type, changes, dtype = MODELS[name]
         make(folder / name, model_type, SIZES | changes | sizes, dtype, seed)
 

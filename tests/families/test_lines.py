@@ -11,7 +11,7 @@ from jaxmllm.families.by_type import FAMILIES
 from jaxmllm.families.lines import Line
 
 LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7, "e": 4, "expert": 2}
-LETTERS |= {"c": 3, "p": 2, "q": 4, "r": 3, "s": 2, "t": 3, "m": 5}
+LETTERS |= {"c": 3, "p": 2, "q": 4, "r": 3, "s": 2, "t": 3, "m": 5, "i": 2}
 LINES = sorted({line for family in FAMILIES.values() for line in family.parameters.values()})
 
 
@@ -30,6 +30,7 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
             for letter in group:
                 number = number * LETTERS[letter] + at[letter]
             index.append(number)
+        index[0] += line.part * math.prod(LETTERS[letter] for letter in line.tensor[0])
         whole[place] = tensors[line.key.format(layer=at.get("layer"), expert=at.get("expert"))][
             tuple(index)
         ]

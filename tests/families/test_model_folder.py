@@ -9,9 +9,9 @@ import pytest
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.families.by_type import FAMILIES
+from jaxmllm.families.by_type import family_of
 from jaxmllm.families.folder_config import FolderConfig
-from jaxmllm.families.model_folder import INDEX, ModelFolder
+from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
 from tests.support import tiny_config
@@ -101,7 +101,7 @@ def test_a_folder_is_written_as_it_was(name, tmp_path):
     def values(path: str) -> np.ndarray:
         return fit.part(path, tuple(slice(0, size) for size in shapes[path]), np.float32)
 
-    assert fit.write(values, tmp_path / "out") == ()
+    assert write_folder([(fit, values)], tmp_path / "out") == ()
     for file in (GOLDENS / name).iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -116,7 +116,7 @@ def test_tensors_that_follow_from_the_config_are_carried_through(copy, tmp_path)
     folder = ModelFolder.open(copy)
     fit = folder.check(shapes_of(folder))
     zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
-    fit.write(zeros.__getitem__, tmp_path / "out")
+    write_folder([(fit, zeros.__getitem__)], tmp_path / "out")
     written = ModelFolder.open(tmp_path / "out").tensors
     np.testing.assert_array_equal(written[key].array(), [0, 1])
     assert not written["model.embed_tokens.weight"].array().any()
@@ -128,7 +128,7 @@ def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):
     folder = ModelFolder.open(copy)
     fit = folder.check(shapes_of(folder))
     zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
-    assert fit.write(zeros.__getitem__, tmp_path / "out") == ("pytorch_model.bin",)
+    assert write_folder([(fit, zeros.__getitem__)], tmp_path / "out") == ("pytorch_model.bin",)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
@@ -136,7 +136,7 @@ def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):
 def test_old_and_new_spellings_are_one(copy):
     def language() -> dict:
         config = FolderConfig.read(copy)
-        return FAMILIES[config.get("model_type")].section(config)
+        return family_of(config).section(config)
 
     change_config(copy, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4})
     new = language()
@@ -158,7 +158,7 @@ def test_windows_of_older_files(copy):
         copy, layer_types="absent", use_sliding_window=True, sliding_window=7, max_window_layers=1
     )
     config = FolderConfig.read(copy)
-    language = FAMILIES["qwen2"].section(config)
+    language = family_of(config).section(config)
     assert language["window"] == 7 and language["full_layers"] == [0]
 
 
@@ -179,7 +179,7 @@ def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
         return fit.part(path, tuple(slice(0, size) for size in fit.shapes[path]), np.float32)
 
     if equal:
-        fit.write(values, tmp_path / "out")
+        write_folder([(fit, values)], tmp_path / "out")
         name = embedding.file.name
         assert (tmp_path / "out" / name).read_bytes() == (copy / name).read_bytes()
     else:

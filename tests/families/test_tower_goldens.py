@@ -17,7 +17,7 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File
-from jaxmllm.families.model_folder import Fit, ModelFolder
+from jaxmllm.families.model_folder import Fit, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.models.mllm import build_model
@@ -207,7 +207,7 @@ def test_a_folder_is_written_as_it_was(name, tmp_path):
     folder = ModelFolder.open(GOLDENS / name, phase)
     fit = folder.check({path: leaf.shape for path, leaf in leaves_by_path(abstract)})
     params = dict(leaves_by_path(read_folder(str(folder.path), abstract, phase)))
-    assert fit.write(lambda path: np.asarray(params[path]), tmp_path / "out") == ()
+    assert write_folder([(fit, lambda path: np.asarray(params[path]))], tmp_path / "out") == ()
     for file in folder.path.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 

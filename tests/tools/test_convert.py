@@ -21,6 +21,7 @@ from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
+from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
 from sharding.mesh import make_mesh
@@ -54,8 +55,10 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
 # ---------------------------------------------------------------------------- bit for bit
 
 
-def test_a_folder_through_a_checkpoint_is_what_it_was(tmp_path, capsys):
-    source = GOLDENS / "mistral-wide"  # bfloat16, in a float32 checkpoint
+@pytest.mark.parametrize("name", ["mistral-wide", "qwen2_5_vl-flat"])
+def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
+    """In bfloat16, through a float32 checkpoint; the second one with all that reads pictures."""
+    source = GOLDENS / name
     assert main(["to-orbax", str(source), str(tmp_path / "run")]) == 0
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
     assert main(arguments) == 2
@@ -78,6 +81,7 @@ def test_components_that_cannot_be_written(tmp_path, capsys):
         (projector, "has no projector.vision; it has language"),
         (vision, "does not say which published folder its parameters of vision began from"),
         ([*vision, "--source", str(folder)], "and so no vision; name the folder in model.from"),
+        (["--adapters", "--source", str(GOLDENS / "qwen2_5_vl")], "holds vision, projector.vision"),
     ):
         assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), *words]) == 2
         assert said in capsys.readouterr().err
@@ -97,6 +101,30 @@ def test_inputs_that_are_none(tmp_path, capsys):
     (tmp_path / "inputs.npz").write_text("none")
     assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
     assert "is no .npz file" in capsys.readouterr().err
+
+
+def test_pictures_that_are_none(tmp_path, capsys):
+    folder = GOLDENS / "qwen2_5_vl"
+    inputs = dict(np.load(folder / "inputs.npz"))
+    grids, types, pixels = (inputs[name] for name in OF_PICTURES[1:] + OF_PICTURES[:1])
+    for changes, words in (
+        ({"mm_token_type_ids": None}, "has pictures, but not mm_token_type_ids; without all of"),
+        ({"mm_token_type_ids": types[:, 1:]}, "must be of the shape of input_ids, [3, 24] (got"),
+        ({"mm_token_type_ids": 0 * types}, "have [6, 1, 10] tokens, and mm_token_type_ids []"),
+        ({"image_grid_thw": 2 * grids}, "has [2, 12, 8]; pictures have one frame, and whole cel"),
+        ({"image_grid_thw": grids[:2]}, "pixel_values has 68 patches, and image_grid_thw 28"),
+        ({"pixel_values": pixels[:, 1:]}, "pixel_values must be [patches, 96] (got [68, 95])"),
+        ({"pixel_values": pixels + 0.01}, "are not colors of 8 bits, equal in all 2 frames"),
+        ({"pixel_values": 4 * pixels}, "are not colors of 8 bits, equal in all 2 frames"),
+        (
+            {"pixel_values_videos": pixels},
+            "it must hold input_ids, and may hold attention_mask, lab",
+        ),
+    ):
+        arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
+        np.savez(tmp_path / "inputs.npz", **arrays)
+        assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
@@ -286,17 +314,21 @@ def test_the_command_prints_one_object(capsys):
     check_numbers(found, folder)
 
 
-@pytest.mark.slow
+SPLIT = {"data": 2, "fsdp": 2, "tensor": 2}
+MESHES = {
+    "windows-split": ("qwen2-windows", SPLIT),
+    "windows-parts": ("qwen2-windows", {"context": 2, "fsdp": 4}),
+    "pictures-split": ("qwen2_5_vl", SPLIT),
+    "pictures-parts": ("qwen2_5_vl", {"context": 2, "fsdp": 2, "data": 2}),
+}
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        pytest.param({"context": 2, "fsdp": 4}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
+    ("name", "mesh"),
+    slow_cases(MESHES, always=("windows-split", "pictures-split")),
 )
-def test_the_mesh_changes_nothing(mesh):
-    folder = GOLDENS / "qwen2-windows"
+def test_the_mesh_changes_nothing(name, mesh):
+    folder = GOLDENS / name
     check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh), folder)
 
 

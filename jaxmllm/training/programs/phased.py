@@ -170,6 +170,10 @@ class PhasedPrograms(GeneratorPrograms):
             drawn, failed = self._evaluate_drawn(params, batch, pools, drawn, failed)
         return Evaluated(sums._replace(drawn=drawn), failed)
 
+    def media_pools(self, params: Any, batch: DeviceStep) -> list[TokenPool]:
+        """The language pools of a batch, with all media tokens."""
+        return self._encode(params, batch, self._zeros("failed"), backward=False)[0]
+
     def _encode(
         self,
         params: Any,

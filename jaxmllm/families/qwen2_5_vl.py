@@ -1,0 +1,208 @@
+"""Qwen2.5-VL: the decoder of Qwen2.5 with positions of three axes, a vision tower with windows, and what merges its
+features, which is the projector. Its videos are not read.
+
+The norm of the merger is taken before features are grouped, and so is the last one of the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
+from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
+from jaxmllm.families.family import Family, Processor
+from jaxmllm.families.folder_config import FolderConfig
+
+KIND = "qwen2_5_vl"
+LAYER = "blocks.{layer}"
+JOINED = f"{LAYER}.attn.qkv"
+LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
+VISION = {
+    "patch": "patch_embed.proj.weight: d c t p q -> (t p q c) d",
+    "layers.attention_norm.scale": f"{LAYER}.norm1.weight: d -> layer d",
+    "layers.attention.query": f"{JOINED}.weight[0/3]: (h k) d -> layer d h k",
+    "layers.attention.query_bias": f"{JOINED}.bias[0/3]: (h k) -> layer h k",
+    "layers.attention.key": f"{JOINED}.weight[1/3]: (h k) d -> layer d h k",
+    "layers.attention.key_bias": f"{JOINED}.bias[1/3]: (h k) -> layer h k",
+    "layers.attention.value": f"{JOINED}.weight[2/3]: (h k) d -> layer d h k",
+    "layers.attention.value_bias": f"{JOINED}.bias[2/3]: (h k) -> layer h k",
+    "layers.attention.out": f"{LAYER}.attn.proj.weight: d (h k) -> layer h k d",
+    "layers.attention.out_bias": f"{LAYER}.attn.proj.bias: d -> layer d",
+    "layers.mlp_norm.scale": f"{LAYER}.norm2.weight: d -> layer d",
+    "layers.mlp.gate": f"{LAYER}.mlp.gate_proj.weight: f d -> layer d f",
+    "layers.mlp.gate_bias": f"{LAYER}.mlp.gate_proj.bias: f -> layer f",
+    "layers.mlp.up": f"{LAYER}.mlp.up_proj.weight: f d -> layer d f",
+    "layers.mlp.up_bias": f"{LAYER}.mlp.up_proj.bias: f -> layer f",
+    "layers.mlp.down": f"{LAYER}.mlp.down_proj.weight: d f -> layer f d",
+    "layers.mlp.down_bias": f"{LAYER}.mlp.down_proj.bias: d -> layer d",
+    "norm.scale": "merger.ln_q.weight: d -> d",
+}
+PROJECTOR = {
+    "mlp.up": "merger.mlp.0.weight: f i -> i f",
+    "mlp.up_bias": "merger.mlp.0.bias: f -> f",
+    "mlp.down": "merger.mlp.2.weight: d f -> f d",
+    "mlp.down_bias": "merger.mlp.2.bias: d -> d",
+}
+# Of folders as transformers has them in memory, and as they are published
+IN_LANGUAGE = ("model.language_model.", "model.")
+IN_VISION = ("model.visual.", "visual.")
+# What a config.json that leaves a key out means by that
+TEXT = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 80,
+}
+SECTIONS = [16, 24, 24]  # rotary pairs of time, height and width
+FULL_LAYERS = [7, 15, 23, 31]
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+BICUBIC = 3  # of Pillow
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    text = config.part("text_config") if "text_config" in config.values else config
+    given = {key: value for key, value in text.values.items() if value is not None}
+    rotary = given.get("rope_parameters", given.get("rope_scaling", {}))
+    if isinstance(rotary, dict):
+        kind = rotary.get("rope_type", rotary.get("type"))
+        # By kind there are sections of the axes; the frequencies are the usual ones
+        rotary = rotary | {"rope_type": "default"} if kind in ("mrope", None) else rotary
+    sections = rotary.get("mrope_section", SECTIONS) if isinstance(rotary, dict) else SECTIONS
+    tied = config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
+    values = TEXT | given | {"rope_parameters": rotary, "tie_word_embeddings": tied}
+    text = FolderConfig(config.path, values)
+    return dense_decoder(
+        text,
+        windows_by_layer(text),
+        qkv_bias=True,
+        rope_sections=sections,
+        bidirectional=[],
+    )
+
+
+def _vision(config: FolderConfig) -> dict[str, Any]:
+    vision = config.part("vision_config")
+    vision.expect("hidden_act", "silu")
+    vision.expect("in_channels", 3)
+    vision.expect("in_chans", 3)
+    rotary = vision.get("rope_parameters", {})
+    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
+        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
+    layers, patch = vision.number("depth", 32), vision.number("patch_size", 14)
+    tower = {
+        "width": vision.number("hidden_size", 3584),
+        "layers": layers,
+        "heads": vision.number("num_heads", 16),
+        "mlp_width": vision.number("intermediate_size", 3420),
+        "rope_theta": float(rotary.get("rope_theta", 10_000.0)),
+        "patch_size": patch,
+        "patch_frames": vision.number("temporal_patch_size", 2),
+        "patch_bias": False,
+        "gated_mlp": True,
+        "norm": "rms",
+        "norm_epsilon": 1e-6,
+    }
+    cell = patch * vision.number("spatial_merge_size", 2)
+    full = vision.get("fullatt_block_indexes", FULL_LAYERS)
+    full = sorted({layer for layer in full if layer < layers})
+    if len(full) == layers:
+        return tower
+    cells = vision.number("window_size", 112) // cell
+    if not cells:
+        vision.refuse(f"has window_size {vision.get('window_size')}", f"a merged cell has {cell}")
+    return tower | {"window": cells * cell // patch, "full_layers": full}
+
+
+def _projector(config: FolderConfig) -> dict[str, Any]:
+    """Keys of the section of the tower."""
+    vision = config.part("vision_config")
+    merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 3584)
+    made, wide = vision.number("out_hidden_size", 3584), _language(config)["width"]
+    if made != wide:
+        vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
+    return {"merge": merge, "projector": {"mlp_width": merge**2 * width, "gelu": "exact"}}
+
+
+def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        file.expect(step, True)
+    file.expect("rescale_factor", 1 / 255)
+    file.expect("resample", BICUBIC)
+    file.expect("patch_size", section["patch_size"])
+    file.expect("temporal_patch_size", section["patch_frames"])
+    if "merge" in section:
+        file.expect("merge_size", section["merge"])
+    size = file.part("size") if file.get("size") is not None else FolderConfig(file.path, {})
+    least, most = (
+        file.number(key, size.number(edge, size.number(key, usual)))
+        for key, edge, usual in (
+            ("min_pixels", "shortest_edge", LEAST_PIXELS),
+            ("max_pixels", "longest_edge", MOST_PIXELS),
+        )
+    )
+    images = {"min_pixels": least, "max_pixels": most, "resize": "smart", "kernel": "bicubic"}
+    colors = {"pixel_mean": file.get("image_mean", MEAN), "pixel_std": file.get("image_std", STD)}
+    return Processor(colors, images)
+
+
+def _letters(section: dict[str, Any]) -> dict[str, int]:
+    patch = section["patch_size"]
+    return {"c": 3, "t": section["patch_frames"], "p": patch, "q": patch}
+
+
+def _patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Of the keys of some lines."""
+    keys = {line.split(":")[0].split("[")[0].replace("{layer}", "*") for line in lines}
+    return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
+
+
+_HEAD = DECODER["head"]
+_OF_LANGUAGE = (
+    *_patterns(LANGUAGE.values(), IN_LANGUAGE),
+    *_patterns([_HEAD], [""]),
+    *FREQUENCIES,
+)
+_OF_VISION = _patterns(VISION.values(), IN_VISION)
+_OF_PROJECTOR = _patterns(PROJECTOR.values(), IN_VISION)
+QWEN2_5_VL = (
+    Family(
+        "Qwen2.5-VL",
+        KIND,
+        _language,
+        LANGUAGE,
+        copies={"embedding": _HEAD.replace("d v", "v d")},
+        carried=(*FREQUENCIES, *_OF_VISION, *_OF_PROJECTOR),
+        prefixes=IN_LANGUAGE,
+        unprefixed=("head",),
+    ),
+    Family(
+        "Qwen2.5-VL",
+        KIND,
+        _vision,
+        VISION,
+        copies={},
+        carried=(*_OF_LANGUAGE, *_OF_PROJECTOR),
+        component="vision",
+        prefixes=IN_VISION,
+        letters=_letters,
+        processor=_processor,
+    ),
+    Family(
+        "Qwen2.5-VL",
+        KIND,
+        _projector,
+        PROJECTOR,
+        copies={},
+        carried=(*_OF_LANGUAGE, *_OF_VISION),
+        component="projector.vision",
+        prefixes=IN_VISION,
+    ),
+)

@@ -1,0 +1,193 @@
+"""Qwen2.5-VL: what its folders say, in all spellings; its pictures against the reference's; what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.reference import File
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError
+from tests.support import tiny_config
+
+GOLDENS = Path(__file__).parent / "goldens"
+FOLDER, FLAT = GOLDENS / "qwen2_5_vl", GOLDENS / "qwen2_5_vl-flat"
+SIGLIP = Path(__file__).parent / "tower_goldens" / "siglip2"
+
+
+def config_of(folder: Path, place: Path, **model) -> Config:
+    """A run of a folder's model, with other keys of `model` if given."""
+    tree = tiny_config(place, data__tokenizer="none.json")
+    tree["model"] = {"from": str(folder)} | model
+    del tree["data"]["images"], tree["data"]["audio"]
+    return parse_config(resolved(tree))
+
+
+def reader_of(config: Config) -> Images:
+    reader = modalities(config.model, config.data, ())["vision"]
+    assert isinstance(reader, Images)
+    return reader
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(FOLDER, tmp_path / "copy"))
+
+
+def change(path: Path, part: str | None = None, **values) -> None:
+    """Change values of a JSON object, or of a part of it; None takes a key away."""
+    whole = json.loads(path.read_text())
+    of_part = whole if part is None else whole[part]
+    of_part.update(values)
+    for key in [key for key, value in of_part.items() if value is None]:
+        del of_part[key]
+    path.write_text(json.dumps(whole))
+
+
+def test_what_the_folder_says_stands_in_the_config(tmp_path):
+    config = config_of(FOLDER, tmp_path)
+    language, vision, images = config.model.language, config.model.vision, config.data.images
+    assert vision is not None
+    assert language.tie_embeddings and language.rope_sections == (1, 1, 1)
+    assert language.rope_theta == 1e6 and language.norm_epsilon == 1e-5 and language.qkv_bias
+    assert language.bidirectional == (), "media are seen causally"
+    assert (vision.window, vision.full_layers, vision.patch_frames) == (4, (1,), 2)
+    assert vision.gated_mlp and not vision.patch_bias and vision.merge == 2
+    assert (vision.projector.mlp_width, vision.projector.gelu) == (4 * 16, "exact")
+    assert (images.resize, images.min_pixels, images.max_pixels) == ("smart", 64, 768)
+    # What the run folder keeps is read again, as it says nothing else
+    written = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(written)) == config
+
+
+def test_configs_of_first_folders_are_flat(tmp_path):
+    config = config_of(FLAT, tmp_path)
+    assert config.model.language.rope_sections == (1, 1, 2)
+    assert not config.model.language.tie_embeddings
+    assert config.model.vision is not None and config.model.vision.full_layers == (0,)
+
+
+def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
+    """Configs are written without what is as usual: here all shapes of the largest published model are."""
+    (copy / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}})
+    )
+    config = ModelFolder.open(copy).config
+    language, vision = (family.section(config) for family in QWEN2_5_VL[:2])
+    assert (language["width"], language["layers"], language["kv_heads"]) == (8192, 80, 8)
+    assert language["rope_sections"] == [16, 24, 24] and language["rope_theta"] == 1e6
+    assert vision["window"] == 8 and vision["full_layers"] == [7, 15, 23, 31]
+    with pytest.raises(FolderError, match=r"has out_hidden_size 3584; the decoder is 8192 wide"):
+        QWEN2_5_VL[2].section(config)
+
+
+def test_a_tower_without_windows(copy, tmp_path):
+    change(copy / "config.json", "vision_config", fullatt_block_indexes=[0, 1, 2, 9])
+    vision = config_of(copy, tmp_path).model.vision
+    assert vision is not None and vision.window is None and vision.full_layers == ()
+
+
+def test_a_run_may_take_another_tower_or_none(tmp_path):
+    assert config_of(FOLDER, tmp_path, vision=None).model.vision is None
+    other = config_of(FOLDER, tmp_path, vision={"from": str(SIGLIP), "merge": 2})
+    assert other.model.vision is not None and other.model.vision.norm == "layer"
+    assert other.data.images.resize == "fill"
+    alone = tiny_config(tmp_path)
+    alone["model"]["vision"] = {"from": str(FOLDER), "merge": 1}
+    del alone["data"]["images"]
+    tower = parse_config(resolved(alone)).model.vision
+    assert tower is not None and tower.merge == 1 and tower.projector.mlp_width is None
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"vision": {"merge": 1}}, r"model\.vision\.merge is 1, but .* says 2; leave it out"),
+        ({"vision": {"projector": {}}}, r"model\.vision\.projector is {}, but .* says {'mlp_wi"),
+        ({"language": {"bidirectional": ["vision"]}}, r"bidirectional is \['vision'\], but"),
+        ({"audio": {"from": str(FOLDER)}}, "'qwen2_5_vl' and so no audio; name the folder in mod"),
+    ],
+)
+def test_configs_that_say_otherwise_are_refused(tmp_path, model, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(FOLDER, tmp_path, **model)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("vision_config", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; 'silu' alone is supp"),
+        ("vision_config", {"in_channels": 1}, "has in_channels 1; 3 alone is supported"),
+        ("vision_config", {"window_size": 7}, "has window_size 7; a merged cell has 8"),
+        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type axial alone is"),
+        ("vision_config", {"out_hidden_size": 16}, "has out_hidden_size 16; the decoder is 24 w"),
+        ("text_config", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; 'silu' alone is suppor"),
+        (None, {"vision_config": None}, "has vision_config None; it must be a JSON object"),
+        (None, {"quantization_config": {"quant_method": "awq"}}, "has a quantization_config"),
+    ],
+)
+def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
+    change(copy / "config.json", part, **values)
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"do_normalize": False}, "has do_normalize False; True alone is supported"),
+        ({"resample": 2}, "has resample 2; 3 alone is supported"),
+        ({"temporal_patch_size": 1}, "has temporal_patch_size 1; 2 alone is supported"),
+        ({"merge_size": 1}, "has merge_size 1; 2 alone is supported"),
+        ({"size": 7}, "has size 7; it must be a JSON object"),
+    ],
+)
+def test_a_processor_that_cannot_be(copy, tmp_path, values, words):
+    change(copy / "preprocessor_config.json", **values)
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+def test_older_processors_name_bounds_by_themselves(copy, tmp_path):
+    change(copy / "preprocessor_config.json", size=None, min_pixels=3136, max_pixels=12_845_056)
+    images = config_of(copy, tmp_path).data.images
+    assert (images.min_pixels, images.max_pixels) == (3136, 12_845_056)
+
+
+def test_pixels_are_the_processors(tmp_path):
+    config = config_of(FOLDER, tmp_path)
+    reader, vision = reader_of(config), config.model.vision
+    assert vision is not None
+    processed = dict(np.load(FOLDER / "processed.npz"))
+    for i in range(sum(name.startswith("image") for name in processed)):
+        path = tmp_path / f"{i}.png"
+        Image.fromarray(processed[f"image_{i}"]).save(path)
+        shape = reader.measure(File(path))
+        assert shape == tuple(processed[f"grid_{i}"])
+        colors = reader.load(File(path), shape).reshape(-1, 4, 4, 3) / 255
+        pixels = (colors - vision.pixel_mean) / vision.pixel_std
+        wanted = processed[f"pixels_{i}"].reshape(-1, 3, 2, 4, 4)  # two frames
+        for frame in (0, 1):
+            of_frame = wanted[:, :, frame].transpose(0, 2, 3, 1)
+            np.testing.assert_allclose(pixels, of_frame, rtol=0, atol=1e-6)
+
+
+def test_grids_are_those_of_the_reference():
+    """Also where sides are near whole cells, and of thin pictures, which may exceed the most pixels."""
+    processed = np.load(FOLDER / "processed.npz")
+    exceeding = 0
+    for bounds, resized in zip(processed["bounds"].tolist(), processed["resized"], strict=True):
+        reader = Images(14, 2, *bounds, resize="smart")
+        grids = [reader.grid(*size) for size in processed["sizes"].tolist()]
+        np.testing.assert_array_equal(14 * np.array(grids), resized)
+        exceeding += int((resized.prod(axis=1) > bounds[1]).sum())
+    assert exceeding

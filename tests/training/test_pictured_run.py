@@ -1,0 +1,106 @@
+"""A run of a published model that reads pictures, by `model.from` alone; in stages; and back as one folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config.strict_yaml import write_text
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.tools.convert import main as convert
+from jaxmllm.train import main as train
+from tests.training.test_published_run import WORDS, published
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+SPECIAL += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return published(tmp_path_factory.mktemp("pictured"), "qwen2_5_vl", SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def config(folder) -> Path:
+    """Of a run that trains the projector alone; half of the records have pictures."""
+    place, random = folder.parent, np.random.default_rng(0)
+    records = []
+    for number in range(16):
+        name = f"{number}.png"
+        size = (*random.integers(8, 40, 2), 3)
+        Image.fromarray(random.integers(0, 256, size, np.uint8)).save(place / name)
+        picture = [{"type": "image", "image": name}] * (number % 2)
+        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+        question = [*picture, {"type": "text", "text": "what"}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+        records.append(json.dumps({"messages": turns}) + "\n")
+    (place / "train.jsonl").write_text("".join(records))
+    tree = {
+        "run": {"directory": str(place / "run"), "steps": 1},
+        "model": {"from": str(folder)},
+        "components": {"language": {"freeze": True}, "vision": {"freeze": True}},
+        "data": {
+            "sources": [{"name": "a", "path": str(place / "train.jsonl")}],
+            "batch_size": 8,
+        },
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "phases": {
+            name: {"block": 32, "row_classes": 1, "spans": [1]} for name in ("vision", "language")
+        },
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "logging": {"tensorboard": False},
+    }
+    (place / "config.yaml").write_text(write_text(tree))
+    return place / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(config) -> Path:
+    assert train(["--config", str(config)]) == 0
+    return config.parent / "run"
+
+
+def changed(folder: Path, run: Path, out: Path, *arguments: str) -> set[str]:
+    """Keys of the tensors that are others in the folder that is written from a run; other files must be the same."""
+    assert convert(["to-hf", str(run), str(out), *arguments]) == 0
+    before, after = ModelFolder.open(folder), ModelFolder.open(out)
+    own = {file.path.name for file in before.files}
+    for file in folder.iterdir():
+        same = (out / file.name).read_bytes() == file.read_bytes()
+        assert same or file.name in own, file.name
+    assert [file.head for file in before.files] == [file.head for file in after.files]
+    return {
+        key
+        for key, tensor in before.tensors.items()
+        if not np.array_equal(tensor.array(), after.tensors[key].array())
+    }
+
+
+@pytest.mark.slow
+def test_what_is_trained_goes_back_and_all_else_stays(folder, run, tmp_path, capsys):
+    stored = (run / "config.yaml").read_text()
+    assert "gated_mlp: true" in stored and "resize: smart" in stored
+    projector = {f"visual.merger.mlp.{n}.{part}" for n in (0, 2) for part in ("weight", "bias")}
+    assert changed(folder, run, tmp_path / "out") == projector
+    capsys.readouterr()
+    assert changed(folder, run, tmp_path / "tower", "--component", "vision") == set()
+    assert f"left out, {folder} keeps its own" in capsys.readouterr().out
+    alone = tmp_path / "projector"
+    assert convert(["to-hf", str(run), str(alone), "--component", "projector.vision"]) == 0
+    written = json.loads((alone / "config.json").read_text())
+    assert (written["hidden_act"], written["hidden_size"], written["group"]) == ("gelu", 64, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_second_run_trains_all_of_it_in_stages(folder, config, run, tmp_path):
+    overrides = [f"run.directory={tmp_path / 'next'}", f"model.from={run}", "mesh.data=1"]
+    overrides += ["pipeline.stages=2", "components.vision.freeze=false"]
+    overrides += ["components.language.freeze=false"]
+    stored = run / "config.yaml"
+    assert train(["--config", str(stored), *overrides]) == 0
+    assert changed(folder, tmp_path / "next", tmp_path / "out") == {
+        *ModelFolder.open(folder).tensors
+    }
