@@ -112,6 +112,27 @@ DEFAULT_SYSTEM = (
 """
     + NO_SYSTEM
 )
+# Contents are texts, or lists of texts and pictures
+PICTURED = """\
+{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou are a test.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for content in message['content'] %}
+            {%- if content['type'] == 'image' %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}
+                {{- content['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 # Reasoning is written after the last question alone
 REASONING = """\
 {%- set ns = namespace(last=0) %}
@@ -185,6 +206,7 @@ _QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": N
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 DIALECTS = {
     "qwen2.5": Dialect(DEFAULT_SYSTEM, CHATML + VISION, _QWEN),
+    "qwen2.5-vl": Dialect(PICTURED, CHATML + VISION, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
     "llama3.1": Dialect(
