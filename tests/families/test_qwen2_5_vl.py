@@ -4,12 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import ComponentsConfig, Config, ConfigError, ModelConfig
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File
@@ -17,6 +18,8 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
+from jaxmllm.models.mllm import build_model
+from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -88,6 +91,61 @@ def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
     assert vision["window"] == 8 and vision["full_layers"] == [7, 15, 23, 31]
     with pytest.raises(FolderError, match=r"has out_hidden_size 3584; the decoder is 8192 wide"):
         QWEN2_5_VL[2].section(config)
+
+
+PUBLISHED_TOWER = {
+    "depth": 32,
+    "hidden_act": "silu",
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_chans": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+    "temporal_patch_size": 2,
+}
+PUBLISHED_TEXT = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 128_000,
+    "num_hidden_layers": 28,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": 32_768,
+    "use_sliding_window": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "attention_dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied", "numbers"),
+    [
+        ((2048, 36, 16, 2, 11_008, 151_936), True, 3_754_622_976),
+        ((3584, 28, 28, 4, 18_944, 152_064), False, 8_292_166_656),
+    ],
+    ids=["3B", "7B"],
+)
+def test_published_models_have_their_number_of_parameters(copy, sizes, tied, numbers):
+    """As the index of each published folder says: half of its bytes."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shapes = dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True))
+    tower = PUBLISHED_TOWER | {"out_hidden_size": sizes[0]}
+    whole = {"model_type": "qwen2_5_vl", "tie_word_embeddings": tied, "vision_config": tower}
+    (copy / "config.json").write_text(json.dumps(PUBLISHED_TEXT | shapes | whole))
+    change(copy / "preprocessor_config.json", patch_size=14)
+    tree = resolved({"model": {"from": str(copy)}})["model"]
+    model = build_model(
+        ModelConfig.model_validate_json(json.dumps(tree)),
+        sizes[-1],
+        ComponentsConfig(),
+        make_mesh({"data": 1}, jax.devices()[:1]),
+    )
+    shapes_of = {name: part.shapes for name, part in model.components.items()}
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes_of)) == numbers
 
 
 def test_a_tower_without_windows(copy, tmp_path):

@@ -10,7 +10,7 @@ from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.text.conversation import parse_conversation
 from jaxmllm.data.text.render import render
-from tests.data.text.dialects import load
+from tests.data.text.dialects import DIALECTS, load
 
 FOLDER = Path(__file__).parent / "pictured_talks"
 TALKS = json.loads((FOLDER / "talks.json").read_text())
@@ -45,8 +45,6 @@ def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
 
 def test_the_files_are_those_of_the_dialect(tmp_path):
     """What the reference was asked with."""
-    from tests.data.text.dialects import DIALECTS
-
     DIALECTS["qwen2.5-vl"].folder(tmp_path)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
