@@ -337,19 +337,27 @@ def test_the_mesh_changes_nothing(name, mesh):
     not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
     reason="needs torch and transformers",
 )
-def test_the_reference_loads_what_is_written(tmp_path):
-    """Other sizes and another seed, drawn live; a strict load of a folder whose parameters have changed."""
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen2", "AutoModelForCausalLM"),
+        pytest.param("qwen2_5_vl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param("qwen2_5_vl-flat", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+    ],
+)
+def test_the_reference_loads_what_is_written(name, kind, tmp_path):
+    """Another seed, and of texts other sizes, drawn live; a strict load of a folder whose parameters have changed."""
     from tests.families.make_goldens import main as make
 
-    make(tmp_path, ("qwen2",), seed=3, num_hidden_layers=3, hidden_size=32)
-    folder, inputs = tmp_path / "qwen2", tmp_path / "qwen2" / "inputs.npz"
+    make(tmp_path, (name,), seed=3, num_hidden_layers=3, hidden_size=32)
+    folder, inputs = tmp_path / name, tmp_path / name / "inputs.npz"
     run = on_one_device(folder, inputs)
     check(run, folder)
     with Checkpoints(tmp_path / "run" / "checkpoints", 1) as checkpoints:
         checkpoints.save(1, {"params": jax.tree.map(lambda leaf: leaf * 1.01, run.params)})
     out = tmp_path / "out"
     assert main(["to-hf", str(tmp_path / "run"), str(out), "--source", str(folder)]) == 0
-    subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs)], check=True)
+    subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs), kind], check=True)
     found = differences(on_one_device(out, inputs), out / "theirs.npz")
     assert found["logits"] < 1e-4
     assert differences(run, out / "theirs.npz")["logits"] > 1e-2, "the parameters have changed"
@@ -357,9 +365,9 @@ def test_the_reference_loads_what_is_written(tmp_path):
 
 STRICT = """
 import sys
-import numpy as np, torch
-from transformers import AutoModelForCausalLM
-model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+import numpy as np, torch, transformers
+model_class = getattr(transformers, sys.argv[3])
+model, info = model_class.from_pretrained(sys.argv[1], dtype=torch.float32, output_loading_info=True)
 assert not any(keys for name, keys in info.items() if name.endswith("keys")), info
 inputs = {name: torch.tensor(array) for name, array in np.load(sys.argv[2]).items()}
 with torch.no_grad():
