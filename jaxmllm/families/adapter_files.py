@@ -40,7 +40,7 @@ def factor_lines(line: Line, inputs: int) -> tuple[Line, Line]:
       FolderError: the tensor is not one matrix of outputs and inputs.
     """
     reads, makes = line.letters[:inputs], line.letters[inputs:]
-    apart = [{*group} for group in line.tensor] == [{*makes}, {*reads}]
+    apart = [{*group} for group in line.tensor] == [{*makes}, {*reads}] and line.parts == 1
     if not (apart and line.stacked == (LAYER,) and line.key.endswith(WEIGHT)):
         raise FolderError(
             f"{line.key} is not a matrix of each layer, outputs by inputs, to which adapters could be told apart; "

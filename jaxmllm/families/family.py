@@ -34,11 +34,10 @@ class Family:
     # Patterns of keys that are of no parameter: not read, and written back as they are
     carried: tuple[str, ...] = ()
     component: str = "language"
-    # What the keys of the component begin with, in one folder or another, but for those of some parameters; first as
-    # the reference names its modules
+    # What the keys of the component begin with, in one folder or another; first as the reference names its modules
     prefixes: tuple[str, ...] = ("",)
     prefix: str = ""  # of one folder
-    unprefixed: tuple[str, ...] = ()
+    unprefixed: tuple[str, ...] = ()  # parameters whose keys have none
     # Sizes of letters that lines join in a parameter, from the section
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file

@@ -185,29 +185,35 @@ def to_adapters(
             "are merged"
         )
     folder = ModelFolder.open(source or _origin(run, component), component)
-    if others := [name for name in components_of(folder.config) if name != LANGUAGE]:
-        raise ConfigError(
-            f"--adapters: {folder.path} holds {', '.join(others)}, too, and adapters of such models are not written "
-            "alone; leave it out, and they are merged"
-        )
     saved = SavedComponent.of(run, component)
-    fit = folder.check(saved.shapes)
     if saved.adapter is None:
         raise ConfigError(
             f"{run} has no {ADAPTER}{LANGUAGE} to write; leave out --adapters, or add model.adapters.language"
         )
-    for path, shape in fit.shapes.items():
-        own = saved.values(path)
-        whole = tuple(slice(0, size) for size in shape)
-        if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
-            raise ConfigError(
-                f"{LANGUAGE}.{path} of {saved.location} is not what {folder.path} has, and a folder of adapters "
-                "holds nothing else; write the folder whole, without --adapters"
-            )
+    for part in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
+        _check_unchanged(folder.path, part)
     draft = out.with_name(f"{out.name}.partial")
     write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
     print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
+
+
+def _check_unchanged(folder: Path, part: SavedComponent) -> None:
+    """Raise `ConfigError` for a component that differs from a published folder by more than adapters of the decoder."""
+    if part.adapter is not None and part.component != LANGUAGE:
+        raise ConfigError(
+            f"{ADAPTER}{part.component} of {part.location}: the peft library reads adapters of decoders; write the "
+            "folder whole, without --adapters"
+        )
+    fit = ModelFolder.open(folder, part.component).check(part.shapes)
+    for path, shape in fit.shapes.items():
+        own = part.values(path)
+        whole = tuple(slice(0, size) for size in shape)
+        if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
+            raise ConfigError(
+                f"{part.component}.{path} of {part.location} is not what {folder} has, and a folder of adapters "
+                "holds nothing else; write the folder whole, without --adapters"
+            )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def test_modules_have_the_names_of_the_reference_whatever_the_keys_begin_with():
         "layers.{layer}.weight: (f d) -> layer d f",
         "layers.{layer}.bias: f d -> layer d f",
         "head.weight: f d -> d f",
+        "layers.{layer}.weight[0/2]: f d -> layer d f",
     ],
 )
 def test_what_is_no_matrix_of_each_layer_is_refused(text):

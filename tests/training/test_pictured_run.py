@@ -104,3 +104,19 @@ def test_a_second_run_trains_all_of_it_in_stages(folder, config, run, tmp_path):
     assert changed(folder, tmp_path / "next", tmp_path / "out") == {
         *ModelFolder.open(folder).tensors
     }
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_adapters_of_the_tower_are_merged_into_joined_tensors(folder, config, tmp_path, capsys):
+    """Queries, keys and values are one tensor in the folder, and three matrices with an adapter each."""
+    overrides = [f"run.directory={tmp_path / 'run'}", "components.projector.vision.freeze=true"]
+    overrides += ["model.adapters.vision={rank: 2, alpha: 4.0}"]
+    assert train(["--config", str(config), *overrides]) == 0
+    matrices = ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    adapted = {f"visual.blocks.{layer}.{name}.weight" for layer in range(3) for name in matrices}
+    assert changed(folder, tmp_path / "run", tmp_path / "out") == adapted
+    capsys.readouterr()
+    alone = ["to-hf", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapters"]
+    assert convert(alone) == 2
+    assert "has no adapter.language to write" in capsys.readouterr().err
