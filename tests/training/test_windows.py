@@ -107,9 +107,7 @@ CASES = {  # devices, mesh, what else
 }
 
 
-@pytest.mark.parametrize(
-    "devices, mesh, changes", slow_cases(CASES, {"stages2-context2-segments"})
-)
+@pytest.mark.parametrize("devices, mesh, changes", slow_cases(CASES, {"stages2-context2-segments"}))
 def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
     setups, by_example, whole, devices, mesh, changes
 ):
