@@ -190,15 +190,14 @@ def by_slot(
 ) -> tuple[Float[Array, "R C D"], ...]:
     """The N vectors of each slot's segment; zeros where there is none.
 
-    A product with zeros and ones, and so is its gradient: a scatter-add would sum in any order.
+    Products with zeros and ones, and so are their gradients: a scatter-add would sum in any order. One for each
+    vector: the gradients of all together would have to be stacked and transposed first.
     """
     segments = jnp.arange(1, modulation.shape[1] + 1, dtype=owners.dtype)
     chosen = (owners[..., None] == segments).astype(modulation.dtype)
-    slots = jnp.einsum(
-        "rcs,rsnd->nrcd",
-        chosen,
-        modulation,
-        precision=jax.lax.Precision.HIGHEST,
+    slots = (
+        jnp.einsum("rcs,rsd->rcd", chosen, vectors, precision=jax.lax.Precision.HIGHEST)
+        for vectors in jnp.moveaxis(modulation, 2, 0)
     )
     return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
 
