@@ -354,6 +354,7 @@ class DiffusionConfig(Section):
     modulation: Literal["shared", "layer"] = "layer"
     qk_norm: bool = True
     rope_theta: PositiveFloat = 10_000.0
+    rope_origin: Literal["corner", "centre"] = "corner"  # from where rows and columns are counted
     norm_epsilon: PositiveFloat = 1e-6
 
     @property

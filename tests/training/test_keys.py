@@ -555,6 +555,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
     **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
     **effects("model.diffusion", generator, DRAWS, **NORMS),
+    **effects("model.diffusion", lengths, DRAWS, rope_origin="centre"),
     **component("diffusion", generator, DRAWS),
     **component("projector.language", generator, DRAWS),
     **effects("model.diffusion", weights, DRAWS, patch_frames="2", channels="4"),

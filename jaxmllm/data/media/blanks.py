@@ -114,7 +114,7 @@ class Blanks(Generated):
         return COPIES * super().real(shape)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        return np.tile(super().positions(shape), (COPIES, 1))
+        return np.tile(self.learned.positions(shape), (COPIES, 1))
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """Zeros: drawing begins with noise alone."""

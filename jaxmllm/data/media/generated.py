@@ -39,6 +39,7 @@ class Generated:
     name = "diffusion"
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
     generated = True
+    centred = False  # where rows and columns are counted from
 
     def length(self, shape: Shape) -> int:
         return math.prod(shape)
@@ -50,8 +51,15 @@ class Generated:
         return 0
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(time, row, column) of each patch in the grid: [length, 3]."""
-        return np.indices(shape, np.int32).reshape(3, -1).T
+        """(time, row, column) of each patch in the grid: [length, 3].
+
+        Centred, rows and columns are negative above and left of the middle of the picture, where place 0 begins; of
+        odd numbers of them, one more is negative (arXiv 2508.02324).
+        """
+        positions = np.indices(shape, np.int32).reshape(3, -1).T
+        if self.centred:
+            positions[:, 1:] -= [ceil_divide(side, 2) for side in shape[1:]]
+        return positions
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
@@ -73,6 +81,7 @@ class GeneratedPixels(Generated, Images):
     fps: float | None = None  # of clips; none: all frames, whatever their times
     folder_fps: float | None = None  # of the files of a folder
     shorten: bool = False  # clips with more than `max_frames`, instead of refusing them
+    centred: bool = False
 
     section = "generated"
     cell = "patch (model.diffusion.patch_size)"

@@ -50,6 +50,7 @@ class GeneratedLatents(Generated):
     std: tuple[float, ...]
     max_frames: int
     shorten: bool  # clips with more frames, instead of refusing them
+    centred: bool = False
 
     formats = ("NPY", "SAFETENSORS")
 

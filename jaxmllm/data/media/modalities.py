@@ -54,12 +54,14 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
             patch_size=model.patch_size,
             merge=1,
             patch_frames=model.patch_frames,
+            centred=model.rope_origin == "centre",
             **data.generated.model_dump(),
         )
     return GeneratedLatents(
         channels=model.channels,
         patch_frames=model.patch_frames,
         patch_size=model.patch_size,
+        centred=model.rope_origin == "centre",
         **data.latents.model_dump(),
     )
 

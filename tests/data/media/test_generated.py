@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmllm.data.media.blanks import Blanks
 from jaxmllm.data.media.generated import GeneratedPixels, patches_of
 from jaxmllm.data.media.reference import Clip, File, MediaError
 
@@ -171,3 +172,15 @@ def test_what_cannot_be_drawn_is_refused_by_name(name: str, tmp_path: Path) -> N
         modality.load(media, modality.measure(media))
     assert caught.value.reason == reason
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rows_and_columns_are_counted_from_the_middle():
+    shape = (2, 3, 4)
+    centred = pixels(centred=True).positions(shape)
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(np.unique(centred[:, 0]), [0, 1])
+    assert_equal(np.unique(centred[:, 1]), [-2, -1, 0])  # as Qwen-Image counts odd numbers
+    assert_equal(np.unique(centred[:, 2]), [-2, -1, 0, 1])
+    assert_equal(centred - pixels().positions(shape), np.tile([0, -2, -2], (24, 1)))
+    blanks = Blanks(pixels(centred=True)).positions(shape)  # what is drawn lies as what was learned
+    assert_equal(blanks, np.tile(centred, (2, 1)))
