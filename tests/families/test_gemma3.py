@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.families.by_type import FAMILIES
+from jaxmllm.families.by_type import family_of
 from jaxmllm.families.folder_config import FolderConfig
-from jaxmllm.families.model_folder import INDEX, ModelFolder
+from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
 from tests.families.test_model_folder import (
@@ -53,7 +53,7 @@ SPARSE = {
 
 def language(**values) -> dict:
     config = FolderConfig(Path("config.json"), values)
-    return FAMILIES[config.get("model_type")].section(config)
+    return family_of(config).section(config)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_keys_of_both_prefixes_are_read(tower):
     folder = ModelFolder.open(tower)
     fit = folder.check(shapes_of(folder))
     zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
-    fit.write(zeros.__getitem__, tower.parent / "out")
+    write_folder([(fit, zeros.__getitem__)], tower.parent / "out")
     written = ModelFolder.open(tower.parent / "out").tensors
     for key, value in values.items():
         np.testing.assert_array_equal(written[f"model.{key}"].array(), value)
