@@ -1,6 +1,7 @@
 """The one schema of a run: frozen, typed records, one section each. Import them from here.
 
-    model, components                    model_sections.py, adapter_sections.py
+    model                                model_sections.py, adapter_sections.py
+    components                           component_sections.py
     data                                 data_sections.py
     phases, balance, mesh, pipeline      plan_sections.py
     run, optimizer, evaluation, ...      run_sections.py
@@ -17,6 +18,18 @@ from operator import attrgetter
 from pydantic import model_validator
 
 from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConfig, Matrices
+from jaxmllm.config.component_sections import (
+    AdapterComponents,
+    ComponentConfig,
+    ComponentsConfig,
+    ExpertKernel,
+    Kept,
+    Kernel,
+    ProjectorComponents,
+    ProjectorConfig,
+    Remat,
+    TrainingConfig,
+)
 from jaxmllm.config.data_sections import (
     CHATML,
     AudioDataConfig,
@@ -31,25 +44,15 @@ from jaxmllm.config.data_sections import (
 )
 from jaxmllm.config.model_sections import (
     Activation,
-    AdapterComponents,
     AudioConfig,
-    ComponentConfig,
-    ComponentsConfig,
     DiffusionConfig,
-    ExpertKernel,
     ExpertsConfig,
     Gelu,
-    Kept,
-    Kernel,
     LanguageConfig,
     LayerWindows,
     ModelConfig,
-    ProjectorComponents,
-    ProjectorConfig,
     ProjectorShapes,
-    Remat,
     TowerConfig,
-    TrainingConfig,
     VisionConfig,
 )
 from jaxmllm.config.plan_sections import (
