@@ -20,15 +20,15 @@ kept = [
 ]
 os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PATIENT, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
-# A run tells JAX to keep programs on disk, for the rest of its process: a pipeline of a later test must
-# not read them (jaxmllm/runtime/compilation_cache.py).
-os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import jax  # noqa: E402
 
 from jaxmllm.runtime.distributed import reserve_cpu_threads  # noqa: E402
 
 reserve_cpu_threads()
+# A run tells JAX to keep programs on disk, for the rest of its process: a pipeline of a later test must
+# not read them (jaxmllm/runtime/compilation_cache.py). Processes of their own keep theirs.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # Compilation makes first examples slow, and a red build must be red again for whoever repeats it.
 settings.register_profile(

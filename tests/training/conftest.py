@@ -20,7 +20,6 @@ def compilation_cache(tmp_path_factory):
     """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or _shared(tmp_path_factory) / "compiled"
     settings = {
-        "jax_enable_compilation_cache": True,  # which a run with stages turns off itself
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
