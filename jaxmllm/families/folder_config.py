@@ -43,6 +43,15 @@ class FolderConfig:
         value = self.values.get(key)
         return default if value is None else value
 
+    def completed(self, defaults: Mapping[str, Any]) -> FolderConfig:
+        """These values, and the defaults of all that is absent."""
+        given = {key: value for key, value in self.values.items() if value is not None}
+        return FolderConfig(self.path, {**defaults, **given})
+
+    def updated(self, **values: Any) -> FolderConfig:
+        """These values, some of them replaced."""
+        return FolderConfig(self.path, {**self.values, **values})
+
     def number(self, key: str, default: float | None = None) -> Any:
         """Raises `FolderError` if it is missing, or no number."""
         value = self.get(key, default)

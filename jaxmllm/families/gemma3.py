@@ -6,7 +6,6 @@ gemma3       the decoder of a folder with a vision tower, which is carried throu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jaxmllm.families.dense_decoder import (
@@ -52,13 +51,12 @@ def _text(config: FolderConfig) -> dict[str, Any]:
     config.expect("use_bidirectional_attention", False)
     if "sliding_window" in config.values and config.get("sliding_window") is None:
         config.refuse("has no sliding_window", "the layers that attend in windows need one")
-    named = {key: value for key, value in config.values.items() if value is not None}
-    config = replace(config, values=DEFAULTS | named)
+    config = config.completed(DEFAULTS)
     windowed = _windowed(config)
     full, local = _rotary(config)
     bias = config.flag("attention_bias")
     return dense_decoder(
-        replace(config, values={**config.values, "rope_parameters": full}),
+        config.updated(rope_parameters=full),
         windowed,
         window_rope_theta=local if any(windowed) else None,
         attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,

@@ -69,16 +69,14 @@ BICUBIC = 3  # of Pillow
 
 def _language(config: FolderConfig) -> dict[str, Any]:
     text = config.part("text_config") if "text_config" in config.values else config
-    given = {key: value for key, value in text.values.items() if value is not None}
-    rotary = given.get("rope_parameters", given.get("rope_scaling", {}))
+    rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
     if isinstance(rotary, dict):
         kind = rotary.get("rope_type", rotary.get("type"))
         # By kind there are sections of the axes; the frequencies are the usual ones
         rotary = rotary | {"rope_type": "default"} if kind in ("mrope", None) else rotary
     sections = rotary.get("mrope_section", SECTIONS) if isinstance(rotary, dict) else SECTIONS
     tied = config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
-    values = TEXT | given | {"rope_parameters": rotary, "tie_word_embeddings": tied}
-    text = FolderConfig(config.path, values)
+    text = text.completed(TEXT).updated(rope_parameters=rotary, tie_word_embeddings=tied)
     return dense_decoder(
         text,
         windows_by_layer(text),
