@@ -24,6 +24,7 @@ from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import FileRange, MediaReference
 from jaxmllm.data.text.render import MediaSpan
+from jaxmllm.data.text.sequence_positions import SequencePositions
 
 ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 PICTURE = 1  # among the types of tokens
@@ -108,19 +109,15 @@ def _runs(inside: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def positions_of(length: int, spans: tuple[MediaSpan, ...], images: Images | None) -> Ints:
-    """Three-axis positions [L, 3] of a text with pictures: after each it goes on at the maximum + 1."""
-    positions = np.zeros((length, 3), np.int32)
-    at, following = 0, 0
+    """Three-axis positions [L, 3] of a text with pictures."""
+    positions, at = SequencePositions(), 0
     for span in spans:
-        count = span.slot - at
-        positions[at : span.slot] = (following + np.arange(count))[:, None]
         assert images is not None
-        here = images.token_positions(span.shape, following + count)
+        positions.add_text(span.slot - at)
+        positions.add_item(images, span.shape)
         at = span.slot + span.tokens
-        positions[span.slot : at] = here
-        following = int(here.max()) + 1
-    positions[at:] = (following + np.arange(length - at))[:, None]
-    return positions
+    positions.add_text(length - at)
+    return positions.finish()
 
 
 def _colors(path: Path, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:

@@ -7,9 +7,7 @@ A document has neither header nor separator, only its content and <turn end>. Wi
 the texts and ends of all turns are learned.
 
 A tokenizer brings its `ChatLayout`: which ids open and close turns and media. One with a chat template of its own
-lets that write the turns (answer_marks.py), and media keep their frames. Positions follow M-RoPE (arXiv
-2409.12191): text advances time, height and width together, media spread over the axes, and the text after them
-continues at the maximum + 1.
+lets that write the turns (answer_marks.py), and media keep their frames.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from jaxmllm.data.text.conversation import (
     MediaPart,
     TextPart,
 )
+from jaxmllm.data.text.sequence_positions import SequencePositions
 from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
 from jaxmllm.data.text.tokenizers import Tokenizer
 
@@ -217,9 +216,8 @@ class _Sequence:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.learned: list[bool] = []
-        self.positions: list[NDArray[np.int32]] = []
+        self.positions = SequencePositions()
         self.media: list[MediaSpan] = []
-        self.next_position = 0
         self.drawn = 0  # tokens up to the end of the last generated item
 
     def add_text(self, ids: Sequence[int], learned: bool = False) -> None:
@@ -227,8 +225,7 @@ class _Sequence:
             return
         self.tokens += ids
         self.learned += [learned] * len(ids)
-        line = np.arange(self.next_position, self.next_position + len(ids), dtype=np.int32)
-        self._advance(np.repeat(line[:, None], 3, axis=1))
+        self.positions.add_text(len(ids))
 
     def add_item(
         self, reference: MediaReference, modality: Modality, shape: Shape, pad: int
@@ -240,7 +237,7 @@ class _Sequence:
         self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), tokens))
         self.tokens += [pad] * tokens
         self.learned += [False] * tokens
-        self._advance(modality.token_positions(shape, self.next_position))
+        self.positions.add_item(modality, shape)
 
     def _add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:
         """An item without tokens of its own, made from all tokens since the one before it."""
@@ -254,8 +251,4 @@ class _Sequence:
         tokens = np.array(self.tokens, np.int32)
         targets = np.full_like(tokens, -1)
         targets[:-1] = np.where(self.learned[1:], tokens[1:], -1)
-        return Rendered(tokens, targets, np.concatenate(self.positions), tuple(self.media))
-
-    def _advance(self, positions: NDArray[np.int32]) -> None:
-        self.positions.append(positions)
-        self.next_position = int(positions.max()) + 1
+        return Rendered(tokens, targets, self.positions.finish(), tuple(self.media))

@@ -1,0 +1,35 @@
+"""Three-axis positions of the tokens of a sequence.
+
+M-RoPE (arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and what
+comes after them continues at the maximum + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.data.media.modality import Modality, Shape
+
+
+class SequencePositions:
+    """Positions of text and media in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.int32]] = []
+        self._following = 0
+
+    def add_text(self, tokens: int) -> None:
+        line = np.arange(self._following, self._following + tokens, dtype=np.int32)
+        self._parts.append(np.repeat(line[:, None], 3, axis=1))
+        self._following += tokens
+
+    def add_item(self, modality: Modality, shape: Shape) -> None:
+        """An item that has tokens in the sequence."""
+        positions = modality.token_positions(shape, self._following)
+        self._parts.append(positions)
+        self._following = int(positions.max()) + 1
+
+    def finish(self) -> NDArray[np.int32]:
+        """[L, 3] time, height, width of all that was added."""
+        return np.concatenate(self._parts)
