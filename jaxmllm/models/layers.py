@@ -147,10 +147,14 @@ def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Flo
 
 
 def _affine(
-    x: Float[Array, "R C I"], p: nnx.Param[Array], b: nnx.Param[Array] | None, layout: Layout
-) -> Float[Array, "R C O"]:
+    x: Float[Array, "R C *I"],
+    p: nnx.Param[Array],
+    b: nnx.Param[Array] | None,
+    layout: Layout,
+    inputs: int = 1,
+) -> Float[Array, "R C *O"]:
     """`product`, and a bias where there is one."""
-    out = product(x, p, layout)
+    out = product(x, p, layout, inputs)
     return out if b is None else biased(out, b, layout)
 
 
@@ -366,9 +370,7 @@ class SelfAttention(nnx.Module):
             out_axes=query_axes,
         )
         mixed = attend(q, k, v, rows.ids, rows.tiles)
-        out = product(mixed, self.out, layout, inputs=2)
-        if self.out_bias is not None:
-            out = biased(out, self.out_bias, layout)
+        out = _affine(mixed, self.out, self.out_bias, layout, inputs=2)
         return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
 
     @staticmethod
@@ -379,9 +381,7 @@ class SelfAttention(nnx.Module):
         norm: RMSNorm | LayerNorm | None,
         rows: RowContext,
     ) -> Array:
-        y = product(x, p, rows.layout)
-        if b is not None:
-            y = biased(y, b, rows.layout)
+        y = _affine(x, p, b, rows.layout)
         y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
         y = named(y, "projections")
         return norm(y) if norm is not None else y
