@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from jaxmllm.config.schema import ADAPTER, ModelConfig
+from jaxmllm.config.schema import ADAPTER, PROJECTOR, ModelConfig
 
 # The decoder: its phase, its component and its sections of the config. An example is where its
 # decoder sequence is.
@@ -61,7 +61,7 @@ def _with_adapters(phase: Phase, model: ModelConfig) -> Phase:
 
 def encoder_phase(name: str) -> Phase:
     """A tower and its projector, which make tokens for the decoder."""
-    return Phase(name, components=(name, f"projector.{name}"))
+    return Phase(name, components=(name, f"{PROJECTOR}{name}"))
 
 
 def decoder_phase(encoders: tuple[str, ...] = ()) -> Phase:
@@ -71,7 +71,9 @@ def decoder_phase(encoders: tuple[str, ...] = ()) -> Phase:
 
 def generator_phase(name: str) -> Phase:
     """A generator, and what turns the decoder's states into what it reads."""
-    return Phase(name, components=(f"projector.{LANGUAGE}", name), reads=(LANGUAGE,), has_loss=True)
+    return Phase(
+        name, components=(f"{PROJECTOR}{LANGUAGE}", name), reads=(LANGUAGE,), has_loss=True
+    )
 
 
 def component_names(phases: Mapping[str, Phase]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
-from jaxmllm.config.schema import ADAPTER
+from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
 
@@ -295,7 +295,7 @@ class _Phase:
         merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
         media = self.tokens / layout.parts / merged
         projected = media * self.model.config.language.width * self.itemsize
-        projector = self.model.components[f"projector.{self.phase}"].layout.mesh_axes("mlp")
+        projector = self.model.components[f"{PROJECTOR}{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)
         yield _send(layout, ALL_REDUCE, projector, size, self.backward)
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
-from jaxmllm.config.schema import ADAPTER
+from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class _PhaseProgram:
         self.decoder = self.phase == LANGUAGE
         stride = getattr(self.shapes, "stem_stride", 1)
         self.tokens = name.capacity * name.span / stride / self.layout.parts
-        self.projector = None if self.decoder else f"projector.{self.phase}"
+        self.projector = None if self.decoder else f"{PROJECTOR}{self.phase}"
         trained = model.trainable.components
         self.given = name.function == "encode_grad_kept"
         self.tower = [self.phase]  # and its adapter

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jaxmllm.config.adapter_sections import ADAPTER
 from jaxmllm.config.section import DType, Section
 
+PROJECTOR: Final = (
+    "projector."  # what the names of projectors begin with, before that of what they read
+)
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
 Kernel = Literal["auto", "jax", "gpu"]  # of attention; see attention/attention.py

@@ -19,6 +19,7 @@ from pydantic import model_validator
 
 from jaxmllm.config.adapter_sections import ADAPTER, AdapterConfig, AdaptersConfig, Matrices
 from jaxmllm.config.component_sections import (
+    PROJECTOR,
     AdapterComponents,
     ComponentConfig,
     ComponentsConfig,
@@ -81,6 +82,7 @@ from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
 __all__ = [
     "ADAPTER",
     "CHATML",
+    "PROJECTOR",
     "Activation",
     "AdapterComponents",
     "AdapterConfig",
@@ -165,7 +167,7 @@ class Config(Section):
         self._check_experts()
         self._check_images()
         self._check_clips()
-        projectors = [f"projector.{name}" for name in self.model.encoders]
+        projectors = [f"{PROJECTOR}{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
         for name in (*self.model.phases, *projectors):
             component = self.components.of(name)
@@ -227,7 +229,7 @@ class Config(Section):
                 f"balance.calibration ({self.balance.calibration}): what the rows of model.diffusion take is not "
                 "measured; leave it out, so that items are balanced by FLOPs"
             )
-        names = (*self.model.encoders, *(f"projector.{name}" for name in self.model.encoders))
+        names = (*self.model.encoders, *(f"{PROJECTOR}{name}" for name in self.model.encoders))
         adapters = (f"{ADAPTER}{name}" for name in self.model.adapters.by_component)
         upstream = (self.components.of(name) for name in (*names, "language", *adapters))
         if self.objective.language.weight and all(component.freeze for component in upstream):
@@ -263,7 +265,7 @@ class Config(Section):
 
     def _check_experts(self) -> None:
         language = self.components.language
-        projectors = (f"projector.{name}" for name in ("vision", "audio", "language"))
+        projectors = (f"{PROJECTOR}{name}" for name in ("vision", "audio", "language"))
         for name in ("vision", "audio", "diffusion", *projectors):
             kernel = attrgetter(name)(self.components).experts
             if kernel != "auto":

@@ -54,8 +54,12 @@ class ModelFolder:
         folder = Path(path)
         config = FolderConfig.read(folder)
         family, files = family_of(config, component), tuple(_weight_files(folder))
-        keys = {key for file in files for key in file.tensors}
-        return cls(folder, config, family.of_folder(config, keys), files)
+        return cls(folder, config, family, files).of(component)
+
+    def of(self, component: str) -> ModelFolder:
+        """This folder, for another of its components. Raises `FolderError`."""
+        family = family_of(self.config, component).of_folder(self.config, self.tensors.keys())
+        return replace(self, family=family)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import (
+    PROJECTOR,
     AudioConfig,
     Config,
     ConfigError,
@@ -141,7 +142,7 @@ def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) 
     if not isinstance(own, dict) or own.get("from") is not None:
         return tree
     shapes = [
-        family_of(config, part).section(config) for part in (component, f"projector.{component}")
+        family_of(config, part).section(config) for part in (component, f"{PROJECTOR}{component}")
     ]
     tree = tree | {"model": model | {component: own}}
     return _with_tower(tree, component, config, shapes[0] | shapes[1])

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmllm.attention.attention import Choice, choice
 from jaxmllm.config.schema import (
     ADAPTER,
+    PROJECTOR,
     ComponentConfig,
     ComponentsConfig,
     ConfigError,
@@ -241,7 +242,7 @@ class MLLM:
         places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
         """Turn a tower's features into language tokens, those of each rank in packed order."""
-        name = f"projector.{phase}"
+        name = f"{PROJECTOR}{phase}"
         tokens = self._projected(params, name, features)
         layout = self.components[name].layout
         if not layout.mesh_axes("sequence") and phase not in self.config.windows:
@@ -288,7 +289,7 @@ class MLLM:
     ) -> Float[Array, "R C F"]:
         """What a generator predicts of noisy patches. `states` holds those of the decoder, where there are
         conditions."""
-        conditions = self._projected(params, f"projector.{LANGUAGE}", states)
+        conditions = self._projected(params, f"{PROJECTOR}{LANGUAGE}", states)
         component = self.components[phase]
         predictions: Array = component.module(params)(
             rows, noisy, conditions, component.layout, component.dtype, component.settings
@@ -370,7 +371,7 @@ def build_model(
     if config.diffusion is not None:
         diffusion = config.diffusion
         makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
-        makers[f"projector.{LANGUAGE}"] = (
+        makers[f"{PROJECTOR}{LANGUAGE}"] = (
             settings.projector.language,
             lambda rngs: Projector(language.width, 1, diffusion.width, rngs),
         )
@@ -461,9 +462,9 @@ def _layouts(
             layouts[name] = layouts[name.removeprefix(ADAPTER)]
             continue
         overrides = dict(setting.layout)
-        if name.startswith("projector."):  # a projector runs on the ranks of its tower
+        if name.startswith(PROJECTOR):  # a projector runs on the ranks of its tower
             owner = (
-                "diffusion" if name == f"projector.{LANGUAGE}" else name.removeprefix("projector.")
+                "diffusion" if name == f"{PROJECTOR}{LANGUAGE}" else name.removeprefix(PROJECTOR)
             )
             tower = layouts[owner]
             for axes in ("batch", "sequence"):

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.config.schema import (
     ADAPTER,
+    PROJECTOR,
     AdapterConfig,
     ComponentsConfig,
     ConfigError,
@@ -61,7 +62,7 @@ from jaxmllm.runtime.checkpoint_files import (
 from jaxmllm.tools.output import command_parser
 from jaxmllm.tools.prepared_inputs import PreparedRun, differences
 from jaxmllm.training.folder_parameters import read_folder
-from jaxmllm.training.initial import CHECKPOINTS, PROJECTOR, source_checkpoints
+from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import config_of, read_config
 from sharding.mesh import make_mesh
@@ -122,11 +123,11 @@ def to_folder(run: Path, out: Path, source: Path | None = None, component: str =
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    path = source or _origin(run, component)
-    folder, saved = ModelFolder.open(path, component), SavedComponent.of(run, component)
+    folder = ModelFolder.open(source or _origin(run, component), component)
+    saved = SavedComponent.of(run, component)
     beside = _beside(run, folder, saved) if component == LANGUAGE else ()
     parts = [saved, *(saved.other(run, name) for name in beside)]
-    fits = [ModelFolder.open(path, part.component).check(part.shapes) for part in parts]
+    fits = [folder.of(part.component).check(part.shapes) for part in parts]
     draft = out.with_name(f"{out.name}.partial")
     left_out = write_folder(
         [(fit, part.merged) for fit, part in zip(fits, parts, strict=True)], draft
@@ -191,27 +192,27 @@ def to_adapters(
             f"{run} has no {ADAPTER}{LANGUAGE} to write; leave out --adapters, or add model.adapters.language"
         )
     for part in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
-        _check_unchanged(folder.path, part)
+        _check_unchanged(folder, part)
     draft = out.with_name(f"{out.name}.partial")
     write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
     print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
 
 
-def _check_unchanged(folder: Path, part: SavedComponent) -> None:
+def _check_unchanged(folder: ModelFolder, part: SavedComponent) -> None:
     """Raise `ConfigError` for a component that differs from a published folder by more than adapters of the decoder."""
     if part.adapter is not None and part.component != LANGUAGE:
         raise ConfigError(
             f"{ADAPTER}{part.component} of {part.location}: the peft library reads adapters of decoders; write the "
             "folder whole, without --adapters"
         )
-    fit = ModelFolder.open(folder, part.component).check(part.shapes)
+    fit = folder.of(part.component).check(part.shapes)
     for path, shape in fit.shapes.items():
         own = part.values(path)
         whole = tuple(slice(0, size) for size in shape)
         if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
             raise ConfigError(
-                f"{part.component}.{path} of {part.location} is not what {folder} has, and a folder of adapters "
+                f"{part.component}.{path} of {part.location} is not what {folder.path} has, and a folder of adapters "
                 "holds nothing else; write the folder whole, without --adapters"
             )
 

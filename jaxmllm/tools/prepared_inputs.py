@@ -30,7 +30,6 @@ from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import MediaSpan, Rendered
 from jaxmllm.families.by_type import components_of
-from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.models.mllm import build_model
@@ -197,8 +196,9 @@ class PreparedRun:
         }
         programs.compile()
         abstract = programs.saved_state.params
-        there = components_of(FolderConfig.read(source))
-        folders = {name: ModelFolder.open(source, name) for name in there if name in abstract}
+        folder = ModelFolder.open(source)
+        there = [name for name in components_of(folder.config) if name in abstract]
+        folders = {name: folder.of(name) for name in there}
         params = {name: read_folder(str(source), abstract[name], name) for name in folders}
         return cls(folders, config, texts, programs, params)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from jaxmllm.config.schema import Config, ModelConfig
+from jaxmllm.config.schema import PROJECTOR, Config, ModelConfig
 from jaxmllm.families.by_type import components_of
 from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.model_folder import ModelFolder, is_model_folder
@@ -32,7 +32,6 @@ from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 
-PROJECTOR = "projector."  # of names, before that of the tower
 CHECKPOINTS = "checkpoints"  # folder of them inside a run folder
 
 

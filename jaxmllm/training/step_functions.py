@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.config.schema import ObjectiveConfig, OptimizerConfig
+from jaxmllm.config.schema import PROJECTOR, ObjectiveConfig, OptimizerConfig
 from jaxmllm.models.language import OutputHead
 from jaxmllm.models.mixture import RouterSums, sums_of_rows
 from jaxmllm.models.mllm import MLLM, Params
@@ -139,7 +139,7 @@ class StepFunctions:
 
     def keeps_features(self, phase: str) -> bool:
         """Whether backward starts from the features of a frozen tower instead of running it again."""
-        return self.trainable_of(phase) == (f"projector.{phase}",)
+        return self.trainable_of(phase) == (f"{PROJECTOR}{phase}",)
 
     # ------------------------------------------------------------------ encoders
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import (
     ADAPTER,
+    PROJECTOR,
     AudioConfig,
     DiffusionConfig,
     ExpertsConfig,
@@ -382,7 +383,7 @@ def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...
     times alone, once per item, is left out."""
     patch = config.patch_features * config.width
     projector = Layer(
-        f"projector.{LANGUAGE}",
+        f"{PROJECTOR}{LANGUAGE}",
         language_width * config.width + config.width**2,
         _product(language_width * config.width) + _product(config.width**2),
     )
@@ -422,7 +423,7 @@ def _projector(
     first = features * between
     second = between * width
     products = _product(first, per_token=per_token) + _product(second, per_token=per_token)
-    return Layer(f"projector.{phase}", first + second, products)
+    return Layer(f"{PROJECTOR}{phase}", first + second, products)
 
 
 def _product(weights: int, per_token: int = 1) -> tuple[Fraction, ...]:
