@@ -1,99 +1,205 @@
-"""Make pictures of coloured shapes with captions to learn drawing from, or judge drawn ones by rule.
+"""Make coloured shapes with words to learn drawing and seeing from, or judge drawn files by rule.
 
     jaxmllm shapes OUT [--seed 0] [--train 9216] [--test 288]
     jaxmllm shapes --judge FOLDER [--json PATH] [--seconds-training S] [--seconds-sampling S]
 
-    OUT/train.jsonl, OUT/test.jsonl    a caption that the user says, a picture that the assistant answers
-    OUT/draw.jsonl                     the captions of test.jsonl, with sizes and names of files to draw
-    OUT/tokenizer.json                 a token for each word of the captions
-    OUT/media/{train,test}/            PNG pictures
+    OUT/pictures-{train,test}.jsonl    a caption that the user says, a picture that the assistant answers
+    OUT/clips-{train,test}.jsonl       the same of clips: a quarter as many to train, a third to test
+    OUT/edits-{train,test}.jsonl       a picture is shown, the same in another colour is answered: half as many
+    OUT/questions-{train,test}.jsonl   a picture is shown, and what is asked about it is answered in words: half as
+                                       many to train, as many to test
+    OUT/draw.jsonl, OUT/edit.jsonl     what jaxmllm draw shall draw: the held-out captions; the held-out edits
+    OUT/tokenizer.json                 a token for each word
+    OUT/media/                         PNG pictures, clips as animated ones
 
-A picture of 24 to 64 pixels a side, of any ratio, shows a shape (circle, square, triangle) of one of six
-colours in one of its quarters. Training has no picture of 12 of the 72 combinations; the held-out
-pictures show all equally often. Equal arguments and library versions give equal bytes.
+A picture of 24 to 64 pixels a side, of any ratio, shows a shape (circle, square, triangle) of one of six colours in
+one of its quarters; in a clip of 4 to 12 frames of 24 to 40 pixels a side it moves in one of four directions.
+Training has nothing of 12 of the 72 combinations of either; held out are all, equally often. Equal arguments and
+library versions give equal bytes.
 
-The judge reads PNG files whose names say what they should show (red-circle-top-left-0.png) and prints
-which shares of them show the colour, the shape, the place and all three, and of the combinations that
-training lacks (`unseen_all`).
+The judge reads PNG files whose names say what they should show (red-circle-top-left-0.png, blue-square-moves-up-3.png)
+and prints which shares of them show the colour, the shape, the place or motion, and all of these, and of the
+combinations that training lacks (`unseen_all`).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from PIL import Image
 
 from jaxmllm.data.printable import shown
 from jaxmllm.tools.output import command_parser
 from jaxmllm.tools.sample_data import random_of
 from jaxmllm.tools.shapes_judge import file_name, judge, table
-from jaxmllm.tools.shapes_scenes import SCENES, Scene, caption, paint, size
+from jaxmllm.tools.shapes_scenes import (
+    CLIP_SCENES,
+    CLIP_SIDES,
+    FRAMES,
+    QUESTIONS,
+    SCENES,
+    Figure,
+    Scene,
+    caption,
+    edit,
+    question,
+    size,
+)
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 UNKNOWN = SPECIAL[-1]
 ROLES = "user assistant"  # words of every conversation
+FRAME_MILLISECONDS = 125
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation of a file, and what to ask for to have its picture or clip drawn."""
+
+    said: tuple[str | Path, ...]  # by the user: pictures that are shown, and text
+    answer: str | Path
+    name: str = ""  # of the file that is drawn, without its ending; none where words are answered
+    size: tuple[int, int] = (0, 0)  # height and width, in pixels
+    frames: int = 1
+
+    @property
+    def words(self) -> Iterator[str]:
+        """All texts."""
+        return (part for part in (*self.said, self.answer) if isinstance(part, str))
+
+    def conversation(self, id: str) -> dict[str, Any]:
+        """The line to train on."""
+        moving = "video" if self.frames > 1 else "image"
+        answer = self.answer if isinstance(self.answer, str) else [_media(self.answer, moving)]
+        return {"id": id, "messages": [self._question(), {"role": "assistant", "content": answer}]}
+
+    def request(self) -> dict[str, Any]:
+        """The line to draw."""
+        height, width = self.size
+        asked: dict[str, Any] = {"messages": [self._question()], "size": f"{height}x{width}"}
+        if self.frames > 1:
+            asked["frames"] = self.frames
+        return asked | {"name": self.name}
+
+    def _question(self) -> dict[str, Any]:
+        parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else _media(part, "image")
+            for part in self.said
+        ]
+        text = self.said[0]
+        plain = len(parts) == 1 and isinstance(text, str)
+        return {"role": "user", "content": text if plain else parts}
+
+
+def _media(path: Path, kind: str) -> dict[str, str]:
+    return {"type": kind, kind: path.as_posix()}
 
 
 def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCENES) * 4) -> None:
     """Write the data set into folder `out`.
 
-    `train` and `test` are counts of pictures. Raises `ValueError` unless they are positive and `test` is a
-    multiple of the number of combinations.
+    `train` and `test` are counts of pictures. Raises `ValueError` unless `train` is at least 4 and `test` a
+    positive multiple of the number of combinations.
     """
-    if train <= 0:
-        raise ValueError(f"--train {train}: must be positive")
+    if train < 4:
+        raise ValueError(f"--train {train}: must be at least 4")
     if test <= 0 or test % len(SCENES):
         raise ValueError(
             f"--test {test}: must be a positive multiple of {len(SCENES)}, the combinations"
         )
-    seen = [scene for scene in SCENES if not scene.unseen]
-    records = _make_split(out, "train", seed, itertools.islice(itertools.cycle(seen), train))
-    held_out = _make_split(out, "test", seed, itertools.islice(itertools.cycle(SCENES), test))
-    _write_lines(
-        out / "draw.jsonl",
-        [
-            {"prompt": record["caption"], "size": record["size"], "name": record["name"]}
-            for record in held_out
-        ],
-    )
-    captions = [record["caption"] for record in records + held_out]
-    (out / "tokenizer.json").write_text(_tokenizer([*captions, ROLES]), encoding="utf-8")
+    made: dict[str, list[Record]] = {}
+    for kind, record, scenes, (of_train, of_test) in (
+        ("pictures", _picture, SCENES, (train, test)),
+        ("clips", _clip, CLIP_SCENES, (train // 4, test // 3)),
+        ("edits", _edit, SCENES, (train // 2, test // 2)),
+        ("questions", _question, SCENES, (train // 2, test)),
+    ):
+        for split, count in (("train", of_train), ("test", of_test)):
+            part = [scene for scene in scenes if split == "test" or not scene.unseen]
+            name = f"{kind}-{split}"
+            maker = _Maker(out, Path("media") / name, random_of(seed, name, "shapes"), part)
+            made[name] = [record(maker, n) for n in range(count)]
+            lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(made[name]))
+            _write_lines(out / f"{name}.jsonl", lines)
+    for file, parts in (("draw", ("pictures-test", "clips-test")), ("edit", ("edits-test",))):
+        requests = (record.request() for part in parts for record in made[part])
+        _write_lines(out / f"{file}.jsonl", requests)
+    words = (text for records in made.values() for record in records for text in record.words)
+    (out / "tokenizer.json").write_text(_tokenizer([*words, ROLES]), encoding="utf-8")
 
 
-def _make_split(out: Path, split: str, seed: int, scenes: Iterable[Scene]) -> list[dict[str, str]]:
-    """Pictures of scenes and their conversations: caption, size and name of each."""
-    folder = Path("media") / split
-    (out / folder).mkdir(parents=True, exist_ok=True)
-    random = random_of(seed, split, "shapes")
-    made = []
-    lines = []
-    for number, scene in enumerate(scenes):
-        height, width = size(random)
-        name = file_name(scene, number)
-        path = (folder / name).with_suffix(".png")
-        Image.fromarray(paint(random, scene, height, width)).save(out / path)
-        words = caption(random, scene)
-        made.append({"caption": words, "size": f"{height}x{width}", "name": name})
-        lines.append(
-            {
-                "id": f"{split}-{number:05d}",
-                "messages": [
-                    {"role": "user", "content": words},
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "image", "image": path.as_posix()}],
-                    },
-                ],
-            }
-        )
-    _write_lines(out / f"{split}.jsonl", lines)
-    return made
+@dataclass(frozen=True)
+class _Maker:
+    """What the records of a file are made with."""
+
+    out: Path
+    folder: Path  # of its media, inside `out`
+    random: np.random.Generator
+    scenes: Sequence[Scene]  # in turn
+
+    def __post_init__(self) -> None:
+        (self.out / self.folder).mkdir(parents=True, exist_ok=True)
+
+    def save(self, name: str, frames: NDArray[np.uint8]) -> Path:
+        path = self.folder / f"{name}.png"
+        first, *others = map(Image.fromarray, frames)
+        if others:
+            first.save(
+                self.out / path, save_all=True, append_images=others, duration=FRAME_MILLISECONDS
+            )
+        else:
+            first.save(self.out / path)
+        return path
+
+
+def _picture(maker: _Maker, number: int) -> Record:
+    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
+    sides = size(random)
+    name = file_name(scene, number)
+    path = maker.save(name, Figure.of(random, scene, *sides).frames())
+    return Record((caption(random, scene),), path, name, sides)
+
+
+def _clip(maker: _Maker, number: int) -> Record:
+    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
+    sides = size(random, CLIP_SIDES)
+    frames = int(random.integers(FRAMES[0], FRAMES[1] + 1))
+    name = file_name(scene, number)
+    path = maker.save(name, Figure.of(random, scene, *sides, frames).frames())
+    return Record((caption(random, scene),), path, name, sides, frames)
+
+
+def _edit(maker: _Maker, number: int) -> Record:
+    """Its scene is what is answered; what is shown has another colour, with which training has it, too."""
+    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
+    others = [
+        other
+        for other in maker.scenes
+        if (other.shape, other.place) == (scene.shape, scene.place) and other != scene
+    ]
+    before = others[random.integers(len(others))]
+    sides = size(random)
+    figure = Figure.of(random, before, *sides)
+    source = maker.save(f"{file_name(before, number)}-shown", figure.frames())
+    name = file_name(scene, number)
+    answer = maker.save(name, figure.coloured(random, scene.colour).frames())
+    return Record((source, edit(random, scene.colour)), answer, name, sides)
+
+
+def _question(maker: _Maker, number: int) -> Record:
+    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
+    picture = maker.save(file_name(scene, number), Figure.of(random, scene, *size(random)).frames())
+    aspect = list(QUESTIONS)[random.integers(len(QUESTIONS))]
+    asked, answer = question(random, scene, aspect)
+    return Record((picture, asked), answer)
 
 
 def _tokenizer(texts: Iterable[str]) -> str:
@@ -117,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=9216, help="training pictures")
     parser.add_argument("--test", type=int, default=288, help="held-out pictures")
-    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of drawn pictures")
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of drawn pictures and clips")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write what the judge says")
     for work in ("training", "sampling"):
         parser.add_argument(
@@ -137,16 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judge(options: argparse.Namespace) -> None:
-    pictures = judge(options.judge)
-    print("  ".join(table(pictures)))
+    scores = judge(options.judge)
+    for kind, shares in scores.items():
+        if shares is not None:
+            print("  ".join([kind, *table(shares)]))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "pictures": pictures,
+        seconds = {
             "seconds_training": options.seconds_training,
             "seconds_sampling": options.seconds_sampling,
         }
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(scores | seconds, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

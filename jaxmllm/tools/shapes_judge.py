@@ -1,26 +1,37 @@
-"""What pictures of coloured shapes show, told by rule: no model is asked.
+"""What pictures and clips of coloured shapes show, told by rule: no model is asked.
 
     ground      the median of the picture's edge
     colour      the one nearest to the mean of the pixels that differ from the ground most
     place       the quarter that the centroid of what differs lies in
+    motion      where that centroid goes from the first frame of a clip to its last
     shape       the one whose outline, of the same area and near the same place, covers the same pixels best
 
-A picture that differs from its ground nowhere, or whose shape fits no outline, has none of what is asked.
+A picture that differs from its ground nowhere, or whose shape fits no outline, has none of what is asked. Of a clip,
+colour and shape are those of most frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from jaxmllm.arrays import Floats
 from jaxmllm.tools.sample_media import COLOURS
-from jaxmllm.tools.shapes_scenes import PLACES, SCENES, SHAPES, Scene, coverage
+from jaxmllm.tools.shapes_scenes import (
+    CLIP_SCENES,
+    MOTIONS,
+    PLACES,
+    SCENES,
+    SHAPES,
+    Scene,
+    coverage,
+)
 
 LEAST_CONTRAST = 40.0  # levels between ground and shape, over the three channels
 MOST_COLOUR_ERROR = 90.0  # levels from a colour, likewise
@@ -29,12 +40,45 @@ LEAST_OVERLAP = 0.6  # of shape and outline: intersection over union
 SHIFTS: Final = (-0.75, 0.0, 0.75)  # pixels that an outline is tried beside the shape's middle
 SCALES: Final = (0.92, 1.0, 1.08)  # of its radius
 MARGIN = 3  # pixels
+LEAST_WAY = 0.1  # of a side, that what moves has to go
 ASPECTS = ("colour", "shape", "place")
 
 
 def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
     """Colour, shape and place that a picture [height, width, 3] shows; None where it shows none."""
-    nothing = dict.fromkeys(ASPECTS)
+    figure = _figure(pixels)
+    if figure is None:
+        return dict.fromkeys(ASPECTS)
+    colour, cover = figure
+    y, x = _centroid(cover)
+    return {
+        "colour": colour,
+        "shape": _shape(cover),
+        "place": PLACES[2 * (y > 0.5) + (x > 0.5)],
+    }
+
+
+def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
+    """Colour, shape and motion that the frames [height, width, 3] of a clip show; None where they show none."""
+    figures = [_figure(frame) for frame in frames]
+    colours = Counter(figure[0] if figure else None for figure in figures)
+    shapes = Counter(_shape(figure[1]) if figure else None for figure in figures)
+    motion = None
+    first, last = figures[0], figures[-1]
+    if first is not None and last is not None:
+        way = np.subtract(_centroid(last[1]), _centroid(first[1]))
+        along = {name: float(way @ np.array(step)) for name, step in MOTIONS.items()}
+        best = max(along, key=lambda name: along[name])
+        motion = best if along[best] >= LEAST_WAY else None
+    return {
+        "colour": colours.most_common(1)[0][0],
+        "shape": shapes.most_common(1)[0][0],
+        "motion": motion,
+    }
+
+
+def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
+    """The colour of what differs from the ground, and how far each pixel is covered by it; None where nothing does."""
     image = pixels.astype(float)
     edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
     ground = np.median(edge, axis=0)
@@ -42,23 +86,22 @@ def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
     # The largest of few pixels may be an outlier
     most = float(np.sort(difference.ravel())[-3:].mean())
     if most < LEAST_CONTRAST:
-        return nothing
+        return None
     core = image[difference > CORE * most].mean(axis=0)
     if np.linalg.norm(core - ground) < LEAST_CONTRAST:  # colours on all sides of the ground
-        return nothing
+        return None
     error = {name: float(np.linalg.norm(core - value)) for name, value in COLOURS.items()}
     colour = min(error, key=lambda name: error[name])
-    cover = _cover(image, ground, core)
+    return colour if error[colour] < MOST_COLOUR_ERROR else None, _cover(image, ground, core)
+
+
+def _centroid(cover: Floats) -> tuple[float, float]:
+    """(y, x) of what is covered, in shares of the sides."""
     y, x = (
-        float((cover.sum(axis=1 - axis) @ (np.arange(cover.shape[axis]) + 0.5)) / cover.sum())
-        for axis in (0, 1)
+        float((cover.sum(axis=1 - axis) @ (np.arange(size) + 0.5)) / cover.sum() / size)
+        for axis, size in enumerate(cover.shape)
     )
-    height, width = cover.shape
-    return {
-        "colour": colour if error[colour] < MOST_COLOUR_ERROR else None,
-        "shape": _shape(cover),
-        "place": PLACES[2 * (y > height / 2) + (x > width / 2)],
-    }
+    return y, x
 
 
 def _cover(image: Floats, ground: Floats, core: Floats) -> Floats:
@@ -99,42 +142,65 @@ def _overlap(cover: Floats, outline: Floats) -> float:
 # ---------------------------------------------------------------------------- folders
 
 
-def judge(folder: Path) -> dict[str, float | None]:
+def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
     """Shares of a folder's PNG files that show what their names say (`file_name`).
 
     Returns:
-      `files`, how many; `colour`, `shape`, `place` and `all` of them: shares of all files; `unseen_all`: of those
-      that training has no picture of, None where the folder has none.
+      of `pictures` and `clips`, None of a kind that the folder has no file of: `files`, how many; `colour`, `shape`,
+      `place` (None of clips), `motion` (None of pictures) and `all` of them: shares of all files; `unseen_all`: of
+      those that training has nothing of, None where the folder has none.
 
     Raises:
-      ValueError: there is no file, or one has another name.
+      ValueError: there is no file, one has another name, or is no clip though its name says so.
     """
     paths = sorted(folder.glob("*.png"))
     if not paths:
         raise ValueError(f"{folder} has no PNG files")
-    right: dict[str, list[bool]] = {aspect: [] for aspect in (*ASPECTS, "all", "unseen_all")}
+    right: dict[bool, list[tuple[Scene, dict[str, bool]]]] = {False: [], True: []}
     for path in paths:
         scene = scene_of(path)
-        with Image.open(path) as image:
-            shown = look(np.asarray(image.convert("RGB")))
-        correct = {aspect: shown[aspect] == getattr(scene, aspect) for aspect in ASPECTS}
-        for aspect, value in correct.items():
-            right[aspect].append(value)
-        right["all"].append(all(correct.values()))
-        if scene.unseen:
-            right["unseen_all"].append(all(correct.values()))
-    shares = {name: float(np.mean(values)) if values else None for name, values in right.items()}
-    return {"files": len(paths)} | shares
+        found = _seen(path, scene)
+        aspects = {name: value == getattr(scene, name) for name, value in found.items()}
+        right[scene.motion is not None].append((scene, aspects))
+    return {"pictures": _shares(right[False]), "clips": _shares(right[True])}
+
+
+def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
+    """What the file of a scene shows."""
+    with Image.open(path) as image:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+    if scene.motion is None:
+        return look(frames[0])
+    if len(frames) == 1:
+        raise ValueError(f"{path}: its name is that of a clip, but it has one frame")
+    return look_at_clip(frames)
+
+
+def _shares(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, float | None] | None:
+    if not files:
+        return None
+    shares: dict[str, float | None] = {
+        name: float(np.mean([aspects[name] for _, aspects in files]))
+        if name in files[0][1]
+        else None
+        for name in ("colour", "shape", "place", "motion")
+    }
+    whole = [(scene.unseen, all(aspects.values())) for scene, aspects in files]
+    unseen = [value for unseen, value in whole if unseen]
+    shares["all"] = float(np.mean([value for _, value in whole]))
+    shares["unseen_all"] = float(np.mean(unseen)) if unseen else None
+    return {"files": len(files)} | shares
 
 
 def file_name(scene: Scene, number: int) -> str:
-    """The name, without ending, of a picture of a scene."""
-    return f"{scene.colour}-{scene.shape}-{scene.place}-{number}"
+    """The name, without ending, of a picture or clip of a scene."""
+    where = scene.place or f"moves-{scene.motion}"
+    return f"{scene.colour}-{scene.shape}-{where}-{number}"
 
 
 def scene_of(path: Path) -> Scene:
     """The scene that a file's name says. Raises `ValueError` for other names."""
-    for scene in SCENES:
+    for scene in (*SCENES, *CLIP_SCENES):
         if path.stem.startswith(file_name(scene, 0)[:-1]):
             return scene
     raise ValueError(f"{path}: its name is none of a scene, as red-circle-top-left-0 is")

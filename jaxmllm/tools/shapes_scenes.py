@@ -1,9 +1,10 @@
-"""Pictures of one coloured shape: what they show, the pixels, and the words for it."""
+"""Pictures and clips of one coloured shape: what they show, the pixels, and the words for it."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -13,11 +14,16 @@ from jaxmllm.arrays import Floats
 from jaxmllm.tools.sample_media import COLOURS
 
 SHAPES: Final = ("circle", "square", "triangle")
-PLACES: Final = ("top-left", "top-right", "bottom-left", "bottom-right")  # quarters of the picture
+PLACES: Final = ("top-left", "top-right", "bottom-left", "bottom-right")  # quarters of a picture
+MOTIONS: Final = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of clips
 SIDES: Final = (24, 64)  # fewest and most pixels of a side
+CLIP_SIDES: Final = (24, 40)
+FRAMES: Final = (4, 12)  # fewest and most of a clip
 STEP: Final = 8  # sides are multiples of it
 SUBPIXELS: Final = 4  # along each side of a pixel, which is the mean of them
-MIDDLE = 0.3  # of a side: how far from the nearer edges a shape stands ...
+MIDDLE = (
+    0.3  # of a side: how far from the nearer edges a shape stands, or begins and ends to move ...
+)
 DRIFT = 0.02  # ... within this
 SMALLEST, LARGEST = 0.16, 0.22  # of the shorter side: the radius of a shape
 
@@ -34,37 +40,64 @@ CAPTIONS: Final = (
     "please paint one {colour} {shape} {place}",
     "the {place} of the picture has a {colour} {shape}",
 )
+CLIP_CAPTIONS: Final = (
+    "a {colour} {shape} moves {motion}",
+    "{shape}, {colour}, going {motion}",
+    "a clip of a {colour} {shape} which goes {motion}",
+    "{motion} moves one {colour} {shape}",
+)
+EDITS: Final = ("the same in {colour}", "now make it {colour}", "draw this again but {colour}")
+QUESTIONS: Final = {
+    "colour": ("what colour is it", "which colour has the shape"),
+    "shape": ("what shape is it", "which shape is in the picture"),
+    "place": ("where is the shape", "at which place is it"),
+}
 PLACE_WORDS: Final = {"top": ("top", "upper"), "bottom": ("bottom", "lower")}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Scene:
-    """What a picture shows."""
+    """What a picture shows, or a clip: one that has a motion."""
 
     colour: str  # of `COLOURS`
     shape: str  # of `SHAPES`
-    place: str  # of `PLACES`
+    place: str | None = None  # of `PLACES`
+    motion: str | None = None  # of `MOTIONS`
 
     @property
     def unseen(self) -> bool:
-        """Whether training has no picture of it: one in six, of every colour two."""
+        """Whether training has no picture or clip of it: one in six, of every colour two."""
         colour = list(COLOURS).index(self.colour)
-        kind = SHAPES.index(self.shape), PLACES.index(self.place)
+        where = PLACES.index(self.place) if self.place else list(MOTIONS).index(self.motion or "")
+        kind = SHAPES.index(self.shape), where
         return kind in (
             (colour % len(SHAPES), colour % len(PLACES)),
             ((colour + 1) % len(SHAPES), (colour + 2) % len(PLACES)),
         )
 
 
+def _clip_scenes() -> Iterator[Scene]:
+    """In an order of which every 24 have each colour with each motion."""
+    for later, (n, colour), (m, motion) in itertools.product(
+        range(len(SHAPES)), enumerate(COLOURS), enumerate(MOTIONS)
+    ):
+        yield Scene(colour, SHAPES[(later + n + m) % len(SHAPES)], motion=motion)
+
+
 SCENES: Final = tuple(itertools.starmap(Scene, itertools.product(COLOURS, SHAPES, PLACES)))
+CLIP_SCENES: Final = tuple(_clip_scenes())
 
 
 def caption(random: np.random.Generator, scene: Scene) -> str:
-    """One of many ways to say what a picture shows."""
+    """One of many ways to say what a picture or clip shows."""
+    shapes = SHAPE_WORDS[scene.shape]
+    if scene.place is None:
+        form = CLIP_CAPTIONS[random.integers(len(CLIP_CAPTIONS))]
+        shape = shapes[random.integers(len(shapes))]
+        return form.format(colour=scene.colour, shape=shape, motion=scene.motion)
     height, width = scene.place.split("-")
     words = PLACE_WORDS[height]
     form = CAPTIONS[random.integers(len(CAPTIONS))]
-    shapes = SHAPE_WORDS[scene.shape]
     return form.format(
         colour=scene.colour,
         shape=shapes[random.integers(len(shapes))],
@@ -72,24 +105,75 @@ def caption(random: np.random.Generator, scene: Scene) -> str:
     )
 
 
-def size(random: np.random.Generator) -> tuple[int, int]:
+def edit(random: np.random.Generator, colour: str) -> str:
+    """One of some ways to ask for the shown picture in another colour."""
+    return EDITS[random.integers(len(EDITS))].format(colour=colour)
+
+
+def question(random: np.random.Generator, scene: Scene, aspect: str) -> tuple[str, str]:
+    """A question about the `aspect` (of `QUESTIONS`) of a shown picture, and its answer."""
+    forms = QUESTIONS[aspect]
+    return forms[random.integers(len(forms))], str(getattr(scene, aspect)).replace("-", " ")
+
+
+def size(random: np.random.Generator, sides: tuple[int, int] = SIDES) -> tuple[int, int]:
     """Height and width of a picture, in pixels."""
-    fewest, most = (side // STEP for side in SIDES)
+    fewest, most = (side // STEP for side in sides)
     height, width = (STEP * random.integers(fewest, most + 1, 2)).tolist()
     return height, width
 
 
-def paint(random: np.random.Generator, scene: Scene, height: int, width: int) -> NDArray[np.uint8]:
-    """A shape of about a colour in a quarter of a light ground: [height, width, 3]."""
-    row, column = divmod(PLACES.index(scene.place), 2)
-    drift = random.uniform(-DRIFT, DRIFT, 2)
-    y = (abs(row - MIDDLE) + drift[0]) * height
-    x = (abs(column - MIDDLE) + drift[1]) * width
-    radius = random.uniform(SMALLEST, LARGEST) * min(height, width)
-    cover = coverage(scene.shape, height, width, y, x, radius)[..., None]
-    colour = np.array(COLOURS[scene.colour]) + random.uniform(-12, 12, 3)
-    ground = random.uniform(225, 250)
-    return np.rint(ground + cover * (colour - ground)).clip(0, 255).astype(np.uint8)
+@dataclass(frozen=True)
+class Figure:
+    """A shape of about a colour on a light ground, before it is painted."""
+
+    shape: str
+    height: int  # of the picture, in pixels
+    width: int
+    middles: tuple[tuple[float, float], ...]  # (y, x) of the shape, in pixels, by frame
+    radius: float
+    colour: tuple[float, ...]
+    ground: float
+
+    @classmethod
+    def of(
+        cls, random: np.random.Generator, scene: Scene, height: int, width: int, frames: int = 1
+    ) -> Figure:
+        """A scene, at about its place or on its way, in a picture or clip of a size."""
+        drift = random.uniform(-DRIFT, DRIFT, 2)
+        if scene.place is None:
+            way = np.linspace(MIDDLE - 0.5, 0.5 - MIDDLE, frames)
+            middles = 0.5 + np.outer(way, MOTIONS[scene.motion or ""])
+        else:
+            row, column = divmod(PLACES.index(scene.place), 2)
+            middles = np.array([(abs(row - MIDDLE), abs(column - MIDDLE))])
+        middles = (middles + drift) * (height, width)
+        radius = random.uniform(SMALLEST, LARGEST) * min(height, width)
+        colour = _about(random, scene.colour)
+        ground = random.uniform(225, 250)
+        return cls(
+            scene.shape, height, width, (*map(tuple, middles.tolist()),), radius, colour, ground
+        )
+
+    def coloured(self, random: np.random.Generator, colour: str) -> Figure:
+        """The same figure in another colour."""
+        return replace(self, colour=_about(random, colour))
+
+    def frames(self) -> NDArray[np.uint8]:
+        """[frames, height, width, 3]."""
+        colour = np.array(self.colour)
+        cover = np.stack(
+            [
+                coverage(self.shape, self.height, self.width, y, x, self.radius)
+                for y, x in self.middles
+            ]
+        )[..., None]
+        painted = self.ground + cover * (colour - self.ground)
+        return np.rint(painted).clip(0, 255).astype(np.uint8)
+
+
+def _about(random: np.random.Generator, colour: str) -> tuple[float, ...]:
+    return tuple((np.array(COLOURS[colour]) + random.uniform(-12, 12, 3)).tolist())
 
 
 def coverage(shape: str, height: int, width: int, y: float, x: float, radius: float) -> Floats:

@@ -1,10 +1,11 @@
-"""Pictures of coloured shapes: what is made of them, and that the judge tells right from wrong."""
+"""Pictures and clips of coloured shapes: what is made of them, and that the judge tells right from wrong."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from jaxmllm.config.read import load_config
 from jaxmllm.data.text.tokenizers import FileTokenizer
 from jaxmllm.tools.sample_media import COLOURS
 from jaxmllm.tools.shapes import UNKNOWN, main, make_shapes
-from jaxmllm.tools.shapes_judge import judge, look, scene_of
-from jaxmllm.tools.shapes_scenes import PLACES, SCENES, SHAPES, Scene, paint
+from jaxmllm.tools.shapes_judge import judge, look, look_at_clip, scene_of
+from jaxmllm.tools.shapes_scenes import CLIP_SCENES, MOTIONS, PLACES, SCENES, SHAPES, Figure, Scene
 
 ROOT = Path(__file__).parents[2]
 RED_CIRCLE = Scene("red", "circle", "top-left")
+KINDS = {"pictures": (120, 72), "clips": (30, 24), "edits": (60, 36), "questions": (60, 72)}
 
 
 @pytest.fixture(scope="module")
@@ -33,75 +35,150 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def picture_of(record: dict) -> str:
-    return record["messages"][1]["content"][0]["image"]
+def answered(record: dict) -> Path:
+    """The picture or clip of an answer."""
+    (part,) = record["messages"][1]["content"]
+    return Path(part[part["type"]])
 
 
-def test_training_lacks_two_combinations_of_every_colour_and_the_test_has_all(shapes):
-    trained = {scene_of(Path(picture_of(record))) for record in read(shapes / "train.jsonl")}
-    tested = Counter(scene_of(Path(picture_of(record))) for record in read(shapes / "test.jsonl"))
-    assert set(tested) == set(SCENES) and set(tested.values()) == {1}
-    unseen = set(SCENES) - trained
-    assert unseen == {scene for scene in SCENES if scene.unseen}
-    for part, names in (("colour", COLOURS), ("shape", SHAPES), ("place", PLACES)):
+def shown(record: dict) -> Path:
+    return Path(record["messages"][0]["content"][0]["image"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_are_as_many_of_a_kind_as_is_said(kind, shapes):
+    for split, count in zip(("train", "test"), KINDS[kind], strict=True):
+        records = read(shapes / f"{kind}-{split}.jsonl")
+        assert len(records) == len({record["id"] for record in records}) == count
+
+
+@pytest.mark.parametrize(
+    ("kind", "scenes", "where"), [("pictures", SCENES, "place"), ("clips", CLIP_SCENES, "motion")]
+)
+def test_training_lacks_two_combinations_of_every_colour(kind, scenes, where, tmp_path):
+    make_shapes(tmp_path, train=288, test=216)
+    trained = {scene_of(answered(record)) for record in read(tmp_path / f"{kind}-train.jsonl")}
+    tested = Counter(scene_of(answered(record)) for record in read(tmp_path / f"{kind}-test.jsonl"))
+    assert set(tested) == set(scenes) and len(set(tested.values())) == 1
+    unseen = set(scenes) - trained
+    assert unseen == {scene for scene in scenes if scene.unseen}
+    names = PLACES if where == "place" else MOTIONS
+    for part, values in (("colour", COLOURS), ("shape", SHAPES), (where, names)):
         assert Counter(getattr(scene, part) for scene in unseen) == dict.fromkeys(
-            names, 12 // len(names)
+            values, 12 // len(values)
         )
 
 
-def test_what_is_to_be_drawn_are_the_held_out_captions_and_sizes(shapes):
-    for record, asked in zip(read(shapes / "test.jsonl"), read(shapes / "draw.jsonl"), strict=True):
-        path = shapes / picture_of(record)
-        assert asked["prompt"] == record["messages"][0]["content"]
-        assert asked["name"] == path.stem
-        with Image.open(path) as image:
-            assert asked["size"] == f"{image.height}x{image.width}"
-            assert 24 <= min(image.size) <= max(image.size) <= 64
+def test_few_clips_have_all_colours_with_all_motions(shapes):
+    tested = [scene_of(answered(record)) for record in read(shapes / "clips-test.jsonl")]
+    assert len({(scene.colour, scene.motion) for scene in tested}) == 24
+    assert set(Counter(scene.shape for scene in tested).values()) == {8}
+
+
+def test_edits_change_the_colour_alone_and_train_on_nothing_unseen(shapes):
+    for split in ("train", "test"):
+        for record in read(shapes / f"edits-{split}.jsonl"):
+            before, after = scene_of(shown(record)), scene_of(answered(record))
+            assert before.colour != after.colour and after == replace(before, colour=after.colour)
+            assert after.colour in record["messages"][0]["content"][1]["text"].split()
+            assert split == "test" or not (before.unseen or after.unseen)
+            pixels = [np.asarray(Image.open(shapes / path(record))) for path in (shown, answered)]
+            colours = [look(picture)["colour"] for picture in pixels]
+            assert colours == [before.colour, after.colour]
+            changed = (pixels[0] != pixels[1]).any(axis=2).mean()
+            assert pixels[0].shape == pixels[1].shape and 0 < changed < 0.25
+
+
+def test_answers_are_what_the_shown_picture_has(shapes):
+    asked = Counter()
+    for record in read(shapes / "questions-train.jsonl"):
+        scene, answer = scene_of(shown(record)), record["messages"][1]["content"]
+        place = scene.place.replace("-", " ")
+        (aspect,) = (
+            name
+            for name, value in (("colour", scene.colour), ("shape", scene.shape), ("place", place))
+            if value == answer
+        )
+        asked[aspect] += 1
+    assert len(asked) == 3
+
+
+def test_what_is_to_be_drawn_is_what_is_held_out(shapes):
+    held_out = [
+        record for kind in ("pictures", "clips") for record in read(shapes / f"{kind}-test.jsonl")
+    ]
+    for file, records in (("draw", held_out), ("edit", read(shapes / "edits-test.jsonl"))):
+        for record, asked in zip(records, read(shapes / f"{file}.jsonl"), strict=True):
+            path = shapes / answered(record)
+            assert asked["messages"] == record["messages"][:1]
+            assert asked["name"] == path.stem
+            with Image.open(path) as image:
+                frames = getattr(image, "n_frames", 1)
+                assert asked["size"] == f"{image.height}x{image.width}"
+                assert 24 <= min(image.size) <= max(image.size) <= (64 if frames == 1 else 40)
+            assert asked.get("frames", 1) == frames and (frames == 1 or 4 <= frames <= 12)
 
 
 def test_the_tokenizer_knows_every_word(shapes):
     tokenizer = FileTokenizer(shapes / "tokenizer.json")
     unknown = tokenizer.encode("zebra")
     assert len(unknown) == 1 and UNKNOWN not in tokenizer.decode(unknown)
-    captions = [asked["prompt"] for asked in read(shapes / "draw.jsonl")]
-    assert len(set(captions)) > 60
-    for caption in captions:
-        assert unknown[0] not in tokenizer.encode(caption)
+    texts = [record["messages"][0]["content"] for record in read(shapes / "pictures-test.jsonl")]
+    assert len(set(texts)) > 60
+    for text in (*texts, "now make it blue", "where is the shape", "bottom right"):
+        assert unknown[0] not in tokenizer.encode(text)
     assert unknown[0] not in tokenizer.layout.headers["user"]
 
 
 def test_equal_seeds_give_equal_bytes_and_others_do_not(shapes, tmp_path):
     for seed in (3, 4):
         make_shapes(tmp_path / str(seed), seed=seed, train=60, test=72)
-    for name in ("draw.jsonl", f"media/test/{read(shapes / 'draw.jsonl')[0]['name']}.png"):
+    picture = read(shapes / "draw.jsonl")[0]["name"]
+    for name in ("draw.jsonl", f"media/pictures-test/{picture}.png"):
         assert (tmp_path / "3" / name).read_bytes() == (shapes / name).read_bytes()
         assert (tmp_path / "4" / name).read_bytes() != (shapes / name).read_bytes()
 
 
-def test_the_judge_is_right_about_real_pictures(shapes):
-    for split, files in (("train", 120), ("test", 72)):
-        scores = judge(shapes / "media" / split)
-        assert scores.pop("files") == files
+@pytest.mark.parametrize("kind", ["pictures", "clips"])
+def test_the_judge_is_right_about_real_files(kind, shapes):
+    for split, files in zip(("train", "test"), KINDS[kind], strict=True):
+        found = judge(shapes / "media" / f"{kind}-{split}")
+        scores = found.pop(kind)
+        assert [*found.values()] == [None] and scores.pop("files") == files
         assert (scores.pop("unseen_all") is None) == (split == "train")
+        assert scores.pop("motion" if kind == "pictures" else "place") is None
         assert min(scores.values()) >= 0.99, scores
 
 
-def test_the_judge_sees_what_is_wrong(shapes, tmp_path):
-    """Every picture under the name of another one."""
-    paths = sorted((shapes / "media/test").glob("*.png"))
-    for path, other in zip(paths, paths[1:] + paths[:1], strict=True):
+@pytest.mark.parametrize(("kind", "where"), [("pictures", "place"), ("clips", "motion")])
+def test_the_judge_sees_what_is_wrong(kind, where, shapes, tmp_path):
+    """Every file under the name of another one."""
+    paths = sorted((shapes / "media" / f"{kind}-test").glob("*.png"))
+    pairs = list(zip(paths, paths[1:] + paths[:1], strict=True))
+    for path, other in pairs:
         shutil.copy(path, tmp_path / other.name)
-    scores = judge(tmp_path)
     expected = {
         part: np.mean(
             [
                 getattr(scene_of(path), part) == getattr(scene_of(other), part)
-                for path, other in zip(paths, paths[1:] + paths[:1], strict=True)
+                for path, other in pairs
             ]
         )
-        for part in ("colour", "shape", "place")
+        for part in ("colour", "shape", where)
     }
-    assert scores == {"files": 72, **expected, "all": 0, "unseen_all": 0}
+    nothing = {"motion" if where == "place" else "place": None, "all": 0, "unseen_all": 0}
+    assert judge(tmp_path)[kind] == {"files": len(paths), **expected, **nothing}
+
+
+def test_a_clip_that_stands_still_or_goes_astray_has_no_motion(shapes):
+    frames = Figure.of(np.random.default_rng(0), CLIP_SCENES[0], 32, 32, 5).frames()
+    assert look_at_clip(frames)["motion"] == CLIP_SCENES[0].motion == "up"
+    assert look_at_clip(frames[::-1])["motion"] == "down"
+    assert look_at_clip(frames.transpose(0, 2, 1, 3))["motion"] == "left"
+    assert look_at_clip(frames[[0, 0, 0]])["motion"] is None
+    ground = np.full_like(frames[0], 230)
+    assert look_at_clip([ground, *frames[1:]])["motion"] is None
+    assert look_at_clip([ground] * 3) == dict.fromkeys(("colour", "shape", "motion"))
 
 
 def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
@@ -112,7 +189,7 @@ def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
     opposite = np.full((24, 24, 3), 128, np.uint8)
     opposite[6:10, 6:10], opposite[12:16, 12:16] = 28, 228
     assert look(opposite) == dict.fromkeys(("colour", "shape", "place"))
-    picture = paint(random, RED_CIRCLE, 40, 40)
+    (picture,) = Figure.of(random, RED_CIRCLE, 40, 40).frames()
     assert look(picture) == {"colour": "red", "shape": "circle", "place": "top-left"}
     two = np.maximum(0, np.minimum(picture, picture[::-1, ::-1]))
     assert look(two)["shape"] is None
@@ -123,12 +200,20 @@ def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
 
 def test_the_command_writes_what_the_judge_says(shapes, tmp_path, capsys):
     path = tmp_path / "scores.json"
-    words = ["--judge", str(shapes / "media/test"), "--json", str(path), "--seconds-training", "60"]
+    words = [
+        "--judge",
+        str(shapes / "media/pictures-test"),
+        "--json",
+        str(path),
+        "--seconds-training",
+        "60",
+    ]
     assert main([*words, "--seconds-sampling", "7.5"]) == 0
     assert "unseen_all 1.000" in capsys.readouterr().out
     written = json.loads(path.read_text())
     assert (written["seconds_training"], written["seconds_sampling"]) == (60, 7.5)
     assert written["pictures"]["files"] == 72 and written["pictures"]["all"] >= 0.99
+    assert written["clips"] is None
 
 
 @pytest.mark.parametrize(
@@ -140,13 +225,15 @@ def test_the_command_writes_what_the_judge_says(shapes, tmp_path, capsys):
         (["out", "--train", "0"], "--train 0"),
         (["--judge", "empty"], "no PNG files"),
         (["--judge", "other"], "red-circle-top-left-0"),
+        (["--judge", "still"], "it has one frame"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, reason, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "other").mkdir()
-    Image.new("RGB", (24, 24)).save(tmp_path / "other/cat.png")
+    for name in ("other/cat", "still/red-circle-moves-up-0"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (24, 24)).save(tmp_path / f"{name}.png")
     with pytest.raises(SystemExit):
         main(words)
     assert reason in capsys.readouterr().err
