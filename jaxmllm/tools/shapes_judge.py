@@ -24,6 +24,7 @@ from PIL import Image, ImageSequence
 from jaxmllm.arrays import Floats
 from jaxmllm.tools.sample_media import COLOURS
 from jaxmllm.tools.shapes_scenes import (
+    AREAS,
     CLIP_SCENES,
     MOTIONS,
     PLACES,
@@ -113,7 +114,7 @@ def _cover(image: Floats, ground: Floats, core: Floats) -> Floats:
 
 def _shape(cover: Floats) -> str | None:
     """The shape whose outline overlaps best with what is covered."""
-    radius = np.sqrt(cover.sum() / np.pi)
+    area = cover.sum()
     rows, columns = (np.flatnonzero((cover > 0.5).any(axis=axis)) for axis in (1, 0))
     y, x = (rows[0] + rows[-1] + 1) / 2, (columns[0] + columns[-1] + 1) / 2
     # No outline that is tried reaches further beyond the pixels that are covered at all
@@ -124,6 +125,7 @@ def _shape(cover: Floats) -> str | None:
     y, x = y - top, x - left
     overlaps = {}
     for shape in SHAPES:
+        radius = np.sqrt(area / AREAS[shape])
         outlines = (
             coverage(shape, height, width, y + lower, x + later, scale * radius)
             for lower in SHIFTS

@@ -25,7 +25,9 @@ MIDDLE = (
     0.3  # of a side: how far from the nearer edges a shape stands, or begins and ends to move ...
 )
 DRIFT = 0.02  # ... within this
-SMALLEST, LARGEST = 0.16, 0.22  # of the shorter side: the radius of a shape
+SMALLEST, LARGEST = 0.19, 0.25  # of the shorter side: half the width of a shape
+# Area of a shape over that of a square as wide as its half: all are of one width, as seen corners tell them apart
+AREAS: Final = {"circle": np.pi, "square": 4.0, "triangle": np.sqrt(3)}
 
 SHAPE_WORDS: Final = {
     "circle": ("circle", "disc"),
@@ -181,17 +183,16 @@ def coverage(shape: str, height: int, width: int, y: float, x: float, radius: fl
 
     Args:
       y, x: the middle of its bounding box, in pixels from the upper left corner of the picture.
-      radius: of a circle; the others have the same area.
+      radius: half the width of the shape.
     """
     down = (np.arange(SUBPIXELS * height) + 0.5)[:, None] / SUBPIXELS - y
     right = (np.arange(SUBPIXELS * width) + 0.5)[None, :] / SUBPIXELS - x
     if shape == "circle":
         inside = down**2 + right**2 < radius**2
     elif shape == "square":
-        inside = np.maximum(abs(down), abs(right)) < np.sqrt(np.pi) / 2 * radius
+        inside = np.maximum(abs(down), abs(right)) < radius
     else:
-        side = np.sqrt(4 * np.pi / np.sqrt(3)) * radius
-        half = np.sqrt(3) / 4 * side  # of its height
+        half = np.sqrt(3) / 2 * radius  # of its height
         inside = (down < half) & (np.sqrt(3) * abs(right) < down + half)
     parts = inside.reshape(height, SUBPIXELS, width, SUBPIXELS)
     covered: Floats = parts.mean(axis=(1, 3))
