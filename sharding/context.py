@@ -147,17 +147,18 @@ permute.defvjp(_permute_forward, _permute_backward)
 
 
 def gathered_attention(
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], Any],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     block: int,
     axes: Sequence[str],
-) -> jax.Array:
+) -> Any:
     """Inside shard_map: attention of this device's queries to the keys of all parts of the row.
 
     Args:
-      attend: attention of q [1, C/X, h, K] to k and v [1, C, g, K], for any number of heads h / g = H / G.
+      attend: attention of q [1, C/X, h, K] to k and v [1, C, g, K], for any number of heads h / g = H / G; it returns
+        an array [1, C/X, h, ...], or a tree of such arrays.
       q: [1, C/X, H, K], this device's.
       k: [1, C/X, G, K], this device's.
       v: [1, C/X, G, K], this device's.
@@ -168,7 +169,7 @@ def gathered_attention(
         return attend(q, k, v)
     groups = _head_groups(k, axes)
     queries, keys, values = (jnp.split(x, groups, axis=2) for x in (q, k, v))
-    outs: list[jax.Array] = []
+    outs: list[Any] = []
     ready = _gathered(keys[0], values[0], block, axes)
     for group in range(groups):
         k_all, v_all = ready
@@ -180,7 +181,7 @@ def gathered_attention(
                 following = jax.lax.optimization_barrier((following, outs[-1]))[0]
             ready = _gathered(*following, block, axes)
         outs.append(attend(queries[group], k_all, v_all))
-    return jnp.concatenate(outs, axis=2)
+    return jax.tree.map(lambda *of_groups: jnp.concatenate(of_groups, axis=2), *outs)
 
 
 def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:

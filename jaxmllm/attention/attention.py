@@ -24,8 +24,9 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention import kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
@@ -79,35 +80,89 @@ def attention(
 
     Raises `ValueError` if the shapes do not fit each other, or not a kernel that was asked for by name.
     """
+    return attention_and_logsumexp(q, k, v, mask, scale=scale, kernel=kernel)[0]
+
+
+def attention_and_logsumexp(
+    q: Float[Array, "B C H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    kernel: Kernel = "auto",
+) -> tuple[Float[Array, "B C H K"], Float[Array, "B C H"]]:
+    """The same, and the logsumexp of the visible logits of each query, infinite for one that sees nothing; gradients
+    flow through both. Arguments and errors are those of `attention`."""
     _check_shapes(q, k, v, mask)
     if kernel == "gpu" and (needs := _gpu_needs(q, mask)):
         raise ValueError(
             f"attention: the gpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
             "that component's model or phases.<name>.block"
         )
-    return _attention(kernel, q.shape[-1] ** -0.5 if scale is None else scale, q, k, v, mask)
+    return _attention(kernel, _scale(q) if scale is None else scale, q, k, v, mask)
+
+
+def with_repeated_key(
+    out: Float[Array, "B C H K"],
+    logsumexp: Float[Array, "B C H"],
+    q: Float[Array, "B C H K"],
+    key: Float[Array, "B C H K"],
+    value: Float[Array, "B C H K"],
+    count: Int[Array, "B C"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B C H K"]:
+    """Attention as if every query saw one more key, and that `count` times; 0: it does not.
+
+    Args:
+      out: attention without that key.
+      logsumexp: of its logits, infinite for queries that see nothing.
+      key: of each query.
+      value: likewise.
+      scale: as of `attention`.
+    """
+    logits = (q.astype(logsumexp.dtype) * key.astype(logsumexp.dtype)).sum(axis=-1)
+    logits = logits * (_scale(q) if scale is None else scale)
+    times = count[..., None]
+    sees = jnp.isfinite(logsumexp)
+    ahead = logits + jnp.log(times.astype(logits.dtype)) - jnp.where(sees, logsumexp, 0)
+    # A query without other keys has the whole of this one; without this one, too, it has nothing
+    share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))[..., None]
+    return (out + share * (value - out)).astype(out.dtype)
+
+
+def _scale(q: Array) -> float:
+    size: int = q.shape[-1]
+    return size**-0.5
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+def _attention(
+    kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
+) -> tuple[Array, Array]:
     return _forward(kernel, scale, q, k, v, mask)[0]
 
 
 def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
-) -> tuple[Array, tuple[Any, ...]]:
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
     # The output that goes on must be the named one, too, or the kernel would run again for it
     out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
-    return out, (q, k, v, mask, out, logsumexp)
+    return (out, logsumexp), (q, k, v, mask, out, logsumexp)
 
 
 def _backward(
-    kernel: Kernel, scale: float, residuals: tuple[Any, ...], d_out: Array
+    kernel: Kernel, scale: float, residuals: tuple[Any, ...], gradients: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
+    d_out, d_logsumexp = gradients
+    # Of a logit: its weight times (d_out . value - delta)
+    wide = logsumexp.dtype
+    delta = (d_out.astype(wide) * out.astype(wide)).sum(axis=-1) - d_logsumexp
     backward = _choose(kernel, scale, q, mask, kernel_jax.backward, kernel_gpu.backward)
-    return *backward(q, k, v, mask, out, logsumexp, d_out), None
+    return *backward(q, k, v, mask, delta, logsumexp, d_out), None
 
 
 _attention.defvjp(_forward, _backward)

@@ -112,7 +112,7 @@ def backward(
     k: Array,
     v: Array,
     mask: Mask,
-    out: Array,
+    delta: Array,
     logsumexp: Array,
     d_out: Array,
     *,
@@ -124,8 +124,8 @@ def backward(
     cut = _cut(q, mask, step=32)
     call = partial(pl.pallas_call, compiler_params=cut.compiler_params, interpret=interpret)
     # [B, H, C]: a tile's are neighbours in memory.
-    delta = jnp.einsum("bchk,bchk->bhc", d_out, out, preferred_element_type=jnp.float32)
-    inputs = q, k, v, d_out, LOG2_E * logsumexp.swapaxes(1, 2), delta
+    sums_of_tiles = LOG2_E * logsumexp.swapaxes(1, 2), delta.swapaxes(1, 2)
+    inputs = q, k, v, d_out, *sums_of_tiles
 
     own, keys, sums = _query_specs(cut, group, key_slots)
     dq = call(

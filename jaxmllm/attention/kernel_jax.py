@@ -70,15 +70,15 @@ def backward(
     k: Array,
     v: Array,
     mask: Mask,
-    out: Array,
+    delta: Array,
     logsumexp: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v from what `forward` returned and the gradient of `out`."""
+    """Gradients of q, k and v from the gradient of `out`, the logsumexp that `forward` returned, and `delta` [B, C, H]:
+    the products of `out` and its gradient, less the gradient of the logsumexp."""
     dtype, block, key_heads = _sum_dtype(q), mask.block, k.shape[2]
     tiles = _counted_over_rows(mask.key_tiles, mask.query_tiles.spans.shape[1])
     query_ids, key_ids = _by_block(mask.queries, block), _by_block(mask.keys, block)
-    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
     shapes = q.shape, k.shape
     q, k, v, d_out = (_blocks(x, block, key_heads) for x in (q, k, v, d_out))
     logsumexp, delta = (_blocks(x[..., None], block, key_heads) for x in (logsumexp, delta))

@@ -99,6 +99,37 @@ def visible_tiles(ids: TokenIds, block: int) -> Tiles:
     return _tiles_of_pieces(ids, block) if spans is None else _tiles_of_spans(*spans, block)
 
 
+def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
+    """All tiles of a row in which queries see all keys of their document, and other slots are keys than queries.
+
+    Args:
+      queries: [C] document of each slot as a query; 0: none.
+      keys: [C] likewise as a key.
+      block: slots of a block; divides C.
+    """
+    blocks = len(queries) // block
+    query_document, query_block, query_size = _documents_by_block(queries, block)
+    key_document, key_block, key_size = _documents_by_block(keys, block)
+    begin = np.searchsorted(key_document, query_document, side="left")
+    count = np.searchsorted(key_document, query_document, side="right") - begin
+    query = np.repeat(np.arange(len(count)), count)
+    key = np.arange(len(query)) + np.repeat(begin - (np.cumsum(count) - count), count)
+    tiles, place = np.unique(query_block[query] * blocks + key_block[key], return_inverse=True)
+    pairs = np.zeros(len(tiles), np.int64)
+    np.add.at(pairs, place, query_size[query] * key_size[key])
+    return Tiles(tiles // blocks, tiles % blocks, pairs == block * block)
+
+
+def _documents_by_block(documents: Ints, block: int) -> tuple[Longs, Longs, Longs]:
+    """(document, block, slots) of what each block holds of each document, in the order of documents."""
+    slots = np.flatnonzero(documents > 0)
+    blocks = len(documents) // block
+    held, sizes = np.unique(
+        documents[slots].astype(np.int64) * blocks + slots // block, return_counts=True
+    )
+    return held // blocks, held % blocks, sizes
+
+
 def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
     """The tiles of a row whose tokens see the slots [start, stop).
 

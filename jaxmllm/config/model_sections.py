@@ -333,12 +333,19 @@ class DiffusionConfig(Section):
     """A diffusion transformer that draws images and clips of frames, patch by patch at native size: pixels, or
     latents of so many `channels`.
 
-    It is a single stream (arXiv 2503.21758): what an image is drawn from, states of the decoder, and its patches
-    are one sequence, which shares all weights. `modulation`: each layer makes scales, shifts and gates of the time
-    with weights of its own (`layer`, arXiv 2212.09748), or all take the same and add a vector of their own
-    (`shared`, arXiv 2310.00426).
+    What an image is drawn from are states of the decoder, its conditions. With `conditioning: joint` they are one
+    sequence with its patches, and share all weights (arXiv 2503.21758). With `cross`, layers read them by attention
+    of its own, between that of the patches and the MLP (arXiv 2310.00426), and do not change them.
+
+    `modulation`: each layer makes scales, shifts and gates of the time with weights of its own (`layer`,
+    arXiv 2212.09748), or all take the same and add a vector of their own (`shared`, arXiv 2310.00426).
+
+    With `padded_conditions`, an item is drawn from so many states at least, as where texts were padded in training:
+    those that it lacks are zeros.
     """
 
+    conditioning: Literal["joint", "cross"] = "joint"
+    padded_conditions: PositiveInt | None = None
     width: PositiveInt
     layers: PositiveInt
     heads: PositiveInt
@@ -347,8 +354,15 @@ class DiffusionConfig(Section):
     patch_size: PositiveInt = 16  # pixels, or numbers of a channel, of a patch's side
     patch_frames: PositiveInt = 1  # frames of a patch
     modulation: Literal["shared", "layer"] = "layer"
+    # What scales and shifts the output: made of the time with weights, or the embedded time and vectors added to it
+    output_modulation: Literal["weights", "vectors"] = "weights"
+    norm: Literal["rms", "layer"] = "rms"  # layer: without parameters where the time modulates
+    attention_bias: bool = False
     qk_norm: bool = True
+    qk_norm_over: Literal["head", "heads"] = "head"  # heads: over all of them together
     rope_theta: PositiveFloat = 10_000.0
+    # Rotary pairs of the (time, height, width) axes; none: 1/4, 3/8, 3/8
+    rope_sections: tuple[int, int, int] | None = None
     rope_origin: Literal["corner", "centre"] = "corner"  # from where rows and columns are counted
     norm_epsilon: PositiveFloat = 1e-6
 
@@ -362,8 +376,10 @@ class DiffusionConfig(Section):
         return (self.channels or 3) * self.patch_frames * self.patch_size**2
 
     @property
-    def rope_sections(self) -> tuple[int, int, int]:
-        """Rotary pairs of the (time, height, width) axes: 1/4, 3/8, 3/8."""
+    def sections(self) -> tuple[int, int, int]:
+        """Rotary pairs of the (time, height, width) axes."""
+        if self.rope_sections is not None:
+            return self.rope_sections
         pairs = self.head_size // 2
         spatial = 3 * pairs // 8
         return pairs - 2 * spatial, spatial, spatial
@@ -376,7 +392,43 @@ class DiffusionConfig(Section):
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
-        return _tower_matrices(self.width, self.mlp_width)
+        matrices = _tower_matrices(self.width, self.mlp_width)
+        if self.conditioning == "cross":
+            matrices |= _attention_matrices(self.width, self.width, self.width, "cross_attention")
+        return matrices
+
+    @property
+    def attentions(self) -> int:
+        """Attentions of a layer."""
+        return 2 if self.conditioning == "cross" else 1
+
+    @model_validator(mode="after")
+    def _check_conditioning(self) -> DiffusionConfig:
+        if self.conditioning == "joint" and self.padded_conditions is not None:
+            raise ValueError(
+                f"padded_conditions ({self.padded_conditions}): with conditioning: joint an item has the states of its "
+                "text alone; leave it out, or set conditioning: cross"
+            )
+        if self.conditioning == "cross" and self.rope_origin != "corner":
+            raise ValueError(
+                f"rope_origin ({self.rope_origin}): with conditioning: cross no position is told from another but "
+                "those of an item's patches, so that it changes nothing; leave it out"
+            )
+        if not self.qk_norm and self.qk_norm_over != "head":
+            raise ValueError(
+                f"qk_norm_over ({self.qk_norm_over}): without qk_norm nothing is normed; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> DiffusionConfig:
+        pairs = self.head_size // 2
+        sections = self.rope_sections
+        if sections is not None and (sum(sections) != pairs or min(sections) < 0):
+            raise ValueError(
+                f"rope_sections {sections} must add up to half of width / heads = {pairs}, and be at least 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_heads(self) -> DiffusionConfig:
@@ -424,6 +476,16 @@ class ModelConfig(Section):
         return () if self.diffusion is None else ("diffusion",)
 
     @property
+    def crossed(self) -> dict[str, int]:
+        """Phases whose layers attend to conditions apart, and how many of these an item has at least."""
+        sections = {phase: getattr(self, phase) for phase in self.generators}
+        return {
+            phase: section.padded_conditions or 0
+            for phase, section in sections.items()
+            if section.conditioning == "cross"
+        }
+
+    @property
     def windows(self) -> dict[str, LayerWindows]:
         """The attention windows of phases whose layers have any."""
         sections = {phase: getattr(self, phase) for phase in self.phases}
@@ -445,7 +507,9 @@ class ModelConfig(Section):
         return self
 
 
-def _attention_matrices(width: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+def _attention_matrices(
+    width: int, heads: int, kv_heads: int, part: str = "attention"
+) -> dict[str, tuple[int, int]]:
     """Those of attention; `heads` and `kv_heads` are the widths of all heads together."""
     matrices = {
         "query": (width, heads),
@@ -453,7 +517,7 @@ def _attention_matrices(width: int, heads: int, kv_heads: int) -> dict[str, tupl
         "value": (width, kv_heads),
         "out": (heads, width),
     }
-    return _in_layers("attention", matrices)
+    return _in_layers(part, matrices)
 
 
 def _mlp_matrices(width: int, mlp_width: int, gated: bool) -> dict[str, tuple[int, int]]:

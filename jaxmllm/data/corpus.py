@@ -139,12 +139,13 @@ class Corpus:
             of_phase = columns["item_phase"][items] == number
             chosen = items[of_phase]
             lengths = {name: columns[f"item_{name}"][chosen] for name in ("length", "real")}
+            tokens = columns["item_tokens"][chosen].astype(np.int32)
             phases[phase] = PhaseItems(
                 **lengths,
                 example=owner[of_phase],
-                tokens=columns["item_tokens"][chosen].astype(np.int32),
+                tokens=tokens,
                 slot=columns["item_slot"][chosen].astype(np.int32),
-                extra_squares=self.pairs.of_items(phase, self._shapes[chosen]),
+                extra_squares=self.pairs.of_items(phase, self._shapes[chosen], tokens),
             )
         length = columns["language_length"][examples]
         numbers = np.arange(len(examples), dtype=np.int32)

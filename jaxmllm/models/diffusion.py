@@ -4,6 +4,10 @@
                                       one sequence --layers, modulated by the time--> predictions of the patches
     patches --embed----------------- /
 
+So it is with `conditioning: joint`. With `cross`, patches alone are a sequence, and layers read conditions beside it:
+
+    patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
+
 Items are segments of packed rows, and see themselves alone. Scales, shifts and gates (arXiv 2212.09748) are
 those of an item's time: made once per segment, in at least float32, and taken by slot.
 
@@ -12,6 +16,7 @@ Letters: R ranks, C slots, D width, F numbers of a patch, S segments of a row.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +29,8 @@ from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, DiffusionConfig
 from jaxmllm.models.layers import (
     MLP,
-    RMSNorm,
+    MODULATED_NORMS,
+    NORMS,
     RowContext,
     SelfAttention,
     bias,
@@ -46,9 +52,11 @@ SLOWEST_TIME = (
 MODULATIONS = 6  # of a layer: shift, scale and gate, of attention and of the MLP
 OUTPUT_MODULATIONS = 2  # shift and scale before the output
 
+ConditionsApart = tuple[Array, RowContext]  # [R, C, D], and what patches see of them
+
 
 class DiffusionTower(nnx.Module):
-    """Patches and conditions in one stream that see their whole item, rotary positions by (time, height, width)."""
+    """Patches that see their whole item and what it is drawn from, rotary positions by (time, height, width)."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -59,8 +67,11 @@ class DiffusionTower(nnx.Module):
         shared = config.modulation == "shared"
         self.modulation = _Modulation(width, MODULATIONS) if shared else None
         self.layers = stacked(lambda rngs: _DiffusionBlock(config, rngs), config.layers, rngs)
-        self.norm = RMSNorm(width, config.norm_epsilon)
-        self.output_modulation = _Modulation(width, OUTPUT_MODULATIONS)
+        self.norm = MODULATED_NORMS[config.norm](width, config.norm_epsilon)
+        weights = config.output_modulation == "weights"
+        self.output_modulation = _Modulation(width, OUTPUT_MODULATIONS) if weights else None
+        vectors = (OUTPUT_MODULATIONS, width), (None, None)
+        self.output_modulation_bias = None if weights else bias(*vectors)
         # Zeros: the first predictions are zero whatever the time (arXiv 2212.09748)
         self.output = nnx.Param(jnp.zeros((width, patch)), axes=("embed", None), looked_up=False)
         self.output_bias = bias((patch,), (None,))
@@ -78,32 +89,56 @@ class DiffusionTower(nnx.Module):
         patches = biased(
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
         )
-        is_condition = (rows.conditions >= 0)[..., None]
-        x = jnp.where(is_condition, conditions.astype(dtype), patches)
-        x = layout.constrain(x, ("batch", "sequence", None))
+        is_condition = rows.conditions >= 0
         config = self.config
-        angles = rotary_angles_by_axis(
-            rows.positions, config.rope_sections, config.rope_theta, dtype
-        )
-        ids = item_ids(rows.segments)
-        context = RowContext(layout, ids, rows.tiles, angles, settings.attention)
+        x, seen = patches, rows.segments
+        if config.conditioning == "cross":
+            seen = jnp.where(is_condition, 0, seen)
+        else:
+            x = jnp.where(is_condition[..., None], conditions.astype(dtype), patches)
+        x = layout.constrain(x, ("batch", "sequence", None))
+        angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
+        context = RowContext(layout, item_ids(seen), rows.tiles, angles, settings.attention)
+        apart = self._conditions_apart(conditions.astype(dtype), context, rows)
         wide = jnp.promote_types(dtype, jnp.float32)
-        time = self.time(time_features(rows.times, wide), layout)
+        embedded = self.time(time_features(rows.times, wide), layout)
+        time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
         graph, parameters = nnx.split(self.layers)
 
         def layer(x: Array, parameters: Any) -> tuple[Array, None]:
             block = nnx.merge(graph, parameters)
-            return block(x, context, time, shared, rows.owners), None
+            return block(x, context, time, shared, rows.owners, apart), None
 
         x, _ = jax.lax.scan(checkpointed(layer, settings.remat), x, parameters)
-        shift, scale = by_slot(layout, self.output_modulation(time, layout), rows.owners)
+        if self.output_modulation is not None:
+            output_modulation = self.output_modulation(time, layout)
+        else:
+            assert self.output_modulation_bias is not None
+            twice = jnp.stack([embedded] * OUTPUT_MODULATIONS, axis=2)
+            output_modulation = biased(twice, self.output_modulation_bias, layout)
+        shift, scale = by_slot(layout, output_modulation, rows.owners)
         x = _modulated(self.norm(x), shift, scale)
         return biased(x @ weight(self.output, layout, dtype), self.output_bias, layout)
 
+    def _conditions_apart(
+        self, conditions: Array, context: RowContext, rows: GeneratorRows
+    ) -> ConditionsApart | None:
+        """Conditions, and the rows as patches see these in them, where they have an attention of their own."""
+        if self.config.conditioning != "cross":
+            return None
+        assert rows.cross_tiles is not None
+        keys = jnp.where(rows.conditions >= 0, rows.segments, 0)
+        # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
+        repeated = None if self.config.padded_conditions is None else rows.padded
+        to_conditions = replace(
+            context, keys=item_ids(keys), tiles=rows.cross_tiles, angles=None, repeated=repeated
+        )
+        return conditions, to_conditions
+
 
 class _TimeEmbedding(nnx.Module):
-    """Two biased matrices with a SiLU after each. Segments are not slots: nothing of it is split by `sequence`."""
+    """Two biased matrices with a SiLU between them. Segments are not slots: nothing of it is split by `sequence`."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         features = 2 * TIME_FREQUENCIES
@@ -113,10 +148,9 @@ class _TimeEmbedding(nnx.Module):
         self.down_bias = bias((width,), (None,))
 
     def __call__(self, features: Float[Array, "R S E"], layout: Layout) -> Float[Array, "R S D"]:
-        x = features
-        for matrix, added in ((self.up, self.up_bias), (self.down, self.down_bias)):
-            x = jax.nn.silu(biased(x @ weight(matrix, layout, x.dtype), added, layout))
-        return x
+        dtype = features.dtype
+        x = biased(features @ weight(self.up, layout, dtype), self.up_bias, layout)
+        return biased(jax.nn.silu(x) @ weight(self.down, layout, dtype), self.down_bias, layout)
 
 
 class _Modulation(nnx.Module):
@@ -137,21 +171,17 @@ class _Modulation(nnx.Module):
 
 
 class _DiffusionBlock(nnx.Module):
-    """A layer of attention and an MLP, each modulated before it and gated after it."""
+    """A layer of attention and an MLP, each modulated before it and gated after it, and where conditions are apart of
+    attention to them between the two, which time does not touch."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
-        width = config.width
-        self.attention_norm = RMSNorm(width, config.norm_epsilon)
-        self.attention = SelfAttention(
-            rngs,
-            width,
-            config.heads,
-            config.heads,
-            config.head_size,
-            qk_norm=config.qk_norm,
-            epsilon=config.norm_epsilon,
-        )
-        self.mlp_norm = RMSNorm(width, config.norm_epsilon)
+        width, norm = config.width, MODULATED_NORMS[config.norm]
+        self.attention_norm = norm(width, config.norm_epsilon)
+        self.attention = _attention(config, rngs)
+        apart = config.conditioning == "cross"
+        self.cross_norm = NORMS[config.norm](width, config.norm_epsilon) if apart else None
+        self.cross_attention = _attention(config, rngs) if apart else None
+        self.mlp_norm = norm(width, config.norm_epsilon)
         self.mlp = MLP(rngs, width, config.mlp_width)
         own = config.modulation == "layer"
         self.modulation = _Modulation(width, MODULATIONS) if own else None
@@ -164,6 +194,7 @@ class _DiffusionBlock(nnx.Module):
         time: Float[Array, "R S D"],
         shared: Float[Array, "R S 6 D"] | None,
         owners: Int[Array, "R C"],
+        apart: ConditionsApart | None,
     ) -> Float[Array, "R C D"]:
         layout = rows.layout
         if self.modulation is not None:
@@ -174,8 +205,27 @@ class _DiffusionBlock(nnx.Module):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = by_slot(layout, modulation, owners)
         mixed = self.attention(_modulated(self.attention_norm(x), shift, scale), rows)
         x = x + _gated(mixed, gate)
+        if self.cross_attention is not None:
+            assert self.cross_norm is not None and apart is not None
+            conditions, to_conditions = apart
+            x = x + self.cross_attention(self.cross_norm(x), to_conditions, conditions)
         out = self.mlp(_modulated(self.mlp_norm(x), mlp_shift, mlp_scale), layout)
         return x + _gated(out, mlp_gate)
+
+
+def _attention(config: DiffusionConfig, rngs: nnx.Rngs) -> SelfAttention:
+    return SelfAttention(
+        rngs,
+        config.width,
+        config.heads,
+        config.heads,
+        config.head_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        epsilon=config.norm_epsilon,
+        norm_heads=config.qk_norm_over == "heads",
+    )
 
 
 def time_features(times: Float[Array, "R S"], dtype: jnp.dtype) -> Float[Array, "R S E"]:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmllm.attention.attention import attention
+from jaxmllm.attention.attention import attention, attention_and_logsumexp, with_repeated_key
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import (
     Activation,
@@ -55,6 +55,11 @@ class RowContext:
     window_angles: Float[Array, "R C K/2"] | None = None
     multiplier: float = 1.0  # of rotated queries and keys
     experts: ExpertKernel = "auto"  # the kernel of a mixture
+    keys: TokenIds | None = (
+        None  # ids of keys and values, where they are others than those of queries
+    )
+    # Of each query: how often it sees its own slot's key and value, too
+    repeated: Int[Array, "R C"] | None = None
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
@@ -209,17 +214,21 @@ def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467).
 
-    It multiplies by scale + offset, at first 1.
+    It multiplies by scale + offset, at first 1. With `heads` it is over the last two axes, of which they are the first.
     """
 
-    def __init__(self, width: int, epsilon: float, offset: float = 0.0):
-        self.scale = nnx.Param(jnp.ones((width,)) - offset, axes=(None,), looked_up=False)
+    def __init__(self, width: int, epsilon: float, offset: float = 0.0, heads: int | None = None):
+        shape = (width,) if heads is None else (heads, width)
+        axes = (None,) * len(shape)
+        self.scale = nnx.Param(jnp.ones(shape) - offset, axes=axes, looked_up=False)
         self.epsilon = epsilon
         self.offset = offset
+        self.over = tuple(range(-len(shape), 0))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        mean = jnp.mean(wide * wide, axis=self.over, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean + self.epsilon)
         scale = self.scale[...].astype(wide.dtype)
         if self.offset:
             scale = scale + self.offset
@@ -227,11 +236,15 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450)."""
+    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450).
 
-    def __init__(self, width: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False)
-        self.bias = bias((width,), (None,))
+    Without `affine`, nothing comes after it.
+    """
+
+    def __init__(self, width: int, epsilon: float, affine: bool = True):
+        ones = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False) if affine else None
+        self.scale = ones
+        self.bias = bias((width,), (None,)) if affine else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -239,6 +252,8 @@ class LayerNorm(nnx.Module):
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        if self.scale is None or self.bias is None:
+            return normed.astype(x.dtype)
         scaled = _times(normed, self.scale[...].astype(wide.dtype))
         shift = self.bias[...].astype(wide.dtype)
         return _plus(x.ndim - 1, scaled, shift).astype(x.dtype)
@@ -249,6 +264,10 @@ NORMS: dict[str, MakeNorm] = {
     "rms": RMSNorm,
     "zero_centred_rms": partial(RMSNorm, offset=1.0),
     "layer": LayerNorm,
+}
+MODULATED_NORMS: dict[str, MakeNorm] = {  # whose result is scaled and shifted in any case
+    "rms": RMSNorm,
+    "layer": partial(LayerNorm, affine=False),
 }
 
 
@@ -326,11 +345,13 @@ class SelfAttention(nnx.Module):
         key_bias: bool = True,
         norm: MakeNorm = RMSNorm,
         scale: float | None = None,
+        norm_heads: bool = False,
     ):
         """Make the parameters.
 
         Args:
           norm: of queries and keys.
+          norm_heads: whether these are normed over all heads together, by `RMSNorm`.
           scale: factor on logits; none: head_size ** -0.5.
         """
         self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
@@ -346,15 +367,32 @@ class SelfAttention(nnx.Module):
         self.key_bias = bias(*of_heads) if qkv_bias and key_bias else None
         self.value_bias = bias(*of_heads) if qkv_bias else None
         self.out_bias = bias((width,), (None,)) if out_bias else None
-        self.query_norm = norm(head_size, epsilon) if qk_norm else None
-        self.key_norm = norm(head_size, epsilon) if qk_norm else None
+
+        def norm_of(heads: int) -> RMSNorm | LayerNorm:
+            if norm_heads:
+                return RMSNorm(head_size, epsilon, heads=heads)
+            return norm(head_size, epsilon)
+
+        self.query_norm = norm_of(heads) if qk_norm else None
+        self.key_norm = norm_of(kv_heads) if qk_norm else None
         self.scale = scale
 
-    def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
+    def __call__(
+        self,
+        x: Float[Array, "R C D"],
+        rows: RowContext,
+        given: Float[Array, "R C D"] | None = None,
+    ) -> Float[Array, "R C D"]:
+        """What queries made of x mix of the values in the same rows.
+
+        Args:
+          given: what keys and values are made of; none: x.
+        """
         layout = rows.layout
+        given = x if given is None else given
         q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
-        k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
-        v = self._project(x, self.value, self.value_bias, None, rows)
+        k = self._project(given, self.key, self.key_bias, self.key_norm, rows)
+        v = self._project(given, self.value, self.value_bias, None, rows)
         if rows.angles is not None:
             q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
         query_axes = ("batch", "sequence", "heads", None)
@@ -364,12 +402,19 @@ class SelfAttention(nnx.Module):
         ):  # a device lacks the keys of its own queries
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             kv_axes = query_axes
+        slots = ("batch", "sequence")
+        repeats = rows.repeated is not None
         attend = layout.local(
-            partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale),
-            in_axes=(query_axes, kv_axes, kv_axes, ("batch", "sequence"), ("batch", "sequence")),
-            out_axes=query_axes,
+            partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale, repeats),
+            in_axes=(query_axes, kv_axes, kv_axes, slots, slots, slots),
+            out_axes=(query_axes, query_axes[:3]) if repeats else query_axes,
         )
-        mixed = attend(q, k, v, rows.ids, rows.tiles)
+        keys = rows.ids if rows.keys is None else rows.keys
+        mixed = attend(q, k, v, rows.ids, keys, rows.tiles)
+        if rows.repeated is not None:
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+            out, logsumexp = mixed
+            mixed = with_repeated_key(out, logsumexp, q, k, v, rows.repeated, scale=self.scale)
         out = _affine(mixed, self.out, self.out_bias, layout, inputs=2)
         return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
 
@@ -391,17 +436,21 @@ def _attend(
     split: tuple[str, ...],
     kernel: Kernel,
     scale: float | None,
+    with_logsumexp: bool,
     q: Array,
     k: Array,
     v: Array,
-    ids: TokenIds,
+    queries: TokenIds,
+    keys: TokenIds,
     tiles: RowTiles,
-) -> Array:
+) -> Any:
     """Attention on one device: from its part of a row to the whole row."""
-    keys = ids.map(lambda column: gather_parts(column, split))
+    keys = keys.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
-    mask = Mask(ids, keys, TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks))
-    attend = partial(attention, mask=mask, scale=scale, kernel=kernel)
+    lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
+    mask = Mask(queries, keys, *lists)
+    function = attention_and_logsumexp if with_logsumexp else attention
+    attend = partial(function, mask=mask, scale=scale, kernel=kernel)
     return gathered_attention(attend, q, k, v, mask.block, split)
 
 

@@ -152,7 +152,7 @@ class MLLM:
         if component.layout.mesh_axes("heads") == component.layout.mesh_axes("kv_heads"):
             heads = getattr(tower, "kv_heads", heads)
         size: int = 2 * tower.layers * heads * tower.head_size * component.dtype.itemsize
-        return size
+        return size * getattr(tower, "attentions", 1)
 
     def attention_choice(self, phase: str, block: int) -> Choice:
         """The kernel that attends in a phase on the mesh's devices, to blocks of so many tokens."""

@@ -20,6 +20,8 @@ from jaxmllm.attention.tiles import list_bound
 from jaxmllm.row_format import RowFormat
 from sharding.rules import Layout
 
+TILE_TABLES = ("tiles", "window_tiles", "cross_tiles")  # of rows, by field
+
 
 class RowTiles(NamedTuple):
     """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has P parts of n
@@ -33,7 +35,7 @@ class RowTiles(NamedTuple):
 
 def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
     """The tile lists of a row of the host, by field."""
-    return {name: RowTiles(**row[name]) for name in ("tiles", "window_tiles") if name in row}
+    return {name: RowTiles(**row[name]) for name in TILE_TABLES if name in row}
 
 
 def _shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
@@ -119,6 +121,9 @@ class GeneratorRows(NamedTuple):
     arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order
     # Where items lie with and without conditions: place of the same patch in the other half
     partners: Int[Array, "R/g g*C"] | None = None
+    # Where attention to conditions is apart: what meets in it, and how many conditions of zeros each patch sees
+    cross_tiles: RowTiles | None = None
+    padded: Int[Array, "R/g g*C"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
@@ -207,6 +212,7 @@ def abstract_generator_rows(
     row_format: RowFormat,
     block: int,
     guided: bool = False,
+    crossed: bool = False,
 ) -> GeneratorRows:
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
@@ -214,6 +220,7 @@ def abstract_generator_rows(
       layout: that of the rows, of span g.
       capacity: slots of a rank.
       guided: whether items lie with and without conditions.
+      crossed: whether attention to conditions is apart.
     """
     count = layout.span * capacity
     slots = _shape((count,))
@@ -232,7 +239,10 @@ def abstract_generator_rows(
         tiles=_tiles(layout, count // block),
         arrived=slots if layout.span > 1 else None,
         partners=slots if guided else None,
+        padded=slots if crossed else None,
     )
+    if crossed:
+        shapes = shapes._replace(cross_tiles=shapes.tiles)
     return _of_microbatch(layout, shapes)
 
 

@@ -44,6 +44,8 @@ GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results a
 # Besides, of a decoder's layer with `post_norms`, and with GELU of its MLP
 POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
 GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
+CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
+CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
 MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
@@ -151,7 +153,7 @@ def slot_bytes(config: Config, phase: str) -> float:
     shapes = getattr(config.model, phase)
     running, running_mlp = RUNNING_WIDTHS
     if isinstance(shapes, DiffusionConfig):
-        running += MODULATED_WIDTHS
+        running += MODULATED_WIDTHS + (shapes.attentions - 1) * CROSS_WIDTHS
     if _has_experts(shapes):  # whose hidden values are those of a block
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
@@ -186,6 +188,8 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
         mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width
+        if isinstance(shapes, DiffusionConfig):
+            widths += (shapes.attentions - 1) * CROSS_KEPT_WIDTHS[remat]
         if isinstance(shapes, LanguageConfig):
             widths += shapes.post_norms * POST_NORM_WIDTHS[remat]
             mlp_widths += (shapes.activation == "gelu_tanh") * GELU_WIDTHS[remat]
@@ -198,6 +202,10 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
         "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,
         "mlp": (shapes.mlp_matrices - 1) * shapes.mlp_width + post_norms * shapes.width,
     }
+    if isinstance(shapes, DiffusionConfig):
+        of_name |= {
+            name: shapes.attentions * of_name[name] for name in ("attention", "projections")
+        }
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
 

@@ -88,6 +88,7 @@ def attention_spec(
         parts=parts,
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
+        crossed=config.model.crossed,
     )
 
 

@@ -259,6 +259,14 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
+    for said, *keys in (
+        ("rope_sections (4, 2, 1) must add up to half of width / heads", "rope_sections=[4, 2, 1]"),
+        ("and be at least 0", "rope_sections=[-1, 2, 7]"),
+        ("padded_conditions (512): with conditioning: joint", "padded_conditions=512"),
+        ("rope_origin (centre): with cond", "conditioning=cross", "rope_origin=centre"),
+        ("qk_norm_over (heads): without", "qk_norm=false", "qk_norm_over=heads"),
+    ):
+        assert said in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
 
 
 def test_latents_and_pixels_have_sections_of_their_own(path):

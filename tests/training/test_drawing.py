@@ -283,6 +283,56 @@ def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, cas
         assert_as(computed(setup, step), whole)
 
 
+READ_APART = {  # conditions, by an attention of their own, and all else that a generator can be otherwise
+    f"model__diffusion__{key}": value
+    for key, value in {
+        "conditioning": "cross",
+        "padded_conditions": 40,
+        "modulation": "shared",
+        "output_modulation": "vectors",
+        "norm": "layer",
+        "attention_bias": True,
+        "qk_norm_over": "heads",
+        "rope_sections": [0, 2, 2],
+    }.items()
+}
+
+
+@pytest.fixture(scope="module")
+def reading_apart(captions):
+    return assemble(drawing_config(captions, **DRAWING_ALONE, **READ_APART), 1)
+
+
+@pytest.mark.slow
+def test_conditions_that_are_read_apart(captions, reading_apart):
+    """Packed or alone, and on one device or with rows in parts; texts are shorter and longer than what pads them."""
+    step = reading_apart.step(EXAMPLES)
+    padded = np.concatenate([row["padded"].ravel() for row in step.rows["diffusion"]])
+    assert {0, 40} < {*padded.tolist()}, (
+        "some see no zeros, and those whose text is hidden zeros alone"
+    )
+    assert_packed_as_alone(reading_apart)
+    mesh = {"data": 2, "fsdp": 2, "context": 2}
+    tree = drawing_config(captions, mesh=mesh, **DRAWING_ALONE, **READ_APART)
+    split = assemble(tree, 8)
+    expected = computed(reading_apart, step)
+    assert_as(computed(split, split.step(EXAMPLES)), expected, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["small-rows-and-pools", "wide", "shared-rows"])
+def test_conditions_that_are_read_apart_in_other_plans(captions, reading_apart, case):
+    devices, changes = CASES[case]
+    here = {key: value for key, value in changes.items() if "vision" not in key}
+    setup = assemble(drawing_config(captions, **DRAWING_ALONE, **READ_APART, **here), devices)
+    step = setup.step(EXAMPLES)
+    if case.startswith("shared"):
+        assert set(step.spans["diffusion"]) == {1, 2}
+    expected = computed(reading_apart, reading_apart.step(EXAMPLES))
+    assert_as(computed(setup, step), expected, 2e-5)
+
+
 FROZEN = {"freeze": True}
 TRAINED = {  # changes, components that train
     "frozen-text": ({"components__language": FROZEN}, {"projector.language", "diffusion"}),

@@ -183,7 +183,8 @@ def generator(config: Config, _: Scene) -> str:
     made = model(config)
     row_format = modalities(config.model, config.data, ())["diffusion"].format
     layout, block = made.layout("diffusion"), config.phases.diffusion.block
-    rows = abstract_generator_rows(layout, CAPACITY, 8, row_format, block)
+    crossed = "diffusion" in config.model.crossed
+    rows = abstract_generator_rows(layout, CAPACITY, 8, row_format, block, crossed=crossed)
     width = config.model.language.width
     params = {name: made.abstract("float32")[name] for name in ("projector.language", "diffusion")}
     functions = GeneratorFunctions(
@@ -392,6 +393,7 @@ SHAPES = {"width": "64", "layers": "3", "heads": "1", "mlp_width": "64"}
 MIXTURE = ("model.language.experts={{count: 4, per_token: 2}}",)
 DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_size: 4}",)
 LATENTS = (*DRAWS, "model.diffusion.channels=4")
+READ_APART = (*DRAWS, "model.diffusion.conditioning=cross")
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
 DECODER_WINDOWS = ("model.language.window=16",)
 LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
@@ -554,7 +556,11 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", lengths, silence="heard"),
     **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
     **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
-    **effects("model.diffusion", generator, DRAWS, **NORMS),
+    **effects("model.diffusion", weights, DRAWS, output_modulation="vectors", norm="layer"),
+    **effects("model.diffusion", weights, DRAWS, attention_bias="true", qk_norm_over="heads"),
+    **effects("model.diffusion", weights, DRAWS, conditioning="cross"),
+    **effects("model.diffusion", generator, READ_APART, padded_conditions="8"),
+    **effects("model.diffusion", generator, DRAWS, **NORMS, rope_sections="[2, 3, 3]"),
     **effects("model.diffusion", lengths, DRAWS, rope_origin="centre"),
     **component("diffusion", generator, DRAWS),
     **component("projector.language", generator, DRAWS),

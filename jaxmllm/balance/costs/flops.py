@@ -400,8 +400,14 @@ TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {
 
 
 def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token: int) -> Layer:
-    """A layer that attends in both directions; `per_token` slots are one token of its attention."""
-    weights = config.width * (4 * config.width + config.mlp_matrices * config.mlp_width)
+    """A layer that attends in both directions; `per_token` slots are one token of its attention.
+
+    Where a generator's layers have a second attention, its pairs are among those of an item's slots (`VisiblePairs`).
+    """
+    attentions = getattr(config, "attentions", 1)
+    weights = (
+        4 * attentions * config.width**2 + config.width * config.mlp_matrices * config.mlp_width
+    )
     pairs = Fraction(4 * config.width, per_token**2)
     return Layer(
         phase,

@@ -77,6 +77,10 @@ def _of_tower(config: TowerConfig | DiffusionConfig) -> Fraction:
     return Fraction(2 * config.layers * config.width)
 
 
+def _of_diffusion(config: DiffusionConfig) -> Fraction:
+    return config.attentions * _of_tower(config)
+
+
 def _of_audio(config: AudioConfig) -> Fraction:
     """`stem_stride` frames are one token of the tower's attention."""
     return _of_tower(config) / config.stem_stride
@@ -85,5 +89,5 @@ def _of_audio(config: AudioConfig) -> Fraction:
 _TOWERS: dict[str, Callable[[Any], Fraction]] = {
     "vision": _of_tower,
     "audio": _of_audio,
-    "diffusion": _of_tower,
+    "diffusion": _of_diffusion,
 }

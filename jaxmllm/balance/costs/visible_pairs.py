@@ -2,6 +2,7 @@
 
 images and clips in the decoder     their tokens see one another in both directions
 images in a tower with windows      windows at the edges are cut
+conditions of a generator           read by an attention apart, they see nothing and are no patches
 """
 
 from __future__ import annotations
@@ -22,16 +23,27 @@ class VisiblePairs:
     tower_window: int | None = None  # side, in patches
     language_window: int | None = None
     bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
+    crossed: tuple[str, ...] = ()  # phases whose patches attend to conditions apart
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> VisiblePairs:
         """As the model's config says."""
         tower = None if model.vision is None else model.vision.window
-        return cls(tower, model.language.window, model.language.bidirectional)
+        language = model.language
+        return cls(tower, language.window, language.bidirectional, tuple(model.crossed))
 
-    def of_items(self, phase: str, shapes: Ints) -> Longs | None:
-        """Of items of an encoder phase of these shapes [N, 3]: the pairs in an image's windows, less those that
-        `ItemCost.squares` counts, where every window is whole. None where lengths tell everything."""
+    def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
+        """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
+        every window is whole and all slots of an item see one another. None where lengths tell everything.
+
+        Args:
+          tokens: [N] that items of a generator read.
+        """
+        if phase in self.crossed:
+            assert tokens is not None, "a generator's items read tokens"
+            conditions = tokens.astype(np.int64)
+            slots = conditions + shapes.astype(np.int64).prod(axis=1)
+            return np.stack([-conditions * slots, np.zeros_like(slots)], axis=1)
         if phase != "vision" or self.tower_window is None:
             return None
         side = self.tower_window

@@ -12,7 +12,7 @@ Letters: r ranks, C slots of a row, T language tokens of it, A attention tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
 from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
-from jaxmllm.attention.parts import assign_blocks, block_work
-from jaxmllm.attention.tiles import dealt_tiles, list_bound, visible_tiles
+from jaxmllm.attention.parts import TILE, assign_blocks, block_work
+from jaxmllm.attention.tiles import Tiles, crossed_tiles, dealt_tiles, list_bound, visible_tiles
 from jaxmllm.config.schema import LayerWindows
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
@@ -40,6 +40,8 @@ class AttentionSpec:
     bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
     # Of phases with layers that attend in them
     windows: Mapping[str, LayerWindows] = field(default_factory=dict)
+    # Of phases whose patches see conditions in an attention apart: how many they see at least, zeros with them
+    crossed: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""
@@ -109,24 +111,51 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
 
 def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: int = 1) -> None:
     """Add `tiles` and `order` to a row of a generator, whose items see themselves and what they are made
-    from, and deal its slots to the parts.
+    from, and deal its slots to the parts. Where the latter is an attention apart, also add `cross_tiles`
+    and `padded`: the conditions of zeros that each patch sees.
 
     Args:
       span: ranks that hold the row together; each has the usual parts.
     """
     block, parts = attention.of(phase)
     parts *= span
-    ids = [item_ids(of_rank) for of_rank in row["segments"]]
-    blocks = deal_blocks([(1, ids)], row["segments"].shape[1], block, parts)
+    seen, crossed = row["segments"], []
+    moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
+    if phase in attention.crossed:
+        is_condition = row["conditions"] >= 0
+        seen, conditions = np.where(is_condition, 0, seen), np.where(is_condition, seen, 0)
+        both = zip(seen, conditions, strict=True)
+        crossed = [crossed_tiles(*of_rank, block) for of_rank in both]
+        row["padded"] = lacking(seen, conditions, attention.crossed[phase])
+        moved.append("padded")
+    ids = [item_ids(of_rank) for of_rank in seen]
+    count = seen.shape[1] // block
+    apart = [TILE * np.bincount(tiles.query, minlength=count) for tiles in crossed]
+    blocks = deal_blocks([(1, ids)], seen.shape[1], block, parts, apart)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
+    if phase in attention.crossed:
+        row["cross_tiles"] = dealt_tables(crossed, blocks, parts)
     row["order"] = _expand(blocks, block)
     if parts > 1:
-        moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
         if "partners" in row:
             moved.append("partners")
             places = np.argsort(row["order"], axis=1).astype(np.int32)
             row["partners"] = np.take_along_axis(places, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
+
+
+def lacking(patches: Ints, conditions: Ints, least: int) -> Ints:
+    """How many conditions each patch lacks that is to have so many at least; 0 elsewhere: [r, C].
+
+    Args:
+      patches: [r, C] segment of each patch, 0 of other slots.
+      conditions: [r, C] likewise of conditions that are seen.
+    """
+    lacks = np.zeros_like(patches)
+    for of_rank, segments, given in zip(lacks, patches, conditions, strict=True):
+        counts = np.bincount(given, minlength=int(segments.max()) + 1)
+        of_rank[:] = np.where(segments > 0, (least - counts[segments]).clip(0), 0)
+    return lacks
 
 
 def window_order(
@@ -184,38 +213,48 @@ def window_numbers(segments: Ints, positions: Ints, side: int) -> Ints:
 
 
 def deal_blocks(
-    layers: list[tuple[int, list[TokenIds]]], tokens: int, block: int, parts: int
+    layers: list[tuple[int, list[TokenIds]]],
+    tokens: int,
+    block: int,
+    parts: int,
+    apart: Sequence[NDArray[Any]] = (),
 ) -> Ints:
     """Which block of each row stands at each place, those of a part together: [r, N].
 
     Args:
       layers: of each kind, how many there are, and the ids of each row in them.
       tokens: attention tokens of a row.
+      apart: of each row the work [N] of its blocks in another attention, as of `block_work`; none: there is none.
     """
     ranks = len(layers[0][1])
     order = np.tile(np.arange(tokens // block, dtype=np.int32), (ranks, 1))
     if parts > 1:
         for rank in range(ranks):
             work = sum(count * block_work(ids[rank], block) for count, ids in layers)
+            if apart:
+                work = work + apart[rank]
             order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
     return order
 
 
 def tile_tables(ids: list[TokenIds], order: Ints, block: int, parts: int) -> dict[str, Ints]:
     """The tables of `RowTiles` for rows whose blocks stand in this order."""
+    return dealt_tables([visible_tiles(of_rank, block) for of_rank in ids], order, parts)
+
+
+def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]:
+    """The same from the tiles of each row."""
     blocks = order.shape[1]
     bound = list_bound(blocks // parts, blocks)
     tables = {
-        "query_spans": np.zeros((len(ids), parts, blocks // parts, 3), np.int32),
-        "query_blocks": np.zeros((len(ids), parts, bound), np.int32),
-        "key_spans": np.zeros((len(ids), parts, blocks, 3), np.int32),
-        "key_blocks": np.zeros((len(ids), parts, bound), np.int32),
+        "query_spans": np.zeros((len(tiles), parts, blocks // parts, 3), np.int32),
+        "query_blocks": np.zeros((len(tiles), parts, bound), np.int32),
+        "key_spans": np.zeros((len(tiles), parts, blocks, 3), np.int32),
+        "key_blocks": np.zeros((len(tiles), parts, bound), np.int32),
     }
-    for rank, of_rank in enumerate(ids):
+    for rank, of_rank in enumerate(tiles):
         places = np.argsort(order[rank]).astype(np.int32)
-        for part, lists in enumerate(
-            dealt_tiles(visible_tiles(of_rank, block), places, parts, bound)
-        ):
+        for part, lists in enumerate(dealt_tiles(of_rank, places, parts, bound)):
             values = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
             for table, value in zip(tables.values(), values, strict=True):
                 table[rank, part] = value

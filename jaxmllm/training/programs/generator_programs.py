@@ -135,7 +135,14 @@ class GeneratorPrograms(Programs):
         for capacity, span in spec.classes:
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
-            rows = abstract_generator_rows(layout, capacity, spec.max_segments, row_format, block)
+            rows = abstract_generator_rows(
+                layout,
+                capacity,
+                spec.max_segments,
+                row_format,
+                block,
+                crossed=phase in self.attention.crossed,
+            )
             arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
             results = (pool, grads, drawn)
             by_device = GeneratorFunctions(functions.by_device(phase), phase)

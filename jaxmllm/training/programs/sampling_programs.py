@@ -76,7 +76,13 @@ class SamplingPrograms(PhasedPrograms):
             functions = GeneratorFunctions(self.functions.spanned(phase, span), phase)
             layout = functions.step.model.layout(phase)
             rows = abstract_generator_rows(
-                layout, capacity, spec.max_segments, row_format, block, guided=True
+                layout,
+                capacity,
+                spec.max_segments,
+                row_format,
+                block,
+                guided=True,
+                crossed=phase in self.attention.crossed,
             )
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding

@@ -50,6 +50,14 @@ def test_an_image_counts_the_pairs_in_its_windows(height, width, side):
     assert squares == ((height * width) ** 2, counted(item_ids(windows)))
 
 
+def test_patches_see_an_item_and_conditions_apart():
+    tokens, shapes = np.array([3, 0], np.int32), np.array([[2, 4, 5], [1, 6, 7]], np.int32)
+    extra = VisiblePairs(crossed=("diffusion",)).of_items("diffusion", shapes, tokens)
+    patches = shapes.prod(axis=1)
+    squares, _ = ItemCost(0, 1).squares(patches + tokens, extra.T)
+    assert squares.tolist() == (patches * patches + patches * tokens).tolist()
+
+
 def test_a_model_says_what_counts():
     """Causal media, or none of a tower's windows, leave the lengths alone."""
     tree = MODEL.model_dump(by_alias=True)

@@ -1,0 +1,75 @@
+"""A key that every query sees several times more, against as many slots that hold it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmllm.attention.attention import attention_and_logsumexp, with_repeated_key
+from jaxmllm.attention.mask import Mask, TileLists, TokenIds, item_ids
+from jaxmllm.attention.tiles import crossed_tiles, tile_lists
+
+BLOCK, SLOTS, HEADS, SIZE = 4, 16, 2, 4
+# Queries of three items, the second without keys of its own; keys of the first and third
+QUERIES = np.array([0, 0, 1, 1, 1, 2, 2, 0, 0, 0, 0, 3, 3, 3, 0, 0], np.int32)
+KEYS = np.array([1, 1, 0, 0, 0, 0, 0, 3, 3, 3, 3, 0, 0, 0, 0, 0], np.int32)
+COUNTS = np.where(QUERIES > 0, np.array([0, 3, 5, 0])[QUERIES], 0).astype(np.int32)
+
+
+def on_device(ids: TokenIds) -> TokenIds:
+    return ids.map(lambda column: jnp.asarray(column)[None])
+
+
+def expected(q, k, v, own_key, own_value):
+    """Dense, with the repeated key as slots of its own."""
+    outs = []
+    for slot in range(SLOTS):
+        seen = np.flatnonzero((QUERIES[slot] == KEYS) & (QUERIES[slot] > 0))
+        keys = jnp.concatenate([k[seen], *[own_key[None, slot]] * COUNTS[slot]])
+        values = jnp.concatenate([v[seen], *[own_value[None, slot]] * COUNTS[slot]])
+        if not len(keys):
+            outs.append(jnp.zeros((HEADS, SIZE)))
+            continue
+        weights = jax.nn.softmax(jnp.einsum("hk,thk->ht", q[slot], keys) * 0.3)
+        outs.append(jnp.einsum("ht,thk->hk", weights, values))
+    return jnp.stack(outs)
+
+
+def test_a_repeated_key_is_as_many_slots():
+    """Values and gradients; queries that see nothing else have its value, and those that see nothing zeros."""
+    tables = tile_lists(crossed_tiles(QUERIES, KEYS, BLOCK), SLOTS // BLOCK, SLOTS // BLOCK)
+    lists = jax.tree.map(lambda table: jnp.asarray(table)[None], (tables.queries, tables.keys))
+    ids = on_device(item_ids(QUERIES)), on_device(item_ids(KEYS))
+    mask = Mask(*ids, *(TileLists(*table) for table in lists))
+    with jax.enable_x64(True):
+        arrays = np.random.default_rng(0).normal(size=(5, SLOTS, HEADS, SIZE))
+        direction = np.random.default_rng(1).normal(size=(SLOTS, HEADS, SIZE))
+
+        def found(q, k, v, own_key, own_value):
+            q, k, v, own_key, own_value = (
+                jnp.asarray(x)[None] for x in (q, k, v, own_key, own_value)
+            )
+            both = attention_and_logsumexp(q, k, v, mask, scale=0.3)
+            return with_repeated_key(*both, q, own_key, own_value, COUNTS[None], scale=0.3)[0]
+
+        def with_gradients(function):
+            product = lambda *x: (function(*x) * direction).sum()  # noqa: E731
+            return function(*arrays), jax.grad(product, argnums=range(5))(*arrays)
+
+        for got, want in zip(
+            *map(jax.tree.leaves, (with_gradients(found), with_gradients(expected))), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+
+
+def test_tiles_are_those_of_the_mask():
+    """Each with a visible pair, and full where all pairs are."""
+    queries = np.repeat([1, 0, 2, 0], [6, 4, 5, 1]).astype(np.int32)
+    keys = np.repeat([0, 1, 2], [6, 4, 6]).astype(np.int32)
+    for documents in ((queries, keys), (QUERIES, KEYS), (np.zeros_like(QUERIES), KEYS)):
+        tiles = crossed_tiles(*documents, 2)
+        seen = (documents[0][:, None] == documents[1]) & (documents[0] > 0)[:, None]
+        pairs = seen.reshape(SLOTS // 2, 2, SLOTS // 2, 2).sum(axis=(1, 3))
+        assert sorted(zip(tiles.query, tiles.key, strict=True)) == list(
+            zip(*np.nonzero(pairs), strict=True)
+        )
+        assert (tiles.full == (pairs[tiles.query, tiles.key] == 4)).all()
