@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxmllm.config.adapter_sections import AdaptersConfig
+from jaxmllm.config.component_sections import PROJECTOR
 from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.section import Auto, Section
 
@@ -342,8 +343,13 @@ class DiffusionConfig(Section):
 
     With `padded_conditions`, an item is drawn from so many states at least, as where texts were padded in training:
     those that it lacks are zeros.
+
+    With `from`, the transformer is that of a published folder: its shapes are those of the other keys, and its
+    parameters are read from there, with `projector: folder` also those of `projector.language`.
     """
 
+    from_: str | None = Field(None, alias="from")
+    projector: Literal["new", "folder"] = "new"
     conditioning: Literal["joint", "cross"] = "joint"
     padded_conditions: PositiveInt | None = None
     width: PositiveInt
@@ -404,6 +410,10 @@ class DiffusionConfig(Section):
 
     @model_validator(mode="after")
     def _check_conditioning(self) -> DiffusionConfig:
+        if self.from_ is None and self.projector != "new":
+            raise ValueError(
+                f"projector ({self.projector}): without from there is no folder to read it from; leave it out"
+            )
         if self.conditioning == "joint" and self.padded_conditions is not None:
             raise ValueError(
                 f"padded_conditions ({self.padded_conditions}): with conditioning: joint an item has the states of its "
@@ -461,8 +471,10 @@ class ModelConfig(Section):
 
     @property
     def tower_sources(self) -> dict[str, str]:
-        """Published folders that encoders are read from, by component."""
-        sources = {name: getattr(self, name).from_ for name in self.encoders}
+        """Published folders that encoders and generators are read from, by component."""
+        sources = {name: getattr(self, name).from_ for name in (*self.encoders, *self.generators)}
+        if self.diffusion is not None and self.diffusion.projector == "folder":
+            sources[f"{PROJECTOR}language"] = self.diffusion.from_
         return {name: source for name, source in sources.items() if source is not None}
 
     @property

@@ -1,4 +1,4 @@
-"""All families, by what their folders call them, `model_type` of config.json, and by the component that they are of."""
+"""All families, by what their folders call them, the kind in config.json, and by the component that they are of."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.qwen3_moe import QWEN3_MOE
 from jaxmllm.families.siglip import SIGLIP, SIGLIP2
+from jaxmllm.families.wan import WAN
 from jaxmllm.families.whisper import WHISPER
 
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3)
 TOWERS = (*SIGLIP, *SIGLIP2, WHISPER)
 WHOLE_MODELS = (*QWEN2_5_VL,)
-FAMILIES = {  # by model_type, and component
-    (family.model_type, family.component): family for family in (*DECODERS, *TOWERS, *WHOLE_MODELS)
+GENERATORS = (*WAN,)
+FAMILIES = {  # by kind, and component
+    (family.model_type, family.component): family
+    for family in (*DECODERS, *TOWERS, *WHOLE_MODELS, *GENERATORS)
 }
 
 
 def components_of(config: FolderConfig) -> tuple[str, ...]:
     """The components that a folder holds; none, if its family is not there."""
-    return tuple(component for kind, component in FAMILIES if kind == config.get("model_type"))
+    return tuple(component for kind, component in FAMILIES if kind == config.kind)
 
 
 def family_of(config: FolderConfig, component: str = "language") -> Family:
     """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
     other components, or is quantised."""
     known = [kind for kind, of_family in FAMILIES if of_family == component]
-    kind, there = config.get("model_type"), components_of(config)
+    kind, there = config.kind, components_of(config)
     if not there:
         config.refuse(f"has model_type {kind!r}", f"there are {', '.join(known)}")
     if component not in there:

@@ -24,7 +24,7 @@ class Family:
     """One family of published models: one component of them."""
 
     name: str
-    model_type: str  # in config.json
+    model_type: str  # in config.json; of a generator its `_class_name`
     section: Callable[
         [FolderConfig], dict[str, Any]
     ]  # the keys of the component's section of `model`

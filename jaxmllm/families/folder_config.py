@@ -32,6 +32,11 @@ class FolderConfig:
             raise FolderError(f"{path} must hold a JSON object")
         return cls(path, values)
 
+    @property
+    def kind(self) -> Any:
+        """What the folder calls its model: `model_type`, or in folders of generators `_class_name`."""
+        return self.get("model_type", self.get("_class_name"))
+
     def part(self, key: str) -> FolderConfig:
         """The values that a key holds. Raises `FolderError` if they are no JSON object."""
         values = self.get(key)

@@ -25,8 +25,9 @@ from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.lines import Index, Line
 from jaxmllm.families.weight_files import DTYPES, FolderError, StoredTensor, WeightFile
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+OF_GENERATORS = "diffusion_pytorch_model.safetensors"
 # Endings of files that hold weights: beside the safetensors that are read they would be those of another model
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 LISTED = 5  # wrong keys in an error before "and n more"
@@ -220,16 +221,22 @@ def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]
 
 
 def _weight_files(folder: Path) -> Iterator[WeightFile]:
-    index = folder / INDEX
-    if not index.is_file():
-        single = folder / SINGLE
-        if not single.is_file():
-            raise FolderError(
-                f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
-                "the model as safetensors"
-            )
-        yield WeightFile.open(single)
-        return
+    for single in (SINGLE, OF_GENERATORS):
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            yield from _indexed_files(index)
+            return
+        if (folder / single).is_file():
+            yield WeightFile.open(folder / single)
+            return
+    raise FolderError(
+        f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
+        "the model as safetensors"
+    )
+
+
+def _indexed_files(index: Path) -> Iterator[WeightFile]:
+    folder = index.parent
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         named = {str(key): str(name) for key, name in weight_map.items()}

@@ -1,5 +1,6 @@
 """A run's config with what the folders of its model say: `model.from` names shapes, tokenizer and chat template of
-the decoder, `model.vision.from` shapes of the tower and how its images are read."""
+the decoder, `model.vision.from` shapes of the tower and how its images are read, `model.diffusion.from` those of the
+generator."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from jaxmllm.config.schema import (
     AudioConfig,
     Config,
     ConfigError,
+    DiffusionConfig,
     LanguageConfig,
     Section,
     VisionConfig,
@@ -38,11 +40,14 @@ OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
 # And of the towers; those of the projector only where it is not the folder's
 TOWER_OPEN = {"from", "silence"}
 PROJECTOR_OPEN = {"merge", "projector"}
+# And of the generator, which may be drawn from other states than it was trained with
+GENERATOR_OPEN = {"from", "projector", "padded_conditions"}
 # Encoders by component: their sections of `model` and of `data`, and what a file of all media calls their processor
 TOWERS: dict[str, tuple[type[Section], str, str]] = {
     "vision": (VisionConfig, "images", "image_processor"),
     "audio": (AudioConfig, "audio", "feature_extractor"),
 }
+GENERATOR = "diffusion"
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -64,9 +69,11 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
     for component in TOWERS:
         tree = _with_named_tower(tree, component)
+    tree = _with_named_generator(tree)
     model = tree["model"]
     source = model.get("from")
     if not isinstance(source, str):
+        _check_states(tree)
         return tree
     if not is_model_folder(source):
         if model.get("language") is None:
@@ -88,7 +95,9 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
         data = tree["data"]
         named = {key: value for key, value in data.items() if value is not None}
         tree = tree | {"data": data | _text_of(Path(source)) | named}
-    return tree | {"model": tree["model"] | {"language": shapes | own}}
+    tree = tree | {"model": tree["model"] | {"language": shapes | own}}
+    _check_states(tree)
+    return tree
 
 
 def _text_of(folder: Path) -> dict[str, str]:
@@ -121,17 +130,52 @@ def _template_of(folder: Path) -> Path | None:
 
 def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
     """The tree with the tower of the folder that `model.vision.from` or the like names, if it does."""
+    config = _named_folder(tree, component)
+    if config is None:
+        return tree
+    return _with_tower(tree, component, config, family_of(config, component).section(config))
+
+
+def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same with the generator of the folder that `model.diffusion.from` names, if it does."""
+    config = _named_folder(tree, GENERATOR)
+    if config is None:
+        return tree
+    model, shapes = tree["model"], family_of(config, GENERATOR).section(config)
+    own = model[GENERATOR]
+    _check_equal(GENERATOR, DiffusionConfig, GENERATOR_OPEN, own, shapes, config)
+    return tree | {"model": model | {GENERATOR: shapes | own}}
+
+
+def _check_states(tree: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a generator's folder with a projector that reads other states than the decoder has."""
+    model = tree["model"]
+    generator, language = model.get(GENERATOR), model.get("language")
+    if not isinstance(generator, dict) or generator.get("projector") != "folder":
+        return
+    config = _named_folder(tree, GENERATOR)
+    if config is None or not isinstance(language, dict):
+        return
+    reads = family_of(config, f"{PROJECTOR}language").section(config)["reads"]
+    if language.get("width") != reads:
+        raise ConfigError(
+            f"model.{GENERATOR}.projector (folder): that of {config.path.parent} reads states of width {reads}, and "
+            f"model.language.width is {language.get('width')}; leave it out, so that a new one is trained"
+        )
+
+
+def _named_folder(tree: dict[str, Any], component: str) -> FolderConfig | None:
+    """What the folder says that `model.vision.from` or the like names, if it does."""
     own = tree["model"].get(component)
     source = own.get("from") if isinstance(own, dict) else None
     if not isinstance(source, str):
-        return tree
+        return None
     if not is_model_folder(source):
         raise ConfigError(
             f"model.{component}.from: {source} has no {CONFIG_JSON}; name the folder of a published model (a run, or "
             "its checkpoint, belongs in model.from)"
         )
-    config = FolderConfig.read(Path(source))
-    return _with_tower(tree, component, config, family_of(config, component).section(config))
+    return FolderConfig.read(Path(source))
 
 
 def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) -> dict[str, Any]:

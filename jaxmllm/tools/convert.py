@@ -4,8 +4,8 @@
     jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
                                                       types and split into files; all other files as they are;
                                                       adapters are merged into the matrices
-        --component vision                            the same of a tower that RUN began from, or a projector, whose
-                                                      folder has a config of its own
+        --component vision                            the same of a tower or generator that RUN began from, or a
+                                                      projector, whose folder has a config of its own
         --adapters                                    RUN's adapters of the decoder alone, as the peft library reads
                                                       them
     jaxmllm convert verify FOLDER INPUTS.npz [--reference R.npz] [--gradients G.npz]
@@ -38,6 +38,7 @@ from jaxmllm.config.schema import (
     AdapterConfig,
     ComponentsConfig,
     ConfigError,
+    Gelu,
     ModelConfig,
     ProjectorShapes,
 )
@@ -46,7 +47,7 @@ from jaxmllm.families.by_type import components_of
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder, is_model_folder, write_folder
 from jaxmllm.families.projector_folder import write_projector
-from jaxmllm.families.resolved import TOWERS, resolved
+from jaxmllm.families.resolved import GENERATOR, TOWERS, resolved
 from jaxmllm.models.adapters import merged
 from jaxmllm.models.mllm import build_model
 from jaxmllm.phases import LANGUAGE
@@ -67,7 +68,7 @@ from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import config_of, read_config
 from sharding.mesh import make_mesh
 
-PROJECTORS = tuple(f"{PROJECTOR}{tower}" for tower in TOWERS)
+PROJECTORS = tuple(f"{PROJECTOR}{phase}" for phase in (*TOWERS, LANGUAGE))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,15 +118,15 @@ def to_orbax(source: Path, out: Path, dtype: str) -> None:
 
 
 def to_folder(run: Path, out: Path, source: Path | None = None, component: str = LANGUAGE) -> None:
-    """Write the decoder or a tower of a run as the published folder that it began from, adapters merged into it; with
-    the decoder all that it began from this folder.
+    """Write the decoder, a tower or the generator of a run as the published folder that it began from, adapters merged
+    into it; with the decoder and the generator all that it began from this folder.
 
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
     folder = ModelFolder.open(source or _origin(run, component), component)
     saved = SavedComponent.of(run, component)
-    beside = _beside(run, folder, saved) if component == LANGUAGE else ()
+    beside = _beside(run, folder, saved)
     parts = [saved, *(saved.other(run, name) for name in beside)]
     fits = [folder.of(part.component).check(part.shapes) for part in parts]
     draft = out.with_name(f"{out.name}.partial")
@@ -159,15 +160,20 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
         raise ConfigError(
             f"{run} is no run folder, whose config says what {component} is; name one"
         )
-    phase = component.removeprefix(PROJECTOR)
-    tower = getattr(config.model, phase)
-    write_projector(
-        out,
-        {path: saved.values(path) for path in saved.shapes},
-        tower.merge**2 if phase == "vision" else tower.merge,
-        tower.projector.gelu if phase == "vision" else ProjectorShapes().gelu,
-    )
+    group, gelu = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
+    values = {path: saved.values(path) for path in saved.shapes}
+    write_projector(out, values, group, gelu)
     print(f"{component} of {saved.location} -> {out}")
+
+
+def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, Gelu]:
+    """How many neighbouring features a projector takes, and its activation."""
+    usual = ProjectorShapes().gelu
+    if phase == LANGUAGE:
+        return 1, usual
+    if model.vision is not None and phase == "vision":
+        return model.vision.merge**2, model.vision.projector.gelu
+    return getattr(model, phase).merge, usual
 
 
 def to_adapters(
@@ -335,9 +341,14 @@ def _holds(folder: str, component: str) -> bool:
 
 
 def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
-    """Components of a run that are a published folder's, too, besides the decoder; a projector goes with its tower."""
+    """Components of a run that are a published folder's, too, besides the decoder or the generator; a projector goes
+    with its tower, and that of the generator is the folder's if it was read from there."""
     config = config_of(run)
     elsewhere = {} if config is None else config.model.tower_sources
+    if saved.component == GENERATOR:
+        return [name for name in (f"{PROJECTOR}{LANGUAGE}",) if name in elsewhere]
+    if saved.component != LANGUAGE:
+        return []
     return [
         name
         for name in components_of(folder.config)
@@ -364,7 +375,7 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("run", type=Path)
     published.add_argument("out", type=Path)
     published.add_argument("--source", type=Path, metavar="FOLDER", help="the published folder")
-    components = (LANGUAGE, *TOWERS, *PROJECTORS)
+    components = (LANGUAGE, *TOWERS, GENERATOR, *PROJECTORS)
     published.add_argument("--component", default=LANGUAGE, choices=components)
     published.add_argument(
         "--adapters", action="store_true", help="adapters alone, as the peft library reads them"

@@ -49,7 +49,7 @@ def initial_state(
     taken = {}
     for name, folder in towers.items():
         taken[name] = read_folder(folder, abstract[name], name)
-        say(f"model.{name}.from: {name} from {folder}")
+        say(f"{_key(name, config.model)}: {name} from {folder}")
     if source is not None:
         taken |= read_parameters(source, abstract, say, towers)
     saved = saved._replace(params=saved.params | taken)
@@ -57,6 +57,13 @@ def initial_state(
         averages = begun_averages(saved.params, programs.saved_state.averages)
         saved = saved._replace(averages=averages)
     return programs.from_saved(saved)
+
+
+def _key(name: str, model: ModelConfig) -> str:
+    """The key of a config that says where a component is read from."""
+    if name.startswith(PROJECTOR):
+        return f"model.{model.generators[0]}.projector"
+    return f"model.{name}.from"
 
 
 def check_sources(model: ModelConfig) -> None:

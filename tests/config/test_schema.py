@@ -265,6 +265,7 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
         ("padded_conditions (512): with conditioning: joint", "padded_conditions=512"),
         ("rope_origin (centre): with cond", "conditioning=cross", "rope_origin=centre"),
         ("qk_norm_over (heads): without", "qk_norm=false", "qk_norm_over=heads"),
+        ("projector (folder): without from", "projector=folder"),
     ):
         assert said in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
 

@@ -1,4 +1,5 @@
-"""A run of a published decoder and two published towers with fresh projectors, by config alone; and back by parts."""
+"""A run of a published decoder and two published towers with fresh projectors, by config alone; and back by parts.
+And one of that decoder and a published generator."""
 
 import json
 import shutil
@@ -16,6 +17,7 @@ from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.weight_files import WeightFile
 from jaxmllm.tools.convert import main as convert
+from jaxmllm.tools.draw import main as draw
 from jaxmllm.train import main as train
 
 FAMILIES = Path(__file__).parents[1] / "families"
@@ -113,6 +115,61 @@ def test_parts_of_three_folders_train_and_go_back(run, decoder, tmp_path):
             "linear_2.bias": (16,),
         }
         assert np.array(tensors["linear_1.bias"].array()).any(), "which began at zero"
+
+
+@pytest.mark.slow
+def test_a_generator_of_a_folder_trains_and_draws(decoder, tmp_path):
+    """Of the generator its output alone trains; the projector is the folder's, and trains, too."""
+    source = FAMILIES / "generator_goldens" / "wan"
+    random = np.random.default_rng(0)
+    records = []
+    for number in range(8):
+        sizes = (4, random.integers(1, 5), *(2 * random.integers(1, 5, 2)))
+        np.save(tmp_path / f"{number}.npy", random.normal(size=sizes).astype(np.float32))
+        clip = [{"type": "video", "video": f"{number}.npy"}]
+        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+        turns = [{"role": "user", "content": said}, {"role": "assistant", "content": clip}]
+        records.append(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "train.jsonl").write_text("".join(records))
+    tree = {
+        "run": {"directory": str(tmp_path / "run"), "steps": 2},
+        "model": {
+            "from": str(decoder),
+            "diffusion": {"from": str(source), "projector": "folder", "padded_conditions": 40},
+        },
+        "components": {"language": {"freeze": True}, "diffusion": {"train": ["output*"]}},
+        "objective": {"language": {"weight": 0.0}},
+        "data": {
+            "sources": [{"name": "a", "path": str(tmp_path / "train.jsonl")}],
+            "batch_size": 8,
+        },
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "phases": {name: {"block": 32, "row_classes": 1} for name in ("diffusion", "language")},
+        "mesh": {"data": 2, "fsdp": 2, "context": 2},
+        "logging": {"tensorboard": False},
+    }
+    (tmp_path / "config.yaml").write_text(write_text(tree))
+    said = StringIO()
+    with redirect_stdout(said):
+        assert train(["--config", str(tmp_path / "config.yaml")]) == 0
+    assert f"model.diffusion.from: diffusion from {source}" in said.getvalue()
+    assert f"model.diffusion.projector: projector.language from {source}" in said.getvalue()
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert convert(["to-hf", str(run), str(out), "--component", "diffusion"]) == 0
+    before, after = (ModelFolder.open(path, "diffusion") for path in (source, out))
+    trained = ("proj_out.", "scale_shift_table", "condition_embedder.text_embedder.")
+    for key, tensor in before.tensors.items():
+        changed = not np.array_equal(tensor.array(), after.tensors[key].array())
+        assert changed == key.startswith(trained), key
+    projector = tmp_path / "projector"
+    parts = ["to-hf", str(run), str(projector), "--component", "projector.language"]
+    assert convert(parts) == 0
+    assert json.loads((projector / "config.json").read_text())["group"] == 1
+    asked = ["--run", str(run), "--prompt", "a red cat", "--size", "4x8", "--frames", "3"]
+    assert draw([*asked, "--steps", "2", "--out", str(tmp_path / "drawn")]) == 0
+    (drawn,) = (tmp_path / "drawn").glob("*.npy")
+    latents = np.load(drawn)
+    assert latents.shape == (4, 3, 4, 8) and np.isfinite(latents).all()
 
 
 @pytest.mark.slow

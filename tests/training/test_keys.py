@@ -670,6 +670,8 @@ ELSEWHERE = {
     "data.chat_date": "data/text/test_template_tokenizer.py::test_dates_and_files_change_the_fingerprint",
     "model.vision.from": "training/test_composed_run.py::test_parts_of_three_folders_train_and_go_back",
     "model.audio.from": "training/test_composed_run.py::test_parts_of_three_folders_train_and_go_back",
+    "model.diffusion.from": "training/test_composed_run.py::test_a_generator_of_a_folder_trains_and_draws",
+    "model.diffusion.projector": "training/test_composed_run.py::test_a_generator_of_a_folder_trains_and_draws",
     "data.max_failed_media": "training/test_loop.py::test_run_stops_past_the_limit_of_undecodable_media",
     "optimizer.max_skipped": "training/test_loop.py::test_run_stops_after_too_many_skipped_updates",
     "objective.experts.balance": "training/test_mixtures.py::test_losses_of_the_router_have_their_gradients",

@@ -1,0 +1,251 @@
+"""Published generators against the reference, through reader, rows and model; and written back as they were."""
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.generated import patches_of
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.rows.masks import AttentionSpec, finish_generator_row
+from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError
+from jaxmllm.models.mllm import build_model
+from jaxmllm.models.rows import GeneratorRows
+from jaxmllm.trainable import leaves_by_path
+from jaxmllm.training.folder_parameters import read_folder
+from sharding.mesh import make_mesh
+from tests.families.test_tower_goldens import ROUNDING, by_key
+from tests.support import EXHAUSTIVE, tiny_config
+
+GOLDENS = Path(__file__).parent / "generator_goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+COMPONENTS = ("diffusion", "projector.language")
+BLOCK = 32
+
+
+def config_of(folder: Path, place: Path, width: int | None = None, **generator) -> Config:
+    """A run with this generator, and a decoder as wide as the states that it reads."""
+    tree = tiny_config(place)
+    reads = json.loads((folder / "config.json").read_text())["text_dim"]
+    language = tree["model"]["language"] | {"width": width or reads}
+    generator = {"from": str(folder), "projector": "folder"} | generator
+    tree["model"] = {"language": language, "diffusion": generator}
+    tree["objective"] = {"language": {"weight": 0.0}}
+    del tree["data"]["images"], tree["data"]["audio"]
+    return parse_config(resolved(tree))
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, over the largest entry."""
+    return float(np.abs(found - wanted).max(initial=0) / np.abs(wanted).max(initial=ROUNDING))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_velocities_and_gradients_are_the_references(name, tmp_path):
+    """All items lie packed in one row; zeros fill up their texts, and one has none."""
+    check_golden(GOLDENS / name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=EXHAUSTIVE) for name in NAMES])
+def test_the_mesh_changes_nothing(name, tmp_path):
+    check_golden(GOLDENS / name, tmp_path, {"data": 2, "context": 2, "tensor": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")),
+    reason="needs torch and diffusers",
+)
+def test_generators_that_are_drawn_anew(tmp_path):
+    """Live, from another seed and with other dimensions."""
+    from tests.families.make_generator_goldens import MODELS
+    from tests.families.make_generator_goldens import main as make
+
+    make(tmp_path, tuple(MODELS), seed=3)
+    for name in MODELS:
+        check_golden(tmp_path / name, tmp_path)
+
+
+def check_golden(
+    folder: Path, place: Path, sizes: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """The largest difference of each velocity and gradient, over its largest entry."""
+    config = config_of(folder, place)
+    generator = config.model.diffusion
+    sizes = sizes or {"data": 1, "fsdp": 1}
+    mesh = make_mesh(dict(sizes), jax.devices()[: math.prod(sizes.values())])
+    model = build_model(config.model, 8, config.components, mesh)
+    layout = model.layout("diffusion")
+    inputs, reference, gradients = (
+        dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
+    )
+
+    def patches(latents: np.ndarray) -> np.ndarray:
+        frames = np.moveaxis(latents, 0, -1)
+        return patches_of(frames, generator.patch_frames, generator.patch_size)
+
+    (reader,) = modalities(config.model, config.data, ()).values()
+    count = len(reference) // 3
+    ranks, slots = layout.ranks, 8 * BLOCK  # each has the same row, and the last one a loss
+    row = empty_row(slots, count, generator.patch_features)
+    states = np.zeros((1, slots, config.model.language.width), np.float32)
+    noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
+    where, start = [], 0
+    for i in range(count):
+        given, drawn = inputs[f"states_{i}"], patches(inputs[f"latents_{i}"])
+        conditions = slice(start, start + len(given))
+        of_item = slice(conditions.stop, conditions.stop + len(drawn))
+        # A text without states: one that is hidden
+        hidden = not len(given)
+        start = of_item.stop
+        row["owners"][0, conditions.start : start] = i + 1
+        row["segments"][0, conditions.start : start] = i + 1
+        row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
+        frames, height, width = inputs[f"latents_{i}"].shape[1:]
+        side = generator.patch_size
+        shape = (frames // generator.patch_frames, height // side, width // side)
+        row["positions"][0, of_item] = reader.positions(shape)
+        row["positions"][0, of_item, 0] += len(given)
+        row["times"][0, i] = inputs[f"time_{i}"]
+        states[0, conditions], noisy[0, of_item] = given, drawn
+        direction[0, of_item] = patches(inputs[f"direction_{i}"])
+        where.append((conditions, of_item, hidden))
+    attention = AttentionSpec(
+        {"diffusion": BLOCK}, {"diffusion": layout.parts}, crossed=config.model.crossed
+    )
+    finish_generator_row(row, attention, "diffusion")
+    order, back = row["order"][0], np.argsort(row["order"][0])
+    rows = GeneratorRows.of(jax.tree.map(lambda leaf: np.repeat(leaf, ranks, axis=0), row))
+    states, noisy, direction = (
+        np.repeat(leaf[:, order], ranks, axis=0) for leaf in (states, noisy, direction)
+    )
+    direction[:-1] = 0
+    abstract = model.abstract("float32")
+    params = {name: read_folder(str(folder), abstract[name], name) for name in COMPONENTS}
+
+    def product(params, noisy, states):
+        velocity = model.draw(params, "diffusion", rows, noisy, states)
+        return (velocity * direction).sum(), velocity
+
+    function = jax.jit(jax.value_and_grad(product, argnums=(0, 1, 2), has_aux=True))
+    (_, velocity), (d_params, *d_inputs) = jax.device_get(function(params, noisy, states))
+    velocity, d_noisy, d_states = (leaf[-1][back] for leaf in (velocity, *d_inputs))
+    off: dict[str, float] = {}
+    for i, (conditions, of_item, hidden) in enumerate(where):
+        wanted = {kind: reference[f"{kind}_{i}"] for kind in ("velocity", "latents_gradient")}
+        off[f"velocity {i}"] = relative(velocity[of_item], patches(wanted["velocity"]))
+        off[f"latents {i}"] = relative(d_noisy[of_item], patches(wanted["latents_gradient"]))
+        if not hidden:
+            of_states = reference[f"states_gradient_{i}"]
+            off[f"states {i}"] = relative(d_states[conditions], of_states)
+    found: dict[str, np.ndarray] = {}
+    for name in COMPONENTS:
+        shapes = {path: leaf.shape for path, leaf in leaves_by_path(params[name])}
+        found |= by_key(ModelFolder.open(folder, name).check(shapes), d_params[name])
+    assert found.keys() == gradients.keys()
+    off |= {key: relative(found[key], wanted) for key, wanted in gradients.items()}
+    assert max(off.values()) <= 1e-4, off
+    return off
+
+
+def empty_row(slots: int, segments: int, features: int) -> dict[str, np.ndarray]:
+    """A row of nothing but padding."""
+    return {
+        "features": np.zeros((1, slots, features), np.float32),
+        "owners": np.zeros((1, slots), np.int32),
+        "segments": np.zeros((1, slots), np.int32),
+        "positions": np.zeros((1, slots, 3), np.int32),
+        "patches": np.full((1, slots), -1, np.int32),
+        "conditions": np.full((1, slots), -1, np.int32),
+        "noise": np.zeros((1, segments, 2), np.uint32),
+        "times": np.zeros((1, segments), np.float32),
+        "sources": np.zeros((1, segments), np.int32),
+        "failed": np.zeros(1, np.int32),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_written_as_it_was(name, tmp_path):
+    config = config_of(GOLDENS / name, tmp_path)
+    mesh = make_mesh({"data": 1, "fsdp": 8})
+    abstract = build_model(config.model, 8, config.components, mesh).abstract("float32")
+    parts = []
+    for component in COMPONENTS:
+        shapes = {path: leaf.shape for path, leaf in leaves_by_path(abstract[component])}
+        fit = ModelFolder.open(GOLDENS / name, component).check(shapes)
+        read = read_folder(str(GOLDENS / name), abstract[component], component)
+        params = dict(leaves_by_path(read))
+        parts.append((fit, lambda path, params=params: np.asarray(params[path])))
+    assert write_folder(parts, tmp_path / "out") == ()
+    for file in (GOLDENS / name).iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(GOLDENS / "wan", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"_class_name": "Other3DModel"}, "has model_type 'Other3DModel'; there are WanTransf"),
+        ({"model_type": "qwen3"}, "'qwen3' and so no diffusion; name the folder in model.from"),
+        ({"image_dim": 1280}, "has image_dim 1280; None alone is supported"),
+        ({"cross_attn_norm": False}, "has cross_attn_norm False; True alone is supported"),
+        ({"out_channels": 8}, "has out_channels 8; 4 alone is supported"),
+        ({"patch_size": [1, 2, 4]}, r"has patch_size \[1, 2, 4\]; \[frames, side, side\] is und"),
+    ],
+)
+def test_a_config_that_cannot_be(copy, tmp_path, values, words):
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+def test_what_the_folder_says_stands_in_the_config(copy, tmp_path):
+    """But how many zeros pad a text, and a new projector, are the user's choice."""
+    config = config_of(copy, tmp_path, 24, padded_conditions=None, projector="new")
+    generator = config.model.diffusion
+    assert (generator.patch_features, generator.sections) == (16, (2, 2, 2))
+    assert config.model.crossed == {"diffusion": 0}
+    assert config.model.tower_sources == {"diffusion": str(copy)}
+    assert config_of(copy, tmp_path).model.crossed == {"diffusion": 512}
+    with pytest.raises(ConfigError, match=r"model\.diffusion\.norm is 'rms', but .* says 'layer'"):
+        config_of(copy, tmp_path, norm="rms")
+    with pytest.raises(
+        ConfigError, match=r"reads states of width 16, and model\.language\.width is 24"
+    ):
+        config_of(copy, tmp_path, 24)
+    with pytest.raises(
+        FolderError, match=r"and so no language; name the folder in model\.diffusion\.f"
+    ):
+        resolved({"model": {"from": str(copy)}})
+
+
+def test_a_folder_of_several_files(copy, tmp_path):
+    """As large models are published."""
+    name = "diffusion_pytorch_model"
+    whole = copy / f"{name}.safetensors"
+    part = whole.rename(copy / f"{name}-00001-of-00001.safetensors")
+    (file,) = ModelFolder.open(GOLDENS / "wan", "diffusion").files
+    index = {"weight_map": dict.fromkeys(file.tensors, part.name)}
+    (copy / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    assert ModelFolder.open(copy, "diffusion").tensors.keys() == file.tensors.keys()
+    part.unlink()
+    with pytest.raises(FolderError, match="which is not there; copy the folder again"):
+        ModelFolder.open(copy, "diffusion")
+    (copy / f"{name}.safetensors.index.json").unlink()
+    with pytest.raises(FolderError, match=rf"has neither model\.safetensors nor {INDEX}"):
+        ModelFolder.open(copy, "diffusion")
