@@ -9,7 +9,8 @@ So it is with `conditioning: joint`. With `cross`, patches alone are a sequence,
     patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
 
 Items are segments of packed rows, and see themselves alone. Scales, shifts and gates (arXiv 2212.09748) are
-those of an item's time: made once per segment, in at least float32, and taken by slot.
+those of an item's time, and with `pooled_conditions` of the mean of its conditions: made once per segment, in at
+least float32, and taken by slot.
 
 Letters: R ranks, C slots, D width, F numbers of a patch, S segments of a row.
 """
@@ -63,7 +64,7 @@ class DiffusionTower(nnx.Module):
         width, patch = config.width, config.patch_features
         self.patch = parameter(rngs, (patch, width), (None, "embed"), patch)
         self.patch_bias = bias((width,), (None,))
-        self.time = _TimeEmbedding(width, rngs)
+        self.time = _Embedding(2 * TIME_FREQUENCIES, width, rngs)
         shared = config.modulation == "shared"
         self.modulation = _Modulation(width, MODULATIONS) if shared else None
         self.layers = stacked(lambda rngs: _DiffusionBlock(config, rngs), config.layers, rngs)
@@ -75,6 +76,7 @@ class DiffusionTower(nnx.Module):
         # Zeros: the first predictions are zero whatever the time (arXiv 2212.09748)
         self.output = nnx.Param(jnp.zeros((width, patch)), axes=("embed", None), looked_up=False)
         self.output_bias = bias((patch,), (None,))
+        self.pooled = _Embedding(width, width, rngs) if config.pooled_conditions else None
 
     def __call__(
         self,
@@ -102,6 +104,9 @@ class DiffusionTower(nnx.Module):
         apart = self._conditions_apart(conditions.astype(dtype), context, rows)
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
+        if self.pooled is not None:
+            mean = _mean_conditions(layout, rows, conditions.astype(wide))
+            embedded += self.pooled(mean, layout)
         time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
         graph, parameters = nnx.split(self.layers)
@@ -137,11 +142,10 @@ class DiffusionTower(nnx.Module):
         return conditions, to_conditions
 
 
-class _TimeEmbedding(nnx.Module):
+class _Embedding(nnx.Module):
     """Two biased matrices with a SiLU between them. Segments are not slots: nothing of it is split by `sequence`."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        features = 2 * TIME_FREQUENCIES
+    def __init__(self, features: int, width: int, rngs: nnx.Rngs):
         self.up = parameter(rngs, (features, width), (None, "embed"), features)
         self.up_bias = bias((width,), (None,))
         self.down = parameter(rngs, (width, width), (None, "embed"), width)
@@ -243,13 +247,37 @@ def by_slot(
     Products with zeros and ones, and so are their gradients: a scatter-add would sum in any order. One for each
     vector: the gradients of all together would have to be stacked and transposed first.
     """
-    segments = jnp.arange(1, modulation.shape[1] + 1, dtype=owners.dtype)
-    chosen = (owners[..., None] == segments).astype(modulation.dtype)
+    chosen = _membership(owners, modulation.shape[1], modulation.dtype)
     slots = (
         jnp.einsum("rcs,rsd->rcd", chosen, vectors, precision=jax.lax.Precision.HIGHEST)
         for vectors in jnp.moveaxis(modulation, 2, 0)
     )
     return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
+
+
+def _mean_conditions(
+    layout: Layout, rows: GeneratorRows, conditions: Float[Array, "R C D"]
+) -> Float[Array, "R S D"]:
+    """Of each segment, the mean of the conditions that it sees; zeros where these are hidden."""
+    axes = layout.mesh_axes("sequence")
+
+    def on_device(owners: Array, conditions: Array) -> Array:
+        chosen = _membership(owners, rows.times.shape[1], conditions.dtype)
+        sums = jnp.einsum("rcs,rcd->rsd", chosen, conditions, precision=jax.lax.Precision.HIGHEST)
+        counts = chosen.sum(axis=1)
+        if axes:
+            sums, counts = jax.lax.psum((sums, counts), axes)
+        return sums / jnp.maximum(counts, 1)[..., None]
+
+    seen = jnp.where(rows.conditions >= 0, rows.segments, 0)
+    return layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=("batch",))(seen, conditions)
+
+
+def _membership(
+    owners: Int[Array, "R C"], segments: int, dtype: jnp.dtype
+) -> Float[Array, "R C S"]:
+    """1 where a slot belongs to a segment, numbered from 1, else 0."""
+    return (owners[..., None] == jnp.arange(1, segments + 1, dtype=owners.dtype)).astype(dtype)
 
 
 def _modulated(x: Array, shift: Array, scale: Array) -> Array:

@@ -287,6 +287,7 @@ READ_APART = {  # conditions, by an attention of their own, and all else that a 
     f"model__diffusion__{key}": value
     for key, value in {
         "conditioning": "cross",
+        "pooled_conditions": True,
         "padded_conditions": 40,
         "modulation": "shared",
         "output_modulation": "vectors",

@@ -558,7 +558,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
     **effects("model.diffusion", weights, DRAWS, output_modulation="vectors", norm="layer"),
     **effects("model.diffusion", weights, DRAWS, attention_bias="true", qk_norm_over="heads"),
-    **effects("model.diffusion", weights, DRAWS, conditioning="cross"),
+    **effects("model.diffusion", weights, DRAWS, conditioning="cross", pooled_conditions="true"),
     **effects("model.diffusion", generator, READ_APART, padded_conditions="8"),
     **effects("model.diffusion", generator, DRAWS, **NORMS, rope_sections="[2, 3, 3]"),
     **effects("model.diffusion", lengths, DRAWS, rope_origin="centre"),
