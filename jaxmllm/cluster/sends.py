@@ -264,10 +264,8 @@ class _Phase:
                 held = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
                 yield _send(layout, ALL_REDUCE, layout.part_axes, held)
             return
-        # `merge` tokens of attention, or its square of an image, are one of the language
-        merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
         width = self.model.config.language.width
-        media = self.tokens / merged * width * self.itemsize
+        media = self.tokens / self.shapes.merged * width * self.itemsize
         yield _send(layout, GATHER, axes, media, self.function == "encode")
         yield _send(layout, SCATTER, axes, media, self.backward)
 
@@ -292,8 +290,9 @@ class _Phase:
             yield _send(layout, ALL_REDUCE, axes, lookup, 1)
             yield _send(layout, ALL_REDUCE, axes, size, self.backward, by_data=True)  # the head
             return
-        merged = self.shapes.merge if hasattr(self.shapes, "stem_stride") else self.shapes.merge**2
-        media = self.tokens / layout.parts / merged
+        if self.shapes.projector.linear:  # whose matrix no device splits
+            return
+        media = self.tokens / layout.parts / self.shapes.merged
         projected = media * self.model.config.language.width * self.itemsize
         projector = self.model.components[f"{PROJECTOR}{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)

@@ -325,7 +325,7 @@ class _PhaseProgram:
             return self.slots * self.width
         norm = self.tokens * 2 * WIDE * (self.width + 1)
         projector = self._merged * (
-            self._merge * self.width + PROJECTOR_KEPT * self._projector_width
+            self.shapes.merged * self.width + PROJECTOR_KEPT * self._projector_width
         )
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector
@@ -351,14 +351,9 @@ class _PhaseProgram:
         return hasattr(self.shapes, "stem_stride")
 
     @property
-    def _merge(self) -> int:
-        """Tokens of a tower that become one."""
-        return int(self.shapes.merge if self._has_stem else self.shapes.merge**2)
-
-    @property
     def _merged(self) -> float:
         """Bytes of one value in every token that a projector gives."""
-        return self.slots / self._merge
+        return self.slots / self.shapes.merged
 
     @property
     def _language(self) -> int:
@@ -367,8 +362,8 @@ class _PhaseProgram:
     @property
     def _projector_width(self) -> int:
         """Of its MLP."""
-        shapes = getattr(self.shapes, "projector", None)
-        return (shapes and shapes.mlp_width) or self._language
+        shapes = self.shapes.projector
+        return 0 if shapes.linear else shapes.mlp_width or self._language
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]

@@ -216,10 +216,19 @@ class TowerConfig(Section):
 
 
 class ProjectorShapes(Section):
-    """What lies between the two matrices of a projector."""
+    """The two matrices of a projector and what lies between them; with `linear`, there is one matrix alone."""
 
     mlp_width: PositiveInt | None = None  # none: the width of the decoder
     gelu: Gelu = "tanh"
+    linear: bool = False
+
+    @model_validator(mode="after")
+    def _check_linear(self) -> ProjectorShapes:
+        for key in ("mlp_width", "gelu"):
+            value = getattr(self, key)
+            if self.linear and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} ({value}): a linear projector has no MLP; leave it out")
+        return self
 
 
 class VisionConfig(LayerWindows, TowerConfig):
@@ -254,6 +263,11 @@ class VisionConfig(LayerWindows, TowerConfig):
     def mlp_matrices(self) -> int:
         """Matrices of an MLP."""
         return 3 if self.gated_mlp else 2
+
+    @property
+    def merged(self) -> int:
+        """Tokens of attention that become one of the language."""
+        return self.merge**2
 
     @property
     def learned_positions(self) -> int:
@@ -294,8 +308,16 @@ class VisionConfig(LayerWindows, TowerConfig):
 class AudioConfig(TowerConfig):
     """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower.
 
-    A clip ends inside a chunk. What is left of the chunk is not there (`silence: unseen`), or is filled up
-    with silence, which the tower hears like the clip (`heard`); no token of it reaches the decoder.
+    A clip ends inside a chunk, and no token of what is left of the chunk reaches the decoder. `silence` says
+    what the tower makes of it:
+
+        unseen    zeros in the frames; attention does not see it
+        masked    likewise, and zeros after the first convolution
+        stem      frames of silence, which the convolutions hear, and attention does not see
+        heard     frames of silence, which the tower hears like the clip
+
+    With `attention: chunk`, tokens see their own chunk, not the whole clip. The means of `pool` neighbouring
+    tokens are normed last, those of whole groups alone: what is left at the end of a clip is dropped.
     """
 
     # The stem is two convolutions of this kernel width
@@ -304,9 +326,12 @@ class AudioConfig(TowerConfig):
     mel_bins: PositiveInt = 80
     chunk_frames: PositiveInt = 64
     stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
-    # table: learned, one for each place of a chunk
-    positions: Literal["rotary", "table"] = "rotary"
-    silence: Literal["unseen", "heard"] = "unseen"
+    # One for each place of a chunk: learned (table), or waves (sinusoidal, arXiv 1706.03762)
+    positions: Literal["rotary", "table", "sinusoidal"] = "rotary"
+    silence: Literal["unseen", "masked", "stem", "heard"] = "unseen"
+    attention: Literal["clip", "chunk"] = "clip"
+    pool: PositiveInt = 1
+    projector: ProjectorShapes = ProjectorShapes()
 
     @property
     def stem_stride(self) -> int:
@@ -314,19 +339,34 @@ class AudioConfig(TowerConfig):
         return math.prod(self.stem_strides)
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens of attention of a chunk."""
+        return self.chunk_frames // self.stem_stride
+
+    @property
+    def merged(self) -> int:
+        """Tokens of attention that become one of the language."""
+        return self.pool * self.merge
+
+    @property
     def learned_positions(self) -> int:
         """Places of a chunk that have learned positions; none: 0."""
-        return self.chunk_frames // self.stem_stride if self.positions == "table" else 0
+        return self.chunk_tokens if self.positions == "table" else 0
 
     @model_validator(mode="after")
     def _check_chunk(self) -> AudioConfig:
-        token = self.stem_stride * self.merge
+        token = self.stem_stride * self.merged
         if self.chunk_frames % token:
             raise ValueError(
-                f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * merge ({token})"
+                f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * pool * merge ({token})"
             )
-        if self.positions == "table":
+        if self.positions != "rotary":
             self._check_not_rotary(self.positions)
+        if self.attention == "chunk" and self.silence == "heard":
+            raise ValueError(
+                f"silence ({self.silence}): with attention (chunk), the last chunk of a clip sees itself alone; set "
+                "silence: unseen, masked or stem"
+            )
         return self
 
 

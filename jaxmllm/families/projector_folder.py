@@ -1,7 +1,7 @@
 """A projector as a folder of its own, for whoever composes the exported parts elsewhere.
 
 config.json         what the projector is: `group` neighbouring features of a tower -> one vector of the decoder
-model.safetensors   linear_1, linear_2: weight [out, in] and bias [out]
+model.safetensors   linear_1, linear_2, or linear alone: weight [out, in] and bias [out]
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ LINES = {
     "mlp.up_bias": "linear_1.bias: f -> f",
     "mlp.down": "linear_2.weight: d f -> f d",
     "mlp.down_bias": "linear_2.bias: d -> d",
+    "linear": "linear.weight: d i -> i d",
+    "linear_bias": "linear.bias: d -> d",
 }
 
 
@@ -45,15 +47,18 @@ def write_projector(
         whole = tuple(slice(0, size) for size in values.shape)
         line.view(tensor, values.shape, whole)[...] = values
         tensors[line.key] = tensor
-    inputs, width = parameters["mlp.up"].shape
-    config = {
+    first, last = (
+        parameters[name].shape
+        for name in (("linear", "linear") if "linear" in parameters else ("mlp.up", "mlp.down"))
+    )
+    config: dict[str, Any] = {
         "model_type": "jaxmllm_projector",
         "group": group,
-        "input_size": inputs,
-        "hidden_size": width,
-        "output_size": parameters["mlp.down"].shape[1],
-        "hidden_act": ACTIVATIONS[gelu],
+        "input_size": first[0],
+        "output_size": last[1],
     }
+    if "linear" not in parameters:
+        config |= {"hidden_size": first[1], "hidden_act": ACTIVATIONS[gelu]}
     folder.mkdir(parents=True)
     (folder / CONFIG_JSON).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(folder / SINGLE, tensors)

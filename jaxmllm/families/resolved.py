@@ -230,8 +230,10 @@ def _check_equal(
     """Raise `ConfigError` where a config says otherwise than the folder."""
     usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
     for key in own.keys() & usual.keys() - free:
-        said = shapes.get(key, usual[key])
-        if own[key] != (list(said) if isinstance(said, tuple) else said):
+        said, given, default = shapes.get(key, usual[key]), own[key], usual[key]
+        if isinstance(default, Section) and isinstance(said, dict) and isinstance(given, dict):
+            said, given = (default.model_dump(mode="json") | part for part in (said, given))
+        if given != (list(said) if isinstance(said, tuple) else said):
             raise ConfigError(
                 f"model.{component}.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
             )

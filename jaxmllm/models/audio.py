@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Shaped
+from numpy.typing import NDArray
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
@@ -61,7 +63,8 @@ def _shifted(x: Shaped[Array, "R N T *I"], slots: int) -> Shaped[Array, "R N T *
 
 
 class AudioTower(nnx.Module):
-    """Log-mel frames -> features at a quarter or half of the frame rate, bidirectional inside each clip.
+    """Log-mel frames -> features at a quarter or half of the frame rate, or means of neighbouring ones, bidirectional
+    inside each clip or its chunks.
 
     The stem sees one chunk of a clip at a time, so a clip's features depend neither on its neighbours in the row nor
     on where it stands.
@@ -81,9 +84,18 @@ class AudioTower(nnx.Module):
 
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
-    ) -> Float[Array, "R C/s D"]:
+    ) -> Float[Array, "R C/s/p D"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat))
+        return self.normed(run_stack(self.layers, x, context, settings.remat))
+
+    def normed(self, x: Float[Array, "R C/s D"]) -> Float[Array, "R C/s/p D"]:
+        """What the last layer yields -> features, each the mean of p = `pool` neighbours."""
+        if (pool := self.config.pool) > 1:
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            ranks, tokens, width = x.shape
+            groups = x.reshape(ranks, tokens // pool, pool, width)
+            x = groups.mean(axis=2, dtype=wide).astype(x.dtype)
+        return self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/s D"]:
         """What the first layer reads."""
@@ -97,12 +109,21 @@ class AudioTower(nnx.Module):
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(
             ranks, -1, 2 * stretch // stride
         )
-        x = self.stem_width(self.stem_mels(x, first_halves, layout), first, layout)
-        x = x.reshape(ranks, slots // stride, -1)
-        if places := self.config.learned_positions:
-            table = weight(self.position_embedding, layout, dtype)
-            x = x + table[rows.positions[:, ::stride, 0] % places]
+        x = self.stem_mels(x, first_halves, layout)
+        if self.config.silence == "masked":
+            real = rows.segments[:, :: self.stem_mels.stride] > 0
+            x = jnp.where(real.reshape(*x.shape[:3], 1), x, 0)
+        x = self.stem_width(x, first, layout).reshape(ranks, slots // stride, -1)
+        if self.config.positions != "rotary":
+            table = self._position_table(layout, dtype)
+            x = x + table[rows.positions[:, ::stride, 0] % self.config.chunk_tokens]
         return layout.constrain(x, ("batch", "sequence", None))
+
+    def _position_table(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "P D"]:
+        """The position of each place of a chunk."""
+        if self.config.positions == "table":
+            return weight(self.position_embedding, layout, dtype)
+        return jnp.asarray(sinusoids(self.config.chunk_tokens, self.config.width), dtype)
 
     def context(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
@@ -117,3 +138,11 @@ class AudioTower(nnx.Module):
             )
         ids = item_ids(rows.segments[:, ::stride])
         return RowContext(layout, ids, rows.tiles, angles, settings.attention)
+
+
+def sinusoids(places: int, width: int) -> NDArray[np.float64]:
+    """Sines, and then cosines, of each place over periods from 2 pi to 20,000 pi: [places, width]
+    (arXiv 1706.03762)."""
+    frequency = 10_000 ** (-np.arange(width // 2) / (width // 2 - 1))
+    angles = np.arange(places)[:, None] * frequency
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)

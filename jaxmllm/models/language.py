@@ -118,10 +118,14 @@ class Decoder(nnx.Module):
         context = self.context(rows, layout, x.dtype, settings)
         how = context, settings.remat, self.config.windowed
         if isinstance(self.layers, Block):
-            return self.norm(run_stack(self.layers, x, *how)), None
+            return self.normed(run_stack(self.layers, x, *how)), None
         x, by_layer = scan_layers(lambda block, x, rows: block(x, rows), self.layers, x, *how)
         sums: RouterSums = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), by_layer)
-        return self.norm(x), sums
+        return self.normed(x), sums
+
+    def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
+        """What the last layer yields -> hidden states."""
+        return self.norm(x)
 
     def context(
         self, rows: LanguageRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig

@@ -151,7 +151,7 @@ def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Flo
     return _plus(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
 
 
-def _affine(
+def affine(
     x: Float[Array, "R C *I"],
     p: nnx.Param[Array],
     b: nnx.Param[Array] | None,
@@ -415,7 +415,7 @@ class SelfAttention(nnx.Module):
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             out, logsumexp = mixed
             mixed = with_repeated_key(out, logsumexp, q, k, v, rows.repeated, scale=self.scale)
-        out = _affine(mixed, self.out, self.out_bias, layout, inputs=2)
+        out = affine(mixed, self.out, self.out_bias, layout, inputs=2)
         return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
 
     @staticmethod
@@ -426,7 +426,7 @@ class SelfAttention(nnx.Module):
         norm: RMSNorm | LayerNorm | None,
         rows: RowContext,
     ) -> Array:
-        y = _affine(x, p, b, rows.layout)
+        y = affine(x, p, b, rows.layout)
         y = rows.layout.constrain(y, ("batch", "sequence", p.axes[1], None))
         y = named(y, "projections")
         return norm(y) if norm is not None else y
@@ -481,10 +481,10 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C D"]:
         inner = (self.gate, self.gate_bias), (self.up, self.up_bias)
-        gate, up = (named(_affine(x, *factors, layout), "mlp") for factors in inner)
+        gate, up = (named(affine(x, *factors, layout), "mlp") for factors in inner)
         hidden = ACTIVATIONS[self.activation](gate) * up
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        out = _affine(hidden, self.down, self.down_bias, layout)
+        out = affine(hidden, self.down, self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
 
 
@@ -507,10 +507,10 @@ class MLP(nnx.Module):
         self.down_bias = bias((out_width,), (None,))
 
     def __call__(self, x: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
-        up = _affine(x, self.up, self.up_bias, layout)
+        up = affine(x, self.up, self.up_bias, layout)
         hidden = jax.nn.gelu(named(up, "mlp"), approximate=self.gelu == "tanh")
         hidden = layout.constrain(hidden, ("batch", "sequence", "mlp"))
-        out = _affine(hidden, self.down, self.down_bias, layout)
+        out = affine(hidden, self.down, self.down_bias, layout)
         return layout.constrain(out, ("batch", "sequence", None))
 
 

@@ -229,7 +229,9 @@ class MLLM:
             for name, component in self.components.items()
         }
 
-    def features(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R/g g*C D"]:
+    def features(
+        self, params: Params, phase: str, rows: EncoderRows
+    ) -> Float[Array, "R/g g*C/m D"]:
         """Run the tower of an encoder phase."""
         component = self.components[phase]
         return component.module(params)(rows, component.layout, component.dtype, component.settings)
@@ -335,7 +337,7 @@ class MLLM:
 
     def normed(self, params: Params, phase: str, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         """What the last layer yields -> features of a tower, or hidden states of the decoder."""
-        out: Array = self.components[phase].module(params).norm(x)
+        out: Array = self.components[phase].module(params).normed(x)
         return out
 
     def head(self, params: Params) -> OutputHead:
@@ -365,7 +367,7 @@ def build_model(
         makers["audio"] = settings.audio, lambda rngs: AudioTower(audio, rngs)
         makers["projector.audio"] = (
             settings.projector.audio,
-            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs),
+            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs, audio.projector),
         )
     makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
     if config.diffusion is not None:

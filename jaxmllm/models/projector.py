@@ -6,14 +6,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmllm.config.schema import ProjectorShapes
-from jaxmllm.models.layers import MLP
+from jaxmllm.models.layers import MLP, affine, bias, parameter
 from sharding.rules import Layout
 
 USUAL = ProjectorShapes()
 
 
 class Projector(nnx.Module):
-    """MLP over concatenated features. Neighbours are contiguous: rows hold images merge-group by merge-group."""
+    """An MLP, or one matrix, over concatenated features. Neighbours are contiguous: rows hold images merge-group by
+    merge-group."""
 
     def __init__(
         self,
@@ -24,9 +25,19 @@ class Projector(nnx.Module):
         shapes: ProjectorShapes = USUAL,
     ):
         self.group = group
-        self.mlp = MLP(rngs, group * features, shapes.mlp_width or width, width, shapes.gelu)
+        inputs = group * features
+        if shapes.linear:
+            self.mlp = None
+            self.linear = parameter(rngs, (inputs, width), ("embed", None), inputs)
+            self.linear_bias = bias((width,), (None,))
+        else:
+            self.mlp = MLP(rngs, inputs, shapes.mlp_width or width, width, shapes.gelu)
 
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
         ranks, slots, width = features.shape
         grouped = features.reshape(ranks, slots // self.group, self.group * width)
-        return self.mlp(layout.constrain(grouped, ("batch", "sequence", None)), layout)
+        grouped = layout.constrain(grouped, ("batch", "sequence", None))
+        if self.mlp is not None:
+            return self.mlp(grouped, layout)
+        tokens = affine(grouped, self.linear, self.linear_bias, layout)
+        return layout.constrain(tokens, ("batch", "sequence", None))

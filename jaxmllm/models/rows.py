@@ -48,7 +48,8 @@ class EncoderRows(NamedTuple):
     """One microbatch of an encoder phase; t slots become one language token."""
 
     features: Shaped[Array, "R/g g*C F"]
-    segments: Int[Array, "R/g g*C"]  # item number in the row, 0 for padding
+    # Number in the row of the item, or of what of it sees itself alone; 0 for padding
+    segments: Int[Array, "R/g g*C"]
     positions: Int[Array, "R/g g*C A"]
     # Tokens that come from data which could be decoded, in packed order
     valid: Bool[Array, "R/g g*C/t"]

@@ -47,7 +47,11 @@ class VisionTower(nnx.Module):
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C D"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
-        return self.norm(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
+        return self.normed(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
+
+    def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
+        """What the last layer yields -> features."""
+        return self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""

@@ -168,12 +168,10 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
 
 def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, Gelu]:
     """How many neighbouring features a projector takes, and its activation."""
-    usual = ProjectorShapes().gelu
     if phase == LANGUAGE:
-        return 1, usual
-    if model.vision is not None and phase == "vision":
-        return model.vision.merge**2, model.vision.projector.gelu
-    return getattr(model, phase).merge, usual
+        return 1, ProjectorShapes().gelu
+    tower = getattr(model, phase)
+    return tower.merge**2 if phase == "vision" else tower.merge, tower.projector.gelu
 
 
 def to_adapters(

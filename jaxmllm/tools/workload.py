@@ -382,9 +382,9 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
 def slots_per_token(phase: str, model: ModelConfig) -> int:
     """Slots of a row that become one language token; 1 for language."""
     if phase == "vision" and model.vision is not None:
-        return model.vision.merge**2
+        return model.vision.merged
     if phase == "audio" and model.audio is not None:
-        return model.audio.stem_stride * model.audio.merge
+        return model.audio.stem_stride * model.audio.merged
     return 1
 
 

@@ -14,6 +14,7 @@ from jaxmllm.config.schema import (
     ModelConfig,
     ProjectorComponents,
     ProjectorConfig,
+    ProjectorShapes,
     VisionConfig,
 )
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
@@ -101,12 +102,12 @@ def mlp(x, p):
     return gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
 
-def transformer(x, p, angles, visible):
-    """`visible` [n, n], or one for each layer."""
+def transformer(x, p, angles, visible, pool=1):
+    """`visible` [n, n], or one for each layer; means of `pool` neighbours are normed."""
     layers = len(p["layers"]["mlp"]["up"])
     for i, seen in enumerate(np.broadcast_to(visible, (layers, *visible.shape[-2:]))):
         x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, seen)
-    return rms_norm(x, p["norm"]["scale"])
+    return rms_norm(x.reshape(-1, pool, x.shape[-1]).mean(axis=1), p["norm"]["scale"])
 
 
 def decoder(p, config, embedded, positions):
@@ -134,30 +135,38 @@ def vision_tower(p, config, pixels, positions):
     return transformer(x, p, angles, visible)
 
 
-def halving_convolution(p, frames):
+def halving_convolution(p, chunk, frames):
+    """Inside chunks of so many frames."""
     out = np.empty((len(frames) // 2, p["kernel"].shape[1]))
     taps = np.split(p["kernel"], 3)
     for t in range(len(out)):
         out[t] = p["bias"]
         for tap, matrix in enumerate(taps):
-            if (place := 2 * t - 1 + tap) >= 0:
+            if (place := 2 * t - 1 + tap) >= 2 * t // chunk * chunk:
                 out[t] += frames[place] @ matrix
     return gelu(out)
 
 
 def audio_tower(p, config, frames, real):
-    """One clip, `real` frames of it data -> [n / 4, D]."""
-    chunks = np.split(frames, range(config.chunk_frames, len(frames), config.chunk_frames))
-    x = np.concatenate(
-        [
-            halving_convolution(p["stem_width"], halving_convolution(p["stem_mels"], chunk))
-            for chunk in chunks
-        ]
-    )
+    """One clip, `real` frames of it data -> [n / 4 / pool, D]."""
+    first = halving_convolution(p["stem_mels"], config.chunk_frames, frames)
+    if config.silence == "masked":
+        first[np.arange(len(first)) * 2 >= real] = 0
+    x = halving_convolution(p["stem_width"], config.chunk_frames // 2, first)
+    number = np.arange(len(x))
     pairs = config.head_size // 2
-    angles = np.arange(len(x))[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
-    heard = np.arange(len(x)) * 4 < real
-    return transformer(x, p, angles, heard[:, None] & heard)
+    angles = number[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
+    if config.positions == "sinusoidal":
+        angles[:] = 0
+        for i, place in np.ndindex(len(x), half := config.width // 2):
+            turns = i % (config.chunk_frames // 4) / 10_000 ** (place / (half - 1))
+            x[i, [place, half + place]] += np.sin(turns), np.cos(turns)
+    heard = number * 4 < real
+    visible = heard[:, None] & heard
+    if config.attention == "chunk":
+        chunk = number * 4 // config.chunk_frames
+        visible &= chunk[:, None] == chunk
+    return transformer(x, p, angles, visible, config.pool)
 
 
 # ---------------------------------------------------------------------------- rows
@@ -378,19 +387,38 @@ def test_resampling_is_that_of_image_libraries(places, side):
     assert np.isfinite(padding).all()
 
 
-def audio_rows(clips, slots=128):
-    """Rows of `clips` [(row, start, stop, frames [real, F])]."""
+def audio_rows(clips, slots=128, chunk=None):
+    """Rows of `clips` [(row, start, stop, frames [real, F])], chunks of which see themselves alone if given."""
     features, segments = np.zeros((8, slots, AUDIO.mel_bins)), np.zeros((8, slots), np.int32)
     positions = np.zeros((8, slots, 2), np.int32)
     for number, (row, start, stop, frames) in enumerate(clips, 1):
         features[row, start : start + len(frames)] = frames
-        segments[row, start : start + len(frames)] = number
+        apart = 0 if chunk is None else np.arange(len(frames)) // chunk * len(clips)
+        segments[row, start : start + len(frames)] = number + apart
         positions[row, start:stop, 0] = np.arange(stop - start) // 4
     return encoder_rows(features, positions, segments, 8, stride=4)
 
 
-def test_audio_tower_and_projector(encoders):
+CHUNKED = AUDIO.model_copy(
+    update={
+        "rope_theta": 10_000.0,
+        "positions": "sinusoidal",
+        "silence": "masked",
+        "attention": "chunk",
+        "pool": 2,
+        "merge": 1,
+        "projector": ProjectorShapes(linear=True),
+    }
+)
+
+
+@pytest.mark.parametrize("config", [AUDIO, pytest.param(CHUNKED, marks=pytest.mark.slow)])
+def test_audio_tower_and_projector(encoders, config):
     """Most clips end inside a chunk of 16 frames, where the next one begins."""
+    if config != AUDIO:
+        with jax.enable_x64(True):
+            model = build(language=TIED, audio=config)
+            encoders = model, randomized(model)
     places = [
         (0, 0, 32, 27),
         (0, 32, 40, 8),
@@ -404,13 +432,18 @@ def test_audio_tower_and_projector(encoders):
         (*place, rng.standard_normal((real, AUDIO.mel_bins)))
         for *place, real in [*places, (7, 0, 48, 41)]
     ]
-    rows = audio_rows(clips)
+    rows = audio_rows(clips, chunk=config.chunk_frames if config.attention == "chunk" else None)
     features, tokens = encode(encoders, "audio", rows)
-    params = encoders[1]
+    params, slots = encoders[1], 4 * config.pool
+    projector = params["projector.audio"]
     for row, start, stop, frames in clips:
-        want = audio_tower(params["audio"], AUDIO, rows.features[row, start:stop], len(frames))
-        close(features[row, start // 4 : stop // 4], want)
-        want = mlp(want.reshape(-1, 2 * AUDIO.width), params["projector.audio"]["mlp"])
+        want = audio_tower(params["audio"], config, rows.features[row, start:stop], len(frames))
+        close(features[row, start // slots : stop // slots], want)
+        want = want.reshape(-1, config.merge * config.width)
+        if config.projector.linear:
+            want = want @ projector["linear"] + projector["linear_bias"]
+        else:
+            want = mlp(want, projector["mlp"])
         close(tokens[row, start // 8 : stop // 8], want)
 
 

@@ -1,6 +1,6 @@
 """Whole steps of a model whose layers see windows or everything, packed and cut in every way.
 
-Decoder and vision tower make their other choices, too: they come with windows in published models.
+Decoder and towers make their other choices, too: they come with windows, or chunks, in published models.
 """
 
 import numpy as np
@@ -33,6 +33,11 @@ MODEL = {
     "model__vision__patch_bias": False,
     "model__vision__projector": {"mlp_width": 24, "gelu": "exact"},
     "model__audio__layers": 2,
+    "model__audio__positions": "sinusoidal",
+    "model__audio__silence": "masked",
+    "model__audio__attention": "chunk",
+    "model__audio__pool": 2,
+    "model__audio__projector": {"linear": True},
 }
 BLOCKS = {name: {"block": 16} for name in ("vision", "audio", "language")}
 pytestmark = pytest.mark.slow

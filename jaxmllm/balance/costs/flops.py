@@ -32,6 +32,7 @@ from jaxmllm.config.schema import (
     ExpertsConfig,
     LanguageConfig,
     ModelConfig,
+    ProjectorShapes,
     TowerConfig,
     VisionConfig,
 )
@@ -53,7 +54,7 @@ class ItemCost:
         linear * l + quadratic * l**2 + windowed * (l**2 - max(0, l - window)**2)
 
     The last term is of causal layers that attend in windows: of the triangle of all pairs they lack the one beyond. In
-    towers, whose windows are apart, it is windowed * l * min(l, window).
+    towers, whose windows or chunks are apart, it is windowed * l * min(l, window).
 
     What the length does not tell is added to the squares, as `extra` of each kind of layer: `VisiblePairs`.
     """
@@ -201,12 +202,20 @@ def phase_flops(model: ModelConfig, phase: str, trained: Shares) -> ItemCost:
         linear += layer.linear
         squares = tuple(total + flops for total, flops in zip(squares, layer.squares, strict=True))
     quadratic, windowed = squares
-    window = model.windows[phase].window if windowed else None
-    if window is None:
+    if not windowed:
         return ItemCost(round(linear), round(quadratic))
     apart = not make_phases(model)[phase].has_loss
-    seen = window**2 if apart else window
+    seen = _window_slots(model, phase)
     return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
+
+
+def _window_slots(model: ModelConfig, phase: str) -> int:
+    """Slots that a layer with windows sees of an item: of a clip a chunk, of an image a square."""
+    if phase == "audio" and model.audio is not None:
+        return model.audio.chunk_frames
+    window = model.windows[phase].window
+    assert window is not None
+    return window if phase == LANGUAGE else window**2
 
 
 def head_flops(model: ModelConfig, trained: Shares) -> int:
@@ -353,13 +362,7 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
         windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
     ]
     group = config.merge**2
-    projector = _projector(
-        "vision",
-        group * config.width,
-        per_token=group,
-        width=language_width,
-        mlp_width=config.projector.mlp_width,
-    )
+    projector = _projector("vision", group * config.width, group, language_width, config.projector)
     return (embedding, *blocks, projector)
 
 
@@ -372,10 +375,13 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     table = config.learned_positions * config.width  # looked up
     products = after_first + _product(halves, per_token=stride)
     stem = Layer("audio", mels + halves + table, products)
-    blocks = [_encoder_block("audio", config, per_token=stride)] * config.layers
+    block = _encoder_block("audio", config, per_token=stride)
+    if config.attention == "chunk":
+        block = replace(block, attention_squares=block.attention_squares[::-1])
     features = config.merge * config.width
-    projector = _projector("audio", features, per_token=stride * config.merge, width=language_width)
-    return (stem, *blocks, projector)
+    per_token = stride * config.merged
+    projector = _projector("audio", features, per_token, language_width, config.projector)
+    return (stem, *[block] * config.layers, projector)
 
 
 def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...]:
@@ -418,14 +424,13 @@ def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token:
 
 
 def _projector(
-    phase: str, features: int, per_token: int, width: int, mlp_width: int | None = None
+    phase: str, features: int, per_token: int, width: int, shapes: ProjectorShapes
 ) -> Layer:
-    """Two matrices on every `per_token` slots: a row of `features` numbers becomes a language token.
-
-    Args:
-      mlp_width: between them; none: `width`.
-    """
-    between = mlp_width or width
+    """One matrix or two on every `per_token` slots: a row of `features` numbers becomes a language token."""
+    if shapes.linear:
+        only = features * width
+        return Layer(f"projector.{phase}", only, _product(only, per_token=per_token))
+    between = shapes.mlp_width or width
     first = features * between
     second = between * width
     products = _product(first, per_token=per_token) + _product(second, per_token=per_token)

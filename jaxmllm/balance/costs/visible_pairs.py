@@ -3,6 +3,7 @@
 images and clips in the decoder     their tokens see one another in both directions
 images in a tower with windows      windows at the edges are cut
 conditions of a generator           read by an attention apart, they see nothing and are no patches
+clips in a tower that sees chunks   the last one is cut
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ class VisiblePairs:
     language_window: int | None = None
     bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
     crossed: tuple[str, ...] = ()  # phases whose patches attend to conditions apart
+    chunk: int | None = None  # frames of a clip that see one another in a tower
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> VisiblePairs:
         """As the model's config says."""
         tower = None if model.vision is None else model.vision.window
-        language = model.language
-        return cls(tower, language.window, language.bidirectional, tuple(model.crossed))
+        language, audio = model.language, model.audio
+        chunk = audio.chunk_frames if audio is not None and audio.attention == "chunk" else None
+        return cls(tower, language.window, language.bidirectional, tuple(model.crossed), chunk)
 
     def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
         """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
-        every window is whole and all slots of an item see one another. None where lengths tell everything.
+        every window or chunk is whole, and all slots of another item see one another. None where lengths tell
+        everything.
 
         Args:
           tokens: [N] that items of a generator read.
@@ -44,15 +48,16 @@ class VisiblePairs:
             conditions = tokens.astype(np.int64)
             slots = conditions + shapes.astype(np.int64).prod(axis=1)
             return np.stack([-conditions * slots, np.zeros_like(slots)], axis=1)
-        if phase != "vision" or self.tower_window is None:
+        side = {"vision": self.tower_window, "audio": self.chunk}.get(phase)
+        if side is None:
             return None
-        side = self.tower_window
-        sizes = shapes[:, 1:].astype(np.int64)
+        axes = slice(1, 3) if phase == "vision" else slice(0, 1)
+        sizes = shapes[:, axes].astype(np.int64)
         whole, rest = np.divmod(sizes, side)
         # Of each axis the sum of squared sizes of windows: those of the plane are all their products
         seen = (whole * side**2 + rest**2).prod(axis=1)
-        patches = sizes.prod(axis=1)
-        counted = patches * np.minimum(patches, side**2)
+        slots = sizes.prod(axis=1)
+        counted = slots * np.minimum(slots, side ** sizes.shape[1])
         return np.stack([np.zeros_like(seen), seen - counted], axis=1)
 
     def of_sequences(self, examples: int, media: Iterable[tuple[str, Ints, Ints]]) -> Longs:

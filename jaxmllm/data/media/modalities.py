@@ -42,6 +42,8 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 whole_chunks=phase in split,
                 stem_stride=model.audio.stem_stride,
                 silence=model.audio.silence,
+                attention=model.audio.attention,
+                pool=model.audio.pool,
             )
     if model.diffusion is not None:
         made["diffusion"] = _generated(model.diffusion, data)

@@ -48,6 +48,8 @@ MAX_RATE = 1_000_000
 MAX_PEAK = 100.0
 _BLOCK = 1 << 18  # samples decoded at once, over all channels
 _FRAMES = 4096  # frames transformed at once
+# Frames after the last one that the convolutions of the stem reach from the clip's last token
+REACH = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Sounds:
     """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are
-    zero and not real, or silence that is.
+    zero or silence, and not real, or silence that is.
     """
 
     sample_rate: int
@@ -68,8 +70,10 @@ class Sounds:
     # A clip occupies whole chunks of slots, as the tower needs where rows are split
     whole_chunks: bool = False
     stem_stride: int = 4  # slots of a token of attention
-    # Whether what is left of a clip's last chunk is silence, part of the clip, or nothing
-    silence: Literal["unseen", "heard"] = "unseen"
+    # What the tower makes of what is left of a clip's last chunk
+    silence: Literal["unseen", "masked", "stem", "heard"] = "unseen"
+    attention: Literal["clip", "chunk"] = "clip"  # what tokens see
+    pool: int = 1  # tokens of attention whose mean is a feature, where the clip has them all
 
     name = "audio"
     parts = ("audio",)
@@ -79,7 +83,7 @@ class Sounds:
     @functools.cached_property
     def format(self) -> RowFormat:
         stride = self.stem_stride
-        slots = stride * self.merge
+        slots = stride * self.pool * self.merge
         alignment = self.chunk_frames if self.whole_chunks else slots
         return RowFormat(
             features=self.mel_bins,
@@ -88,24 +92,32 @@ class Sounds:
             stride=stride,
             alignment=alignment,
             axes=(0, 1),  # the second is 0 everywhere: rows of all encoders have two
+            sees=self.chunk_frames if self.attention == "chunk" else None,
         )
 
     def measure(self, media: MediaReference) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header,
-        unsupported_sample_rate, empty_audio, audio_too_long, and where it shows at the ends of the
+        unsupported_sample_rate, empty_audio, audio_too_short, audio_too_long, and where it shows at the ends of the
         file, truncated_audio, joined_audio, wrong_audio_length."""
         with media.open() as file:
             return self._shape(self._header(file, media), media)
 
     def length(self, shape: Shape) -> int:
-        whole = self.silence == "heard"
-        return round_up(shape[0], self.chunk_frames if whole else self.format.alignment)
+        whole = round_up(shape[0], self.chunk_frames)
+        if self.silence == "heard":
+            return whole
+        heard = shape[0] + (REACH if self.silence == "stem" else 0)
+        return min(whole, round_up(heard, self.format.alignment))
 
     def real(self, shape: Shape) -> int:
         return self.length(shape) if self.silence == "heard" else shape[0]
 
+    def heard(self, shape: Shape) -> int:
+        """Slots of it that hold frames of the clip or of silence."""
+        return self.length(shape) if self.silence == "stem" else self.real(shape)
+
     def tokens(self, shape: Shape) -> int:
-        return ceil_divide(ceil_divide(shape[0], self.stem_stride), self.merge)
+        return ceil_divide(ceil_divide(shape[0], self.stem_stride) // self.pool, self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`,
@@ -124,12 +136,22 @@ class Sounds:
         # The resampler rounds by its own rule
         samples = _pad_or_cut(samples, self._samples(header))
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
-        if self.silence == "heard":  # also by the spectrogram, whose ends are mirrored
-            samples = _pad_or_cut(samples, self.length(shape) * self.hop_length)
-        slots[: self.real(shape)] = log_mel(
+        if self.silence != "unseen":  # heard also by the spectrogram, whose ends are mirrored
+            samples = _pad_or_cut(samples, self._with_silence(len(samples), shape))
+        heard = self.heard(shape)
+        slots[:heard] = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
-        )
+        )[:heard]
         return slots
+
+    def _with_silence(self, samples: int, shape: Shape) -> int:
+        """Samples of a clip and the silence after it that frames hear: at most its last chunk, unless that is masked,
+        where silence goes on."""
+        within = max(samples + self.window_length, self.length(shape) * self.hop_length)
+        if self.silence == "masked":
+            return within
+        chunks = round_up(shape[0], self.chunk_frames) * self.hop_length
+        return chunks if self.silence == "heard" else min(within, chunks)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(attention token, 0, 0) of each frame: [length, 3]."""
@@ -213,7 +235,14 @@ class Sounds:
                 f"{media} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        return ceil_divide(self._samples(header), self.hop_length), 1, 1
+        shape = ceil_divide(self._samples(header), self.hop_length), 1, 1
+        if not self.tokens(shape):
+            raise MediaError(
+                "audio_too_short",
+                f"{media} lasts {header.frames / header.rate:.3f} s, which is too short for a token of "
+                f"{self.format.slots_per_token * self.hop_length / self.sample_rate:g} s; leave it out",
+            )
+        return shape
 
 
 def log_mel(

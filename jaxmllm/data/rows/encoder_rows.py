@@ -146,9 +146,11 @@ class _Filling(Filling):
 
     def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
         modality = self.modality
-        row["segments"][number, slots] = np.where(
-            modality.real_slots(span.shape), self.local.plan.segment[item], 0
-        )
+        segment = self.local.plan.segment
+        own = np.full(slots.stop - slots.start, segment[item])
+        if (sees := modality.format.sees) is not None:  # what is apart has a number of its own
+            own += segment.max() * (np.arange(len(own), dtype=np.int32) // sees)
+        row["segments"][number, slots] = np.where(modality.real_slots(span.shape), own, 0)
         row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
         return slots
 

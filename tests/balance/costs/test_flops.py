@@ -172,6 +172,17 @@ def test_gated_towers_patches_of_frames_and_wider_projectors():
     assert projector.linear(8) == product(2, 4 * 32, 48) + product(2, 48, 64)
 
 
+def test_pools_of_features_and_projectors_of_one_matrix():
+    choices = {"pool": 3, "projector": ProjectorShapes(linear=True)}
+    chosen = MODEL.model_copy(update={"audio": AUDIO.model_copy(update=choices)})
+    (*stem, projector), (*plain_stem, plain) = (phase_layers(of, "audio") for of in (chosen, MODEL))
+    assert stem == plain_stem
+    assert projector.parameters == AUDIO.merge * AUDIO.width * 64
+    slots = 3 * AUDIO.merge * AUDIO.stem_stride
+    assert projector.linear(slots) == product(1, AUDIO.merge * AUDIO.width, 64)
+    assert plain.linear(slots) == 3 * (product(1, 2 * 48, 64) + product(1, 64, 64))
+
+
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
     """The rest of its backward pass is as dear as if all of it were trained."""
     third = {"vision": Fraction(1, 3)}

@@ -58,6 +58,14 @@ def test_patches_see_an_item_and_conditions_apart():
     assert squares.tolist() == (patches * patches + patches * tokens).tolist()
 
 
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_a_clip_counts_the_pairs_in_its_chunks(frames, chunk):
+    shapes = np.array([[frames, 1, 1]], np.int32)
+    (extra,) = VisiblePairs(chunk=chunk).of_items("audio", shapes)
+    squares = ItemCost(0, 1, 1, chunk, apart=True).squares(frames, extra)
+    assert squares == (frames**2, counted(item_ids(1 + np.arange(frames) // chunk)))
+
+
 def test_a_model_says_what_counts():
     """Causal media, or none of a tower's windows, leave the lengths alone."""
     tree = MODEL.model_dump(by_alias=True)
@@ -76,3 +84,12 @@ def test_a_model_says_what_counts():
     extra = pairs.of_items("vision", shapes).T
     assert flops.attention(np.array([1369]), extra) == pytest.approx(per_pair * (1369**2 + seen))
     assert VisiblePairs().of_items("vision", shapes) is pairs.of_items("audio", shapes) is None
+    tree["audio"] |= {"attention": "chunk", "chunk_frames": 96}
+    model = ModelConfig.model_validate(tree)
+    assert VisiblePairs.of_model(model).chunk == 96
+    flops = phase_flops(model, "audio", NOTHING)
+    per_pair, stride = 4 * model.audio.width, model.audio.stem_stride
+    layers, clips = model.audio.layers, np.array([[200, 1, 1]], np.int32)
+    extra = VisiblePairs.of_model(model).of_items("audio", clips).T
+    seen = layers * (2 * 96**2 + 8**2) / stride**2
+    assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen)
