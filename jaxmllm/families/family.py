@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,12 @@ class Processor:
 
     model: Mapping[str, Any]  # keys of the component's section
     data: Mapping[str, Any]  # keys of the section of `data` that reads its media
+
+
+def patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Of the keys of some lines, for `Family.carried`."""
+    keys = {line.split(":")[0].split("[")[0].replace("{layer}", "*") for line in lines}
+    return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Family:
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file
     processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
+    # Id of the token in whose place a media item's tokens stand, where config.json says it
+    placeholder: Callable[[FolderConfig], int] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
 
     def of_folder(self, config: FolderConfig, keys: Collection[str]) -> Family:

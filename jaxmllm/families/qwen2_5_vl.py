@@ -6,12 +6,11 @@ The norm of the merger is taken before features are grouped, and so is the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
-from jaxmllm.families.family import Family, Processor
+from jaxmllm.families.family import Family, Processor, patterns
 from jaxmllm.families.folder_config import FolderConfig
 
 KIND = "qwen2_5_vl"
@@ -69,14 +68,19 @@ BICUBIC = 3  # of Pillow
 
 def _language(config: FolderConfig) -> dict[str, Any]:
     text = config.part("text_config") if "text_config" in config.values else config
+    tied = config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
+    return axial_decoder(text.completed(TEXT).updated(tie_word_embeddings=tied))
+
+
+def axial_decoder(text: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.language` of a decoder whose positions have three axes."""
     rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
     if isinstance(rotary, dict):
         kind = rotary.get("rope_type", rotary.get("type"))
         # By kind there are sections of the axes; the frequencies are the usual ones
         rotary = rotary | {"rope_type": "default"} if kind in ("mrope", None) else rotary
     sections = rotary.get("mrope_section", SECTIONS) if isinstance(rotary, dict) else SECTIONS
-    tied = config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
-    text = text.completed(TEXT).updated(rope_parameters=rotary, tie_word_embeddings=tied)
+    text = text.updated(rope_parameters=rotary)
     return dense_decoder(
         text,
         windows_by_layer(text),
@@ -86,7 +90,8 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     )
 
 
-def _vision(config: FolderConfig) -> dict[str, Any]:
+def windowed_tower(config: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.vision` but for those of the projector."""
     vision = config.part("vision_config")
     vision.expect("hidden_act", "silu")
     vision.expect("in_channels", 3)
@@ -120,16 +125,25 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
 
 
 def _projector(config: FolderConfig) -> dict[str, Any]:
-    """Keys of the section of the tower."""
+    return merger(config, _language(config)["width"])
+
+
+def merger(config: FolderConfig, wide: int) -> dict[str, Any]:
+    """The keys of the projector in the section of the tower.
+
+    Args:
+      wide: the width of the decoder.
+    """
     vision = config.part("vision_config")
     merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 3584)
-    made, wide = vision.number("out_hidden_size", 3584), _language(config)["width"]
+    made = vision.number("out_hidden_size", 3584)
     if made != wide:
         vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
     return {"merge": merge, "projector": {"mlp_width": merge**2 * width, "gelu": "exact"}}
 
 
-def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+def picture_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    """How pictures are read."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         file.expect(step, True)
     file.expect("rescale_factor", 1 / 255)
@@ -151,25 +165,20 @@ def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     return Processor(colors, images)
 
 
-def _letters(section: dict[str, Any]) -> dict[str, int]:
+def patch_letters(section: dict[str, Any]) -> dict[str, int]:
+    """Sizes of what the line of patches joins."""
     patch = section["patch_size"]
     return {"c": 3, "t": section["patch_frames"], "p": patch, "q": patch}
 
 
-def _patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
-    """Of the keys of some lines."""
-    keys = {line.split(":")[0].split("[")[0].replace("{layer}", "*") for line in lines}
-    return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
-
-
 _HEAD = DECODER["head"]
 _OF_LANGUAGE = (
-    *_patterns(LANGUAGE.values(), IN_LANGUAGE),
-    *_patterns([_HEAD], [""]),
+    *patterns(LANGUAGE.values(), IN_LANGUAGE),
+    *patterns([_HEAD], [""]),
     *FREQUENCIES,
 )
-_OF_VISION = _patterns(VISION.values(), IN_VISION)
-_OF_PROJECTOR = _patterns(PROJECTOR.values(), IN_VISION)
+_OF_VISION = patterns(VISION.values(), IN_VISION)
+_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_VISION)
 QWEN2_5_VL = (
     Family(
         "Qwen2.5-VL",
@@ -184,14 +193,14 @@ QWEN2_5_VL = (
     Family(
         "Qwen2.5-VL",
         KIND,
-        _vision,
+        windowed_tower,
         VISION,
         copies={},
         carried=(*_OF_LANGUAGE, *_OF_PROJECTOR),
         component="vision",
         prefixes=IN_VISION,
-        letters=_letters,
-        processor=_processor,
+        letters=patch_letters,
+        processor=picture_processor,
     ),
     Family(
         "Qwen2.5-VL",

@@ -7,14 +7,14 @@ from typing import Any
 from jaxmllm.families.family import Family, Processor
 from jaxmllm.families.folder_config import FolderConfig
 
-LAYER = "encoder.layers.{layer}"
+LAYER = "layers.{layer}"
 ATTENTION = f"{LAYER}.self_attn"
 PARAMETERS = {
-    "stem_mels.kernel": "encoder.conv1.weight: d m t -> (t m) d",
-    "stem_mels.bias": "encoder.conv1.bias: d -> d",
-    "stem_width.kernel": "encoder.conv2.weight: d e t -> (t e) d",
-    "stem_width.bias": "encoder.conv2.bias: d -> d",
-    "position_embedding": "encoder.embed_positions.weight: s d -> s d",
+    "stem_mels.kernel": "conv1.weight: d m t -> (t m) d",
+    "stem_mels.bias": "conv1.bias: d -> d",
+    "stem_width.kernel": "conv2.weight: d e t -> (t e) d",
+    "stem_width.bias": "conv2.bias: d -> d",
+    "position_embedding": "embed_positions.weight: s d -> s d",
     "layers.attention_norm.scale": f"{LAYER}.self_attn_layer_norm.weight: d -> layer d",
     "layers.attention_norm.bias": f"{LAYER}.self_attn_layer_norm.bias: d -> layer d",
     "layers.attention.query": f"{ATTENTION}.q_proj.weight: (h k) d -> layer d h k",
@@ -30,20 +30,20 @@ PARAMETERS = {
     "layers.mlp.up_bias": f"{LAYER}.fc1.bias: f -> layer f",
     "layers.mlp.down": f"{LAYER}.fc2.weight: d f -> layer f d",
     "layers.mlp.down_bias": f"{LAYER}.fc2.bias: d -> layer d",
-    "norm.scale": "encoder.layer_norm.weight: d -> d",
-    "norm.bias": "encoder.layer_norm.bias: d -> d",
+    "norm.scale": "layer_norm.weight: d -> d",
+    "norm.bias": "layer_norm.bias: d -> d",
 }
 CARRIED = ("model.decoder.*", "decoder.*", "proj_out.weight")
 TAPS = 3  # of both convolutions
 STRIDES = (1, 2)
 
 
-def _tower(config: FolderConfig) -> dict[str, Any]:
+def encoder(config: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.audio` of an encoder like this one."""
     config.expect("activation_function", "gelu")
     config.expect("scale_embedding", False)  # of which the encoder makes no use
     for part in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
         config.expect(part, 0.0)
-    config.expect("apply_spec_augment", False)
     return {
         "width": config.number("d_model", 384),
         "layers": config.number("encoder_layers", 4),
@@ -61,18 +61,33 @@ def _tower(config: FolderConfig) -> dict[str, Any]:
     }
 
 
-def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+def _tower(config: FolderConfig) -> dict[str, Any]:
+    config.expect("apply_spec_augment", False)
+    return encoder(config)
+
+
+def chunk_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    """How clips of at most one chunk are read."""
+    file.expect("do_normalize", False)
+    processor = clip_processor(file, section)
+    seconds, rate, hop = (
+        processor.data[key] for key in ("max_seconds", "sample_rate", "hop_length")
+    )
+    if seconds * rate != section["chunk_frames"] * hop:
+        file.refuse(
+            f"has chunk_length {seconds:g}",
+            f"the tower hears {section['chunk_frames']} frames at once",
+        )
+    return processor
+
+
+def clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    """How clips of at most chunk_length seconds are read."""
     file.expect("feature_size", section["mel_bins"])
     file.expect("padding_value", 0.0)
     file.expect("dither", 0.0)
-    file.expect("do_normalize", False)
     rate, hop = file.number("sampling_rate", 16_000), file.number("hop_length", 160)
     seconds = file.number("chunk_length", 30)
-    if seconds * rate != section["chunk_frames"] * hop:
-        file.refuse(
-            f"has chunk_length {seconds}",
-            f"the tower hears {section['chunk_frames']} frames at once",
-        )
     return Processor(
         {},
         {
@@ -84,7 +99,8 @@ def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     )
 
 
-def _letters(section: dict[str, Any]) -> dict[str, int]:
+def stem_letters(section: dict[str, Any]) -> dict[str, int]:
+    """Sizes of what the lines of convolutions join."""
     return {"t": TAPS, "m": section["mel_bins"], "e": section["width"]}
 
 
@@ -96,7 +112,7 @@ WHISPER = Family(
     copies={},
     carried=CARRIED,
     component="audio",
-    prefixes=("model.", ""),
-    letters=_letters,
-    processor=_processor,
+    prefixes=("model.encoder.", "encoder."),
+    letters=stem_letters,
+    processor=chunk_processor,
 )

@@ -9,9 +9,10 @@ of -100 is no target, and without labels every next token is one. prepared_pictu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,8 +29,8 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.data.text.render import MediaSpan, Rendered
-from jaxmllm.families.by_type import components_of
+from jaxmllm.data.text.render import Rendered
+from jaxmllm.families.by_type import components_of, family_of
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.models.mllm import build_model
@@ -39,8 +40,11 @@ from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
+from jaxmllm.tools.prepared_clips import read_clips
+from jaxmllm.tools.prepared_media import Places, Spans, positions_of
 from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
-from jaxmllm.tools.prepared_pictures import PreparedImages, positions_of, read_pictures
+from jaxmllm.tools.prepared_pictures import read_pictures
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.phased import PhasedPrograms
@@ -48,6 +52,13 @@ from jaxmllm.training.step_functions import media_slots
 from sharding.mesh import make_mesh
 
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
+TYPES = "mm_token_type_ids"  # of tokens, where config.json does not name those of media
+PICTURE = 1  # among these
+# By encoder, its arguments, and what reads its items
+MEDIA: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Modality, tuple[Spans, ...]]]]] = {
+    "vision": (OF_PICTURES, read_pictures),
+    "audio": (OF_CLIPS, read_clips),
+}
 UNUSED = ("update", "evaluate", "totals")  # programs that nothing here runs
 NO_TARGET = -100  # among labels
 
@@ -59,19 +70,30 @@ class PreparedTexts:
     slots: tuple[Ints, ...]  # [L] columns of the inputs that hold each text
     tokens: tuple[Ints, ...]  # [L]
     targets: tuple[Ints, ...]  # [L] the next token, -1: none
-    spans: tuple[tuple[MediaSpan, ...], ...]  # of each text
-    images: PreparedImages | None = None
+    spans: tuple[Spans, ...]  # of each text
+    modalities: Mapping[str, Modality] = field(default_factory=dict)
     pairs: VisiblePairs = NOTHING_KNOWN
 
     @classmethod
-    def read(cls, path: Path, vocabulary: int, config: Config | None = None) -> PreparedTexts:
+    def read(
+        cls,
+        path: Path,
+        vocabulary: int,
+        config: Config | None = None,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+    ) -> PreparedTexts:
         """Raises `ConfigError` for a file that does not hold texts of this vocabulary.
 
         Args:
-          config: of a model that reads pictures.
+          config: of a model that reads media.
+          placeholders: ids in whose places media stand, by encoder; where there is none, arguments say the types
+            of tokens.
         """
         arrays = read_arrays(path)
-        known = ARGUMENTS if config is None else (*ARGUMENTS, *OF_PICTURES)
+        encoders = () if config is None else config.model.encoders
+        known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
+        if not placeholders.keys() >= {*encoders}:
+            known.append(TYPES)
         if "input_ids" not in arrays or not arrays.keys() <= {*known}:
             raise ConfigError(
                 f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
@@ -93,19 +115,20 @@ class PreparedTexts:
         for row, chosen in zip(labels, slots, strict=True):
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
-        if config is None:
-            return cls(slots, tokens, tuple(targets), ((),) * len(slots))
-        images, spans = read_pictures(path, arrays, slots, config)
-        pairs = VisiblePairs.of_model(config.model)
-        return cls(slots, tokens, tuple(targets), spans, images, pairs)
+        modalities: dict[str, Modality] = {}
+        spans: list[Spans] = [()] * len(slots)
+        for encoder in encoders:
+            _, read = MEDIA[encoder]
+            places = _places(path, arrays, placeholders.get(encoder))
+            modalities[encoder], found = read(path, arrays, slots, config, places)
+            spans = [(*known, *more) for known, more in zip(spans, found, strict=True)]
+        in_order = tuple(tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
+        pairs = NOTHING_KNOWN if config is None else VisiblePairs.of_model(config.model)
+        return cls(slots, tokens, tuple(targets), in_order, modalities, pairs)
 
     @property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
         return (("inputs", 1.0, np.arange(len(self.tokens))),)
-
-    @property
-    def modalities(self) -> Mapping[str, Modality]:
-        return {} if self.images is None else {self.images.name: self.images}
 
     def source_of(self, i: int) -> int:
         return i
@@ -118,18 +141,25 @@ class PreparedTexts:
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
         targets = sum(int((self.targets[i] >= 0).sum()) for i in examples)
-        phases = {phase: self._pictures(examples) for phase in self.modalities}
+        phases = {phase: self._items(phase, examples) for phase in self.modalities}
         media = [(phase, items.example, items.tokens) for phase, items in phases.items()]
         extra = self.pairs.of_sequences(len(examples), media)
         phases[LANGUAGE] = PhaseItems(length, length, numbers, nothing, nothing, extra)
         return BatchItems(np.asarray(examples, np.int64), targets, phases)
 
-    def _pictures(self, examples: Longs) -> PhaseItems:
-        """The pictures of some texts."""
-        assert self.images is not None
-        spans = [(n, span) for n, i in enumerate(examples) for span in self.spans[i]]
-        shapes = np.array([span.shape for _, span in spans], np.int32).reshape(-1, 3)
-        length = shapes.astype(np.int64).prod(axis=1)
+    def _items(self, phase: str, examples: Longs) -> PhaseItems:
+        """The media of one encoder in some texts."""
+        modality = self.modalities[phase]
+        spans = [
+            (n, span)
+            for n, i in enumerate(examples)
+            for span in self.spans[i]
+            if span.phase == phase
+        ]
+        shapes = [span.shape for _, span in spans]
+        length, real = (
+            np.array([*map(count, shapes)], np.int64) for count in (modality.length, modality.real)
+        )
         owner, tokens, slot = (
             np.array(column, np.int32)
             for column in (
@@ -138,11 +168,11 @@ class PreparedTexts:
                 [span.slot for _, span in spans],
             )
         )
-        extra = self.pairs.of_items(self.images.name, shapes)
-        return PhaseItems(length, length, owner, tokens, slot, extra)
+        extra = self.pairs.of_items(phase, np.array(shapes, np.int32).reshape(-1, 3))
+        return PhaseItems(length, real, owner, tokens, slot, extra)
 
     def example(self, i: int) -> Rendered:
-        positions = positions_of(len(self.tokens[i]), self.spans[i], self.images)
+        positions = positions_of(len(self.tokens[i]), self.spans[i], self.modalities)
         return Rendered(self.tokens[i], self.targets[i], positions, self.spans[i])
 
 
@@ -172,11 +202,17 @@ class PreparedRun:
           devices: of the mesh; all, if not given.
           sections: of the config, as trees; by default parameters are split over all devices.
         """
-        pictures = not read_arrays(inputs).keys().isdisjoint(OF_PICTURES)
-        config = _config(source, inputs, pictures, sections)
+        config = _config(source, inputs, sections)
         vocabulary = config.model.language.vocab_size
         assert vocabulary != "auto"
-        texts = PreparedTexts.read(inputs, vocabulary, config if config.model.encoders else None)
+        folder = ModelFolder.open(source)
+        families = {name: family_of(folder.config, name) for name in config.model.encoders}
+        placeholders = {
+            name: family.placeholder(folder.config)
+            for name, family in families.items()
+            if family.placeholder is not None
+        }
+        texts = PreparedTexts.read(inputs, vocabulary, config, placeholders)
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
         batch = texts.gather(np.arange(len(texts.tokens)))
@@ -196,7 +232,6 @@ class PreparedRun:
         }
         programs.compile()
         abstract = programs.saved_state.params
-        folder = ModelFolder.open(source)
         there = [name for name in components_of(folder.config) if name in abstract]
         folders = {name: folder.of(name) for name in there}
         params = {name: read_folder(str(source), abstract[name], name) for name in folders}
@@ -270,13 +305,33 @@ class PreparedRun:
                     begun[key] = tensor, parts + 1
 
 
-def _config(source: Path, inputs: Path, pictures: bool, sections: Mapping[str, Any]) -> Config:
-    """A run of a folder's model, with its encoders where there are pictures."""
+def _places(path: Path, arrays: Mapping[str, NDArray[Any]], placeholder: int | None) -> Places:
+    """Where media of one kind stand. Raises `ConfigError` if nothing says so."""
+    ids = arrays["input_ids"]
+    if placeholder is not None:
+        return Places("input_ids", ids == placeholder)
+    types = arrays.get(TYPES)
+    if types is None:
+        raise ConfigError(
+            f"{path} has media, but not {TYPES}; without it the reference gives them no places"
+        )
+    if types.shape != ids.shape:
+        raise ConfigError(
+            f"{path}: {TYPES} must be of the shape of input_ids, {list(ids.shape)} (got {list(types.shape)})"
+        )
+    return Places(TYPES, types == PICTURE)
+
+
+def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
+    """A run of a folder's model, with those of its encoders that there are media for."""
     tree = resolved({"model": {"from": str(source)}})
+    given = read_arrays(inputs).keys()
+    silent = [encoder for encoder, (names, _) in MEDIA.items() if given.isdisjoint(names)]
+    model = {name: part for name, part in tree["model"].items() if name not in silent}
     data = {"sources": [{"name": "inputs", "path": str(inputs)}], "batch_size": 1}
     own: dict[str, Any] = {
         "run": {"directory": str(source), "steps": 1},
-        "model": tree["model"] if pictures else {LANGUAGE: tree["model"][LANGUAGE]},
+        "model": model,
         "data": tree.get("data", {}) | data,
         "optimizer": {"learning_rate": 1.0},
         "mesh": {"data": 1, "fsdp": -1},

@@ -1,14 +1,12 @@
-"""Pictures that another program prepared: patches of normalised colors, and where in token ids they stand.
+"""Pictures that another program prepared: patches of normalised colors.
 
-    pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3], mm_token_type_ids [B, T] --> slots of
-    rows, spans of texts
+pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3] --> slots of rows, spans of texts
 
 Rows hold colors as files have them, so the normalisation is taken back; what is no color of 8 bits is refused.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,12 +20,10 @@ from jaxmllm.config.schema import Config, ConfigError, VisionConfig
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.modality import Shape
-from jaxmllm.data.media.reference import FileRange, MediaReference
-from jaxmllm.data.text.render import MediaSpan
-from jaxmllm.data.text.sequence_positions import SequencePositions
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.tools.prepared_media import Places, Spans
 
-ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
-PICTURE = 1  # among the types of tokens
+ARGUMENTS = ("pixel_values", "image_grid_thw")
 COLOR_ERROR = 0.01  # of 255 levels, that rounding may have come to
 
 
@@ -42,8 +38,12 @@ class PreparedImages(Images):
 
 
 def read_pictures(
-    path: Path, arrays: Mapping[str, NDArray[Any]], texts: Sequence[Ints], config: Config
-) -> tuple[PreparedImages, tuple[tuple[MediaSpan, ...], ...]]:
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Sequence[Ints],
+    config: Config,
+    places: Places,
+) -> tuple[PreparedImages, tuple[Spans, ...]]:
     """The pictures of some texts, and where they stand in each.
 
     Raises `ConfigError` for what is no picture that the tower takes, or has other tokens than the texts.
@@ -52,17 +52,9 @@ def read_pictures(
       texts: columns that hold each text.
     """
     if missing := [name for name in ARGUMENTS if name not in arrays]:
-        raise ConfigError(
-            f"{path} has pictures, but not {' and '.join(missing)}; without all of {', '.join(ARGUMENTS)} the "
-            "reference gives them no places"
-        )
+        raise ConfigError(f"{path} has pictures, but not {' and '.join(missing)}")
     vision, images = config.model.vision, modalities(config.model, config.data, ())["vision"]
     assert vision is not None and isinstance(images, Images)
-    types, shape = arrays["mm_token_type_ids"], arrays["input_ids"].shape
-    if types.shape != shape:
-        raise ConfigError(
-            f"{path}: mm_token_type_ids must be of the shape of input_ids, {list(shape)} (got {list(types.shape)})"
-        )
     grids = _grids(path, arrays["image_grid_thw"], images.merge)
     colors = _colors(path, arrays["pixel_values"], vision)
     counts = [images.length(grid) for grid in grids]
@@ -70,21 +62,7 @@ def read_pictures(
         raise ConfigError(
             f"{path}: pixel_values has {len(colors)} patches, and image_grid_thw {sum(counts)}"
         )
-    runs = [_runs(row[columns] == PICTURE) for row, columns in zip(types, texts, strict=True)]
-    tokens = [images.tokens(grid) for grid in grids]
-    found = [stop - start for of_text in runs for start, stop in of_text]
-    if found != tokens:
-        raise ConfigError(
-            f"{path}: the pictures of image_grid_thw have {tokens} tokens, and mm_token_type_ids {found}"
-        )
-    numbers = itertools.count()
-
-    def span(start: int, stop: int) -> MediaSpan:
-        number = next(numbers)
-        reference = FileRange(path, 0, 0, f"picture {number}", address=str(number))
-        return MediaSpan(images.name, reference, grids[number], start, stop - start)
-
-    spans = tuple(tuple(span(*run) for run in of_text) for of_text in runs)
+    spans = places.spans(path, "the pictures of image_grid_thw", images, grids, texts)
     parts = np.split(colors, np.cumsum(counts)[:-1])
     settings = {part.name: getattr(images, part.name) for part in fields(images)}
     patches = {str(number): part for number, part in enumerate(parts)}
@@ -100,24 +78,6 @@ def _grids(path: Path, values: NDArray[Any], merge: int) -> list[Shape]:
                 f"{merge} patches"
             )
     return grids
-
-
-def _runs(inside: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where each run of true values begins and ends."""
-    edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
-    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-
-
-def positions_of(length: int, spans: tuple[MediaSpan, ...], images: Images | None) -> Ints:
-    """Three-axis positions [L, 3] of a text with pictures."""
-    positions, at = SequencePositions(), 0
-    for span in spans:
-        assert images is not None
-        positions.add_text(span.slot - at)
-        positions.add_item(images, span.shape)
-        at = span.slot + span.tokens
-    positions.add_text(length - at)
-    return positions.finish()
 
 
 def _colors(path: Path, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:

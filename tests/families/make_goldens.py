@@ -7,7 +7,7 @@ FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
 FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 
-Those of models that read pictures hold more: see make_pictured_goldens.py.
+Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py and make_heard_goldens.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.families.make_heard_goldens import HEARD, make_heard
 from tests.families.make_pictured_goldens import PICTURED, make_pictured
 
 SIZES = {
@@ -123,12 +124,15 @@ LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
 
 
 def main(
-    folder: Path, names: tuple[str, ...] = (*MODELS, *PICTURED), seed: int = 0, **sizes: Any
+    folder: Path, names: tuple[str, ...] = (*MODELS, *PICTURED, *HEARD), seed: int = 0, **sizes: Any
 ) -> None:
     """Write the checkpoints and goldens of these names, those of texts alone with other sizes if given."""
     for name in names:
         if name in PICTURED:
             make_pictured(folder / name, *PICTURED[name], seed)
+            continue
+        if name in HEARD:
+            make_heard(folder / name, *HEARD[name], seed)
             continue
         model_type, changes, dtype = MODELS[name]
         make(folder / name, model_type, SIZES | changes | sizes, dtype, seed)

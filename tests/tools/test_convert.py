@@ -22,7 +22,6 @@ from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
-from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
 from sharding.mesh import make_mesh
@@ -56,9 +55,12 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
 # ---------------------------------------------------------------------------- bit for bit
 
 
-@pytest.mark.parametrize("name", ["mistral-wide", "qwen2_5_vl-flat"])
+@pytest.mark.parametrize(
+    "name",
+    ["mistral-wide", "qwen2_5_vl-flat", pytest.param("qwen2_audio-untied", marks=pytest.mark.slow)],
+)
 def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
-    """In bfloat16, through a float32 checkpoint; the second one with all that reads pictures."""
+    """In bfloat16, through a float32 checkpoint; with all that reads pictures, or hears clips."""
     source = GOLDENS / name
     assert main(["to-orbax", str(source), str(tmp_path / "run")]) == 0
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
@@ -106,9 +108,11 @@ def test_inputs_that_are_none(tmp_path, capsys):
 def test_pictures_that_are_none(tmp_path, capsys):
     folder = GOLDENS / "qwen2_5_vl"
     inputs = dict(np.load(folder / "inputs.npz"))
-    grids, types, pixels = (inputs[name] for name in OF_PICTURES[1:] + OF_PICTURES[:1])
+    names = ("image_grid_thw", "mm_token_type_ids", "pixel_values")
+    grids, types, pixels = (inputs[name] for name in names)
     for changes, words in (
-        ({"mm_token_type_ids": None}, "has pictures, but not mm_token_type_ids; without all of"),
+        ({"mm_token_type_ids": None}, "has media, but not mm_token_type_ids; without it the ref"),
+        ({"pixel_values": None}, "has pictures, but not pixel_values"),
         ({"mm_token_type_ids": types[:, 1:]}, "must be of the shape of input_ids, [3, 24] (got"),
         ({"mm_token_type_ids": 0 * types}, "have [6, 1, 10] tokens, and mm_token_type_ids []"),
         ({"image_grid_thw": 2 * grids}, "has [2, 12, 8]; pictures have one frame, and whole cel"),
@@ -120,6 +124,28 @@ def test_pictures_that_are_none(tmp_path, capsys):
             {"pixel_values_videos": pixels},
             "it must hold input_ids, and may hold attention_mask, lab",
         ),
+    ):
+        arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
+        np.savez(tmp_path / "inputs.npz", **arrays)
+        assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_clips_that_are_none(tmp_path, capsys):
+    folder = GOLDENS / "qwen2_audio"
+    inputs = dict(np.load(folder / "inputs.npz"))
+    features, mask = inputs["input_features"], inputs["feature_attention_mask"]
+    for changes, words in (
+        ({"feature_attention_mask": None}, "has clips, but not feature_attention_mask"),
+        ({"feature_attention_mask": mask[:, 1:]}, "feature_attention_mask [clips, frames] (got"),
+        ({"input_features": features[:, 1:]}, "have 11 mel bins, and the tower 12"),
+        ({"feature_attention_mask": mask[:, ::-1]}, "must be ones, and then zeros, in each clip"),
+        (
+            {"input_features": features[..., :99], "feature_attention_mask": mask[:, :99]},
+            "have 99 frames, and the tower hears 100 of a clip of 99; fill clips up with silence",
+        ),
+        ({"input_ids": inputs["input_ids"] * 0}, "have [12, 1, 25, 5] tokens, and input_ids []"),
+        ({"pixel_values": features}, "it must hold input_ids, and may hold attention_mask, lab"),
     ):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)
@@ -321,6 +347,8 @@ MESHES = {
     "windows-parts": ("qwen2-windows", {"context": 2, "fsdp": 4}),
     "pictures-split": ("qwen2_5_vl", SPLIT),
     "pictures-parts": ("qwen2_5_vl", {"context": 2, "fsdp": 2, "data": 2}),
+    "clips-split": ("qwen2_audio", SPLIT),
+    "clips-parts": ("qwen2_audio", {"context": 2, "fsdp": 2, "data": 2}),
 }
 
 
@@ -344,6 +372,7 @@ def test_the_mesh_changes_nothing(name, mesh):
         ("qwen2", "AutoModelForCausalLM"),
         pytest.param("qwen2_5_vl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_vl-flat", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param("qwen2_audio", "Qwen2AudioForConditionalGeneration", marks=EXHAUSTIVE),
     ],
 )
 def test_the_reference_loads_what_is_written(name, kind, tmp_path):

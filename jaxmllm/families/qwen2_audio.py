@@ -1,0 +1,112 @@
+"""Qwen2-Audio: the decoder of Qwen2, the encoder of Whisper with means of two features before the last norm, and one
+matrix as the projector. Clips are filled up with silence that the convolutions alone hear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
+from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
+from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.whisper import PARAMETERS as AUDIO
+from jaxmllm.families.whisper import chunk_processor, encoder, stem_letters
+
+KIND = "qwen2_audio"
+POOL = 2
+LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
+LANGUAGE["head"] = f"language_model.{DECODER['head']}"
+PROJECTOR = {"linear": "linear.weight: d i -> i d", "linear_bias": "linear.bias: d -> d"}
+# As the reference names its modules, and as folders have it
+IN_LANGUAGE = ("model.language_model.", "language_model.model.")
+IN_AUDIO = ("model.audio_tower.", "audio_tower.")
+IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
+# What a config.json that leaves a key out means by that
+TEXT = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+}
+HEARING = {
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "max_source_positions": 1500,
+}
+CLIP = 151_646  # token
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    text = config.part("text_config").completed(TEXT)
+    text.expect("model_type", "qwen2")
+    text = text.updated(
+        tie_word_embeddings=False
+    )  # the reference never ties them, whatever is said
+    return dense_decoder(text, windows_by_layer(text), qkv_bias=True, bidirectional=[])
+
+
+def _audio(config: FolderConfig) -> dict[str, Any]:
+    return encoder(config.part("audio_config").completed(HEARING)) | {
+        "silence": "stem",
+        "pool": POOL,
+    }
+
+
+def _projector(config: FolderConfig) -> dict[str, Any]:
+    """Keys of the section of the tower."""
+    return {"merge": 1, "projector": {"linear": True}}
+
+
+def _placeholder(config: FolderConfig) -> int:
+    return int(config.number("audio_token_index", CLIP))
+
+
+_OF_LANGUAGE = (
+    *patterns([line for path, line in LANGUAGE.items() if path != "head"], IN_LANGUAGE),
+    *patterns([LANGUAGE["head"]], [""]),
+    *FREQUENCIES,
+)
+_OF_AUDIO = patterns(AUDIO.values(), IN_AUDIO)
+_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_PROJECTOR)
+QWEN2_AUDIO = (
+    Family(
+        "Qwen2-Audio",
+        KIND,
+        _language,
+        LANGUAGE,
+        copies={},
+        carried=(*FREQUENCIES, *_OF_AUDIO, *_OF_PROJECTOR),
+        prefixes=IN_LANGUAGE,
+        unprefixed=("head",),
+    ),
+    Family(
+        "Qwen2-Audio",
+        KIND,
+        _audio,
+        AUDIO,
+        copies={},
+        carried=(*_OF_LANGUAGE, *_OF_PROJECTOR),
+        component="audio",
+        prefixes=IN_AUDIO,
+        letters=stem_letters,
+        processor=chunk_processor,
+        placeholder=_placeholder,
+    ),
+    Family(
+        "Qwen2-Audio",
+        KIND,
+        _projector,
+        PROJECTOR,
+        copies={},
+        carried=(*_OF_LANGUAGE, *_OF_AUDIO),
+        component="projector.audio",
+        prefixes=IN_PROJECTOR,
+    ),
+)

@@ -1,0 +1,84 @@
+"""Clips that another program prepared: log-mel frames, and how many of them are sound.
+
+input_features [clips, mel_bins, F], feature_attention_mask [clips, F] --> slots of rows, spans of texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import Ints
+from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.tools.prepared_media import Places, Spans
+
+ARGUMENTS = ("input_features", "feature_attention_mask")
+
+
+@dataclass(frozen=True)
+class PreparedSounds(Sounds):
+    """Clips whose frames are there already."""
+
+    frames: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by address
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
+        heard = slots[: self.heard(shape)]
+        heard[:] = self.frames[media.address][: len(heard)]
+        return slots
+
+
+def read_clips(
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Sequence[Ints],
+    config: Config,
+    places: Places,
+) -> tuple[PreparedSounds, tuple[Spans, ...]]:
+    """The clips of some texts, and where they stand in each.
+
+    Raises `ConfigError` for what is no clip that the tower takes, or has other tokens than the texts.
+
+    Args:
+      texts: columns that hold each text.
+    """
+    if missing := [name for name in ARGUMENTS if name not in arrays]:
+        raise ConfigError(f"{path} has clips, but not {' and '.join(missing)}")
+    sounds = modalities(config.model, config.data, ())["audio"]
+    assert isinstance(sounds, Sounds)
+    features, mask = (arrays[name] for name in ARGUMENTS)
+    if features.ndim != 3 or mask.shape != features[:, 0].shape:
+        raise ConfigError(
+            f"{path}: input_features must be [clips, {sounds.mel_bins}, frames], and feature_attention_mask [clips, "
+            f"frames] (got {list(features.shape)} and {list(mask.shape)})"
+        )
+    if features.shape[1] != sounds.mel_bins:
+        raise ConfigError(
+            f"{path}: input_features have {features.shape[1]} mel bins, and the tower {sounds.mel_bins}"
+        )
+    counts = mask.astype(np.int64).sum(axis=1)
+    if (mask.astype(bool) != (np.arange(mask.shape[1]) < counts[:, None])).any():
+        raise ConfigError(
+            f"{path}: feature_attention_mask must be ones, and then zeros, in each clip"
+        )
+    shapes: list[Shape] = [(int(count), 1, 1) for count in counts]
+    for shape in shapes:
+        if sounds.heard(shape) > mask.shape[1]:
+            raise ConfigError(
+                f"{path}: input_features have {mask.shape[1]} frames, and the tower hears {sounds.heard(shape)} of a "
+                f"clip of {shape[0]}; fill clips up with silence, as the folder's processor does"
+            )
+    what = "the clips of feature_attention_mask"
+    spans = places.spans(path, what, sounds, shapes, texts)
+    settings = {part.name: getattr(sounds, part.name) for part in fields(sounds)}
+    frames = {str(number): clip.T.astype(np.float32) for number, clip in enumerate(features)}
+    return PreparedSounds(**settings, frames=frames), spans

@@ -1,0 +1,75 @@
+"""Where media that another program prepared stand in its token ids, and what a text's positions are then."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import Ints
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.data.media.modality import Modality, Shape
+from jaxmllm.data.media.reference import FileRange
+from jaxmllm.data.text.render import MediaSpan
+from jaxmllm.data.text.sequence_positions import SequencePositions
+
+Spans = tuple[MediaSpan, ...]  # of one text, in reading order
+
+
+@dataclass(frozen=True)
+class Places:
+    """The tokens of one kind of media, and what says so."""
+
+    source: str  # an argument
+    inside: NDArray[np.bool_]  # [B, T]
+
+    def spans(
+        self,
+        path: Path,
+        what: str,
+        modality: Modality,
+        shapes: Sequence[Shape],
+        texts: Sequence[Ints],
+    ) -> tuple[Spans, ...]:
+        """The items in each text; their references have the number of the item as the address.
+
+        Raises `ConfigError` if the items have other tokens.
+
+        Args:
+          what: the items, with the argument that holds them.
+          texts: columns that hold each text.
+        """
+        runs = [_runs(row[columns]) for row, columns in zip(self.inside, texts, strict=True)]
+        tokens = [modality.tokens(shape) for shape in shapes]
+        found = [stop - start for of_text in runs for start, stop in of_text]
+        if found != tokens:
+            raise ConfigError(f"{path}: {what} have {tokens} tokens, and {self.source} {found}")
+        numbers = itertools.count()
+
+        def span(start: int, stop: int) -> MediaSpan:
+            number = next(numbers)
+            reference = FileRange(path, 0, 0, f"{what}: {number}", address=str(number))
+            return MediaSpan(modality.name, reference, shapes[number], start, stop - start)
+
+        return tuple(tuple(span(*run) for run in of_text) for of_text in runs)
+
+
+def positions_of(length: int, spans: Spans, modalities: Mapping[str, Modality]) -> Ints:
+    """Three-axis positions [L, 3] of a text with media."""
+    positions, at = SequencePositions(), 0
+    for span in spans:
+        positions.add_text(span.slot - at)
+        positions.add_item(modalities[span.phase], span.shape)
+        at = span.slot + span.tokens
+    positions.add_text(length - at)
+    return positions.finish()
+
+
+def _runs(inside: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where each run of true values begins and ends."""
+    edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
