@@ -264,7 +264,7 @@ class _Phase:
                 held = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
                 yield _send(layout, ALL_REDUCE, layout.part_axes, held)
             return
-        width = self.model.config.language.width
+        width = self.model.config.token_width
         media = self.tokens / self.shapes.merged * width * self.itemsize
         yield _send(layout, GATHER, axes, media, self.function == "encode")
         yield _send(layout, SCATTER, axes, media, self.backward)
@@ -293,10 +293,12 @@ class _Phase:
         if self.shapes.projector.linear:  # whose matrix no device splits
             return
         media = self.tokens / layout.parts / self.shapes.merged
-        projected = media * self.model.config.language.width * self.itemsize
+        features = getattr(self.shapes, "features_width", self.shapes.width)
+        beside = features // self.shapes.width  # projectors of one token
+        projected = beside * media * self.model.config.language.width * self.itemsize
         projector = self.model.components[f"{PROJECTOR}{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)
-        yield _send(layout, ALL_REDUCE, projector, size, self.backward)
+        yield _send(layout, ALL_REDUCE, projector, beside * size, self.backward)
 
     def _adapters(self) -> Iterator[Send]:
         """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those

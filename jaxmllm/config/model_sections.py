@@ -82,8 +82,10 @@ class LanguageConfig(LayerWindows):
     `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
 
     `rope_sections` are the (time, height, width) shares of the rotary pairs of one head (M-RoPE,
-    arXiv 2409.12191); they add up to head_size / 2. With `window_rope_theta`, layers that attend in
-    windows rotate by frequencies of their own, which `rope_scaling` leaves as they are.
+    arXiv 2409.12191); they add up to head_size / 2, one section after another. With `rope_interleaved`
+    the axes take turns pair by pair, until height and width have theirs (arXiv 2511.21631). With
+    `window_rope_theta`, layers that attend in windows rotate by frequencies of their own, which
+    `rope_scaling` leaves as they are.
     """
 
     vocab_size: PositiveInt | Auto = "auto"
@@ -95,6 +97,7 @@ class LanguageConfig(LayerWindows):
     experts: ExpertsConfig | None = None
     rope_theta: PositiveFloat = 10_000.0
     rope_sections: tuple[int, int, int] | None = None
+    rope_interleaved: bool = False
     rope_scaling: RotaryScaling | None = None
     window_rope_theta: PositiveFloat | None = None  # none: that of all layers
     attention_scale: PositiveFloat | None = None  # factor on logits; none: head_size ** -0.5
@@ -140,9 +143,22 @@ class LanguageConfig(LayerWindows):
             raise ValueError(
                 f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}"
             )
+        self._check_interleaved(pairs)
         self._check_window_rotation()
         self._check_choices_beside_experts()
         return self
+
+    def _check_interleaved(self, pairs: int) -> None:
+        if not self.rope_interleaved:
+            return
+        if self.rope_sections is None:
+            raise ValueError("rope_interleaved: it orders rope_sections; set them, or leave it out")
+        last = (axis + 3 * (count - 1) for axis, count in enumerate(self.rope_sections) if axis)
+        if max(last) >= pairs:
+            raise ValueError(
+                f"rope_sections {self.rope_sections}: with rope_interleaved every third of {pairs} pairs is of "
+                "height, and of width; they must not have more than there are"
+            )
 
     def _check_choices_beside_experts(self) -> None:
         if self.experts is None:
@@ -239,6 +255,10 @@ class VisionConfig(LayerWindows, TowerConfig):
 
     With `patch_frames`, a patch has weights for so many frames of a video, one after another. An image
     is such a video that stands still, so that its patches meet the sum of these weights.
+
+    With `deepstack_layers` (arXiv 2406.04334), what each of these layers yields has a projector of its own,
+    normed over the patches of a token; what it makes is added to the hidden states of that token after the first
+    layer of the decoder, the second, and so on.
     """
 
     patch_size: PositiveInt = 14
@@ -246,9 +266,11 @@ class VisionConfig(LayerWindows, TowerConfig):
     patch_bias: bool = True
     gated_mlp: bool = False
     projector: ProjectorShapes = ProjectorShapes()
+    deepstack_layers: tuple[int, ...] = ()  # counted from 0
     # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
-    # resampled to the image's own, bilinearly and antialiased (resampled)
-    positions: Literal["rotary", "table", "resampled"] = "rotary"
+    # resampled to the image's own, bilinearly and antialiased (resampled); or rotary, and learned ones that are
+    # resampled bilinearly, corner to corner (rotary_and_resampled)
+    positions: Literal["rotary", "table", "resampled", "rotary_and_resampled"] = "rotary"
     position_grid: PositiveInt | None = None  # rows and columns of learned positions
     # Of the colors, black being 0 and white 1: a patch is read as (color - mean) / std
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -274,6 +296,21 @@ class VisionConfig(LayerWindows, TowerConfig):
         """Places of the grid of learned positions; none: 0."""
         return (self.position_grid or 0) ** 2
 
+    @property
+    def rotates(self) -> bool:
+        """Whether layers rotate queries and keys."""
+        return self.positions in ("rotary", "rotary_and_resampled")
+
+    @property
+    def resamples(self) -> bool:
+        """Whether learned positions are resampled to the grid of each image."""
+        return self.positions in ("resampled", "rotary_and_resampled")
+
+    @property
+    def features_width(self) -> int:
+        """Numbers of a feature, as projectors read it: those of the last layer, and of `deepstack_layers`."""
+        return (1 + len(self.deepstack_layers)) * self.width
+
     @model_validator(mode="after")
     def _check_mlp(self) -> VisionConfig:
         if self.gated_mlp and self.gelu != TowerConfig.model_fields["gelu"].default:
@@ -295,12 +332,25 @@ class VisionConfig(LayerWindows, TowerConfig):
                 f"window ({self.window}): layers attend in windows with rotary positions alone, not with "
                 f"{self.positions} ones"
             )
-        if learned:
+        if not self.rotates:
             self._check_not_rotary(self.positions)
         if self.positions == "table" and self.position_grid and self.position_grid % self.merge:
             raise ValueError(
                 f"merge ({self.merge}) must divide position_grid ({self.position_grid}), the patches along a "
                 "side of every image"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deepstack(self) -> VisionConfig:
+        layers = self.deepstack_layers
+        if layers and self.projector.linear:
+            raise ValueError(
+                "projector.linear: with deepstack_layers projectors have two matrices; leave one of them out"
+            )
+        if [*layers] != sorted({*layers}) or not all(0 <= layer < self.layers for layer in layers):
+            raise ValueError(
+                f"deepstack_layers {[*layers]} must be layers 0 .. {self.layers - 1} in ascending order, each once"
             )
         return self
 
@@ -514,6 +564,17 @@ class ModelConfig(Section):
         return tuple(name for name in ("vision", "audio") if getattr(self, name) is not None)
 
     @property
+    def deepstack_depth(self) -> int:
+        """Layers of the decoder after which something of a tower is added."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
+    @property
+    def token_width(self) -> int:
+        """Numbers of a token on its way from an encoder to the decoder: what the first layer reads, and what is
+        added after `deepstack_depth` layers."""
+        return (1 + self.deepstack_depth) * self.language.width
+
+    @property
     def tower_sources(self) -> dict[str, str]:
         """Published folders that encoders and generators are read from, by component."""
         sources = {name: getattr(self, name).from_ for name in (*self.encoders, *self.generators)}
@@ -550,6 +611,19 @@ class ModelConfig(Section):
             for phase, section in sections.items()
             if getattr(section, "window", None) is not None
         }
+
+    @model_validator(mode="after")
+    def _check_deepstack(self) -> Self:
+        depth, key = self.deepstack_depth, "vision.deepstack_layers"
+        if depth > self.language.layers:
+            raise ValueError(
+                f"{key}: {depth} layers, but the decoder has {self.language.layers} after which they are added"
+            )
+        if depth and self.diffusion is not None:
+            raise ValueError(
+                f"{key}: tokens of a model with model.diffusion have the width of the decoder; leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:

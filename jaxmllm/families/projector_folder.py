@@ -2,12 +2,15 @@
 
 config.json         what the projector is: `group` neighbouring features of a tower -> one vector of the decoder
 model.safetensors   linear_1, linear_2, or linear alone: weight [out, in] and bias [out]
+
+Of a tower with `deepstack_layers` config.json names these, and each has a deepstack.N.linear_1 and linear_2 of its own,
+behind a deepstack.N.norm of the features of a group.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from jaxmllm.families.model_folder import SINGLE
 from jaxmllm.families.weight_files import write_tensors
 
 ACTIVATIONS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "exact": "gelu"}
+DEEPSTACK = "deepstack.{layer}"
 LINES = {
     "mlp.up": "linear_1.weight: f i -> i f",
     "mlp.up_bias": "linear_1.bias: f -> f",
@@ -28,11 +32,21 @@ LINES = {
     "mlp.down_bias": "linear_2.bias: d -> d",
     "linear": "linear.weight: d i -> i d",
     "linear_bias": "linear.bias: d -> d",
+    "deepstack.norm.scale": f"{DEEPSTACK}.norm.weight: i -> layer i",
+    "deepstack.norm.bias": f"{DEEPSTACK}.norm.bias: i -> layer i",
+    "deepstack.mlp.up": f"{DEEPSTACK}.linear_1.weight: f i -> layer i f",
+    "deepstack.mlp.up_bias": f"{DEEPSTACK}.linear_1.bias: f -> layer f",
+    "deepstack.mlp.down": f"{DEEPSTACK}.linear_2.weight: d f -> layer f d",
+    "deepstack.mlp.down_bias": f"{DEEPSTACK}.linear_2.bias: d -> layer d",
 }
 
 
 def write_projector(
-    folder: Path, parameters: Mapping[str, NDArray[Any]], group: int, gelu: Gelu
+    folder: Path,
+    parameters: Mapping[str, NDArray[Any]],
+    group: int,
+    gelu: Gelu,
+    deepstack_layers: Sequence[int] = (),
 ) -> None:
     """Make the folder.
 
@@ -43,10 +57,10 @@ def write_projector(
     tensors = {}
     for path, values in parameters.items():
         line = Line.of(LINES[path])
-        tensor = np.empty(line.tensor_shape(values.shape), values.dtype)
         whole = tuple(slice(0, size) for size in values.shape)
-        line.view(tensor, values.shape, whole)[...] = values
-        tensors[line.key] = tensor
+        for key, place, index in line.pieces(values.shape, whole):
+            tensors[key] = np.empty(line.tensor_shape(values.shape), values.dtype)
+            line.view(tensors[key], values.shape, index)[...] = values[place]
     first, last = (
         parameters[name].shape
         for name in (("linear", "linear") if "linear" in parameters else ("mlp.up", "mlp.down"))
@@ -59,6 +73,8 @@ def write_projector(
     }
     if "linear" not in parameters:
         config |= {"hidden_size": first[1], "hidden_act": ACTIVATIONS[gelu]}
+    if deepstack_layers:
+        config["deepstack_layers"] = [*deepstack_layers]
     folder.mkdir(parents=True)
     (folder / CONFIG_JSON).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(folder / SINGLE, tensors)

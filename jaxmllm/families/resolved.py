@@ -36,10 +36,10 @@ TEMPLATES = (
 # Files that say how media are read: of all media, and in older folders of one kind
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 # Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
-OPEN = {"loss_chunk", "bidirectional", "rope_sections"}
+OPEN = {"loss_chunk", "bidirectional", "rope_sections", "rope_interleaved"}
 # And of the towers; those of the projector only where it is not the folder's
 TOWER_OPEN = {"from", "silence"}
-PROJECTOR_OPEN = {"merge", "projector"}
+PROJECTOR_OPEN = {"merge", "projector", "deepstack_layers"}
 # And of the generator, which may be drawn from other states than it was trained with
 GENERATOR_OPEN = {"from", "projector", "padded_conditions"}
 # Encoders by component: their sections of `model` and of `data`, and what a file of all media calls their processor

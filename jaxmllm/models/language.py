@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -113,13 +114,18 @@ class Decoder(nnx.Module):
         rows: LanguageRows,
         layout: Layout,
         settings: ComponentConfig,
+        added: Float[Array, "N R C D"] | None = None,
     ) -> tuple[Float[Array, "R C D"], RouterSums | None]:
-        """Embedded rows -> normed hidden states, and sums over their routing [R, L, ...] where there are experts."""
-        context = self.context(rows, layout, x.dtype, settings)
+        """Embedded rows -> normed hidden states, and sums over their routing [R, L, ...] where there are experts.
+
+        Args:
+          added: to what the first N layers yield.
+        """
+        context = replace(self.context(rows, layout, x.dtype, settings), added=added)
         how = context, settings.remat, self.config.windowed
         if isinstance(self.layers, Block):
             return self.normed(run_stack(self.layers, x, *how)), None
-        x, by_layer = scan_layers(lambda block, x, rows: block(x, rows), self.layers, x, *how)
+        x, _, by_layer = scan_layers(lambda block, x, rows: block(x, rows), self.layers, x, *how)
         sums: RouterSums = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), by_layer)
         return self.normed(x), sums
 
@@ -133,7 +139,10 @@ class Decoder(nnx.Module):
         """What all layers know of the rows; depends on no parameters."""
         config = self.config
         positions = rows.positions, rope_sections(config)
-        angles = rotary_angles(*positions, config.rope_theta, dtype, config.rope_scaling)
+        interleaved = config.rope_interleaved
+        angles = rotary_angles(
+            *positions, config.rope_theta, dtype, config.rope_scaling, interleaved
+        )
         multiplier = config.rope_scaling.multiplier if config.rope_scaling else 1.0
         ids = TokenIds(rows.segments, rows.groups, rows.order)
         windows, window_angles = None, None
@@ -141,7 +150,9 @@ class Decoder(nnx.Module):
             windows = ids.within(config.window), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
             if config.window_rope_theta is not None:
-                window_angles = rotary_angles(*positions, config.window_rope_theta, dtype)
+                window_angles = rotary_angles(
+                    *positions, config.window_rope_theta, dtype, interleaved=interleaved
+                )
         return RowContext(
             *(layout, ids, rows.tiles, angles, settings.attention, windows, window_angles),
             multiplier=multiplier,

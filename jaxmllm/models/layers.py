@@ -54,6 +54,7 @@ class RowContext:
     # Angles of these layers, where they are others
     window_angles: Float[Array, "R C K/2"] | None = None
     multiplier: float = 1.0  # of rotated queries and keys
+    added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     experts: ExpertKernel = "auto"  # the kernel of a mixture
     keys: TokenIds | None = (
         None  # ids of keys and values, where they are others than those of queries
@@ -75,6 +76,13 @@ class RowContext:
         if self.window_angles is not None:
             angles = choose(self.window_angles, angles)
         return replace(self, ids=ids, tiles=tiles, angles=angles, windows=None, window_angles=None)
+
+    def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
+        """What this layer has yielded, with what is added to it."""
+        if self.added is None or layer is None:
+            return x
+        depth = len(self.added)
+        return x + jnp.where(layer < depth, self.added[jnp.minimum(layer, depth - 1)], 0)
 
 
 def parameter(
@@ -277,10 +285,12 @@ def rotary_angles(
     theta: float,
     dtype: Any = jnp.float32,
     scaling: RotaryScaling | None = None,
+    interleaved: bool = False,
 ) -> Float[Array, "R C K/2"]:
     """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
 
-    The first sections[0] pairs rotate with axis 0, and so on.
+    The first sections[0] pairs rotate with axis 0, and so on. Interleaved, axes take turns: pair a + A * n rotates
+    with axis a, for n < sections[a], and what is left with axis 0 (arXiv 2511.21631).
     Frequencies continue through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
     the one-dimensional RoPE (arXiv 2104.09864) exactly.
     """
@@ -288,7 +298,12 @@ def rotary_angles(
     frequency = theta ** (-np.arange(pairs) / pairs)
     if scaling is not None:
         frequency = scaling.scaled(frequency, theta)
-    return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
+    axis = np.repeat(np.arange(len(sections)), sections)
+    if interleaved:
+        axis = np.zeros_like(axis)
+        for number, pairs in enumerate(sections[1:], start=1):
+            axis[number : len(sections) * pairs : len(sections)] = number
+    return _angles(positions, frequency, axis, dtype)
 
 
 def rotary_angles_2d(
@@ -585,9 +600,25 @@ def run_stack(
     Args:
       windowed: which layers attend in the windows of the rows; none: there are no windows.
     """
-    run = lambda block, x, rows: (block(x, rows), None)  # noqa: E731
-    x, _ = scan_layers(run, blocks, x, rows, remat, windowed)
+    x, _, _ = scan_layers(_run_block, blocks, x, rows, remat, windowed)
     return x
+
+
+def run_tapped_stack(
+    blocks: Block,
+    x: Float[Array, "R C D"],
+    rows: RowContext,
+    remat: Remat,
+    windowed: Sequence[bool] | None,
+    taps: Sequence[int],
+) -> tuple[Float[Array, "R C D"], Float[Array, "T R C D"]]:
+    """The same, and what the layers of these numbers yield."""
+    x, tapped, _ = scan_layers(_run_block, blocks, x, rows, remat, windowed, taps)
+    return x, tapped
+
+
+def _run_block(block: Block, x: Array, rows: RowContext) -> tuple[Array, None]:
+    return block(x, rows), None
 
 
 def scan_layers(
@@ -597,17 +628,34 @@ def scan_layers(
     rows: RowContext,
     remat: Remat,
     windowed: Sequence[bool] | None = None,
-) -> tuple[Float[Array, "R C D"], Any]:
-    """The same for layers that `run` runs, and what each of them returns besides x, stacked."""
+    taps: Sequence[int] = (),
+) -> tuple[Float[Array, "R C D"], Any, Any]:
+    """The same for layers that `run` runs: x, what the layers `taps` yield, none without any, and what each layer
+    returns besides x, stacked."""
     graph, parameters = nnx.split(blocks)
     kinds = None if windowed is None else np.array(windowed)
+    layers = len(jax.tree.leaves(parameters)[0])
+    numbers = np.arange(layers) if taps or rows.added is not None else None
+    tapped = jnp.zeros((len(taps), *x.shape), x.dtype) if taps else None
 
     def layer(x: Array, layer: Any) -> tuple[Array, Any]:
         parameters, windowed = layer
         return run(nnx.merge(graph, parameters), x, rows.for_layer(windowed))
 
-    scanned: tuple[Array, Any] = jax.lax.scan(checkpointed(layer, remat), x, (parameters, kinds))
-    return scanned
+    run_layer = checkpointed(layer, remat)
+
+    # Outside of what is computed again: neither sums nor choices keep anything for the backward pass
+    def step(carry: Any, layer: Any) -> tuple[Any, Any]:
+        (x, tapped), (number, of_layer) = carry, layer
+        x, out = run_layer(x, of_layer)
+        x = rows.add(x, number)
+        if taps:
+            here = (np.array(taps) == number)[:, None, None, None]
+            tapped = jnp.where(here, x, tapped)
+        return (x, tapped), out
+
+    (x, tapped), outs = jax.lax.scan(step, (x, tapped), (numbers, (parameters, kinds)))
+    return x, tapped, outs
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

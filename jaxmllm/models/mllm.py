@@ -34,7 +34,7 @@ from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mixture import RouterSums
-from jaxmllm.models.projector import Projector
+from jaxmllm.models.projector import Projector, vision_projector
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
@@ -243,9 +243,12 @@ class MLLM:
         features: Float[Array, "R/g g*C D"],
         places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
-        """Turn a tower's features into language tokens, those of each rank in packed order."""
+        """Turn a tower's features into language tokens, those of each rank in packed order. Tokens of towers whose
+        layers add nothing to those of the decoder have zeros there."""
         name = f"{PROJECTOR}{phase}"
         tokens = self._projected(params, name, features)
+        if missing := self.config.token_width - tokens.shape[-1]:
+            tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))
         layout = self.components[name].layout
         if not layout.mesh_axes("sequence") and phase not in self.config.windows:
             return tokens  # rows in one part are in order, unless that is the order of windows
@@ -264,22 +267,29 @@ class MLLM:
         return checkpointed(projected, component.settings.remat)({name: params[name]}, given)
 
     def hidden(
-        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> tuple[Float[Array, "R C D"], OutputHead]:
         """Normed hidden states of language rows, and the head. `media` holds the routed tokens."""
         hidden, head, _ = self.routed_hidden(params, rows, media)
         return hidden, head
 
     def routed_hidden(
-        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> tuple[Float[Array, "R C D"], OutputHead, RouterSums | None]:
         """The same, and sums over the routing of the rows [R, L, ...] where there are experts."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
+        added = self._added(rows, media) if self.config.deepstack_depth else None
         hidden, routed = decoder(
-            self.embed(params, rows, media), rows, component.layout, component.settings
+            self.embed(params, rows, media), rows, component.layout, component.settings, added
         )
         return hidden, decoder.output_head(), routed
+
+    def _added(self, rows: LanguageRows, media: Float[Array, "R C W"]) -> Float[Array, "N R C D"]:
+        """What is added to the hidden states after the first N layers of the decoder."""
+        _, *others = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
+        added = jnp.stack(others).astype(self.components[LANGUAGE].dtype)
+        return jnp.where((rows.media >= 0)[..., None], added, 0)
 
     def draw(
         self,
@@ -307,12 +317,13 @@ class MLLM:
         return x
 
     def embed(
-        self, params: Params, rows: LanguageRows, media: Float[Array, "R C D"]
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C D"]:
         """What the first layer of the decoder reads: text, and the routed tokens `media` in their places."""
         component = self.components[LANGUAGE]
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
-        return jnp.where((rows.media >= 0)[..., None], media.astype(component.dtype), text)
+        tokens = media[..., : text.shape[-1]].astype(component.dtype)
+        return jnp.where((rows.media >= 0)[..., None], tokens, text)
 
     def layer(
         self,
@@ -358,9 +369,7 @@ def build_model(
         makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
         makers["projector.vision"] = (
             settings.projector.vision,
-            lambda rngs: Projector(
-                vision.width, vision.merge**2, language.width, rngs, vision.projector
-            ),
+            lambda rngs: vision_projector(vision, language.width, rngs),
         )
     if config.audio is not None:
         audio = config.audio

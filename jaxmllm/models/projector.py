@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmllm.config.schema import ProjectorShapes
-from jaxmllm.models.layers import MLP, affine, bias, parameter
+from jaxmllm.config.schema import ProjectorShapes, VisionConfig
+from jaxmllm.models.layers import MLP, NORMS, affine, bias, parameter, stacked
 from sharding.rules import Layout
 
 USUAL = ProjectorShapes()
@@ -34,10 +38,63 @@ class Projector(nnx.Module):
             self.mlp = MLP(rngs, inputs, shapes.mlp_width or width, width, shapes.gelu)
 
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
-        ranks, slots, width = features.shape
-        grouped = features.reshape(ranks, slots // self.group, self.group * width)
-        grouped = layout.constrain(grouped, ("batch", "sequence", None))
+        grouped = _grouped(features, self.group, layout)
         if self.mlp is not None:
             return self.mlp(grouped, layout)
         tokens = affine(grouped, self.linear, self.linear_bias, layout)
         return layout.constrain(tokens, ("batch", "sequence", None))
+
+
+class NormedProjector(nnx.Module):
+    """The same with a norm over concatenated features before the MLP."""
+
+    def __init__(self, config: VisionConfig, width: int, rngs: nnx.Rngs):
+        features = config.merge**2 * config.width
+        shapes = config.projector
+        self.norm = NORMS[config.norm](features, config.norm_epsilon)
+        self.mlp = MLP(rngs, features, shapes.mlp_width or width, width, shapes.gelu)
+
+    def __call__(self, grouped: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C O"]:
+        return self.mlp(self.norm(grouped), layout)
+
+
+class DeepstackProjector(Projector):
+    """One projector of what the last layer of a tower yields, and one with a norm of what each of
+    `deepstack_layers` does. Their tokens lie one after another in one of N + 1 times the width."""
+
+    def __init__(self, config: VisionConfig, width: int, rngs: nnx.Rngs):
+        super().__init__(config.width, config.merge**2, width, rngs, config.projector)
+        self.depth = len(config.deepstack_layers)
+        self.deepstack = stacked(
+            lambda rngs: NormedProjector(config, width, rngs), self.depth, rngs
+        )
+
+    def __call__(
+        self, features: Float[Array, "R C (N+1)*D"], layout: Layout
+    ) -> Float[Array, "R C/g (N+1)*O"]:
+        last, *tapped = jnp.split(features, 1 + self.depth, axis=-1)
+        graph, parameters = nnx.split(self.deepstack)
+
+        def project(_: None, layer: tuple[Any, Array]) -> tuple[None, Array]:
+            parameters, grouped = layer
+            return None, nnx.merge(graph, parameters)(grouped, layout)
+
+        grouped = jnp.stack([_grouped(of_layer, self.group, layout) for of_layer in tapped])
+        _, tokens = jax.lax.scan(project, None, (parameters, grouped))
+        return jnp.concatenate([super().__call__(last, layout), *tokens], axis=-1)
+
+
+def vision_projector(config: VisionConfig, width: int, rngs: nnx.Rngs) -> Projector:
+    """The projector of a vision tower, to tokens for a decoder of this width."""
+    if config.deepstack_layers:
+        return DeepstackProjector(config, width, rngs)
+    return Projector(config.width, config.merge**2, width, rngs, config.projector)
+
+
+def _grouped(
+    features: Float[Array, "R C D"], group: int, layout: Layout
+) -> Float[Array, "R C/g g*D"]:
+    """Neighbouring features side by side."""
+    ranks, slots, width = features.shape
+    grouped = features.reshape(ranks, slots // group, group * width)
+    return layout.constrain(grouped, ("batch", "sequence", None))

@@ -20,6 +20,7 @@ from jaxmllm.models.layers import (
     parameter,
     rotary_angles_2d,
     run_stack,
+    run_tapped_stack,
     stacked,
     weight,
 )
@@ -28,8 +29,9 @@ from sharding.rules import Layout
 
 
 class VisionTower(nnx.Module):
-    """Patches -> features, bidirectional inside each image or its windows; positions by (row, column), rotary
-    or learned."""
+    """Patches -> features, bidirectional inside each image or its windows; positions by (row, column), rotary,
+    learned, or both. With `deepstack_layers`, a feature is what the last layer yields, normed, and after that what
+    each of these layers does."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -45,9 +47,13 @@ class VisionTower(nnx.Module):
 
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
-    ) -> Float[Array, "R C D"]:
+    ) -> Float[Array, "R C F"]:
         x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
-        return self.normed(run_stack(self.layers, x, context, settings.remat, self.config.windowed))
+        how = settings.remat, self.config.windowed
+        if not (taps := self.config.deepstack_layers):
+            return self.normed(run_stack(self.layers, x, context, *how))
+        x, tapped = run_tapped_stack(self.layers, x, context, *how, taps)
+        return jnp.concatenate([self.normed(x), *tapped], axis=-1)
 
     def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
         """What the last layer yields -> features."""
@@ -58,7 +64,7 @@ class VisionTower(nnx.Module):
         x = self._normalised(rows.features, dtype) @ self._of_images(layout, dtype)
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
-        if self.config.positions != "rotary":
+        if self.config.position_grid is not None:
             x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
 
@@ -93,9 +99,9 @@ class VisionTower(nnx.Module):
         side, _, width = table.shape
         if self.config.positions == "table":
             return table[positions[..., 0], positions[..., 1]]
+        weights = resampling_weights if self.config.positions == "resampled" else aligned_weights
         rows, columns = (
-            resampling_weights(positions[..., axis], positions[..., axis + 2], side, dtype)
-            for axis in (0, 1)
+            weights(positions[..., axis], positions[..., axis + 2], side, dtype) for axis in (0, 1)
         )
         both = (rows[..., :, None] * columns[..., None, :]).reshape(*rows.shape[:2], side**2)
         return both.astype(dtype) @ table.reshape(side**2, width)
@@ -105,7 +111,7 @@ class VisionTower(nnx.Module):
     ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
         angles = None
-        if self.config.positions == "rotary":
+        if self.config.rotates:
             angles = rotary_angles_2d(
                 rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
             )
@@ -132,3 +138,13 @@ def resampling_weights(
     distance = jnp.arange(side) + 0.5 - (step * (place + 0.5))[..., None]
     weights = jnp.maximum(0, 1 - jnp.abs(distance) / reach[..., None])
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-6)
+
+
+def aligned_weights(
+    place: Int[Array, "*B"], places: Int[Array, "*B"], side: int, dtype: jnp.dtype
+) -> Float[Array, "*B G"]:
+    """The same for values that are resampled linearly, corner to corner: the first place has the first value, and the
+    last place the last one."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    at = place.astype(wide) * (side - 1) / jnp.maximum(places - 1, 1)
+    return jnp.maximum(0, 1 - jnp.abs(jnp.arange(side) - at[..., None]))

@@ -46,6 +46,9 @@ POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
 GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
 CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
 CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
+# Besides, for each layer of a tower that adds to layers of the decoder: what it yields or adds, in two types, and its
+# gradient
+DEEPSTACK_WIDTHS = 4
 MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
@@ -157,8 +160,10 @@ def slot_bytes(config: Config, phase: str) -> float:
     if _has_experts(shapes):  # whose hidden values are those of a block
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
-    if isinstance(shapes, VisionConfig) and shapes.positions == "resampled":
+    if isinstance(shapes, VisionConfig) and shapes.resamples:
         values += shapes.learned_positions  # a weight for each
+    if isinstance(shapes, VisionConfig | LanguageConfig):
+        values += DEEPSTACK_WIDTHS * config.model.deepstack_depth * shapes.width
     if config.pipeline.stages > 1:
         in_flight = config.pipeline.microbatches_in_flight
         if in_flight == "auto":

@@ -113,6 +113,4 @@ def _sizes_in_words(config: Config, axes: Mapping[str, int]) -> str:
 def _token_bytes(config: Config) -> int:
     import jax.numpy as jnp
 
-    return (
-        config.model.language.width * jnp.dtype(config.components.language.compute_dtype).itemsize
-    )
+    return config.model.token_width * jnp.dtype(config.components.language.compute_dtype).itemsize

@@ -162,7 +162,8 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
         )
     group, gelu = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
     values = {path: saved.values(path) for path in saved.shapes}
-    write_projector(out, values, group, gelu)
+    vision = config.model.vision if component == f"{PROJECTOR}vision" else None
+    write_projector(out, values, group, gelu, vision.deepstack_layers if vision else ())
     print(f"{component} of {saved.location} -> {out}")
 
 

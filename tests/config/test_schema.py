@@ -150,6 +150,16 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
             "model.language.rope_sections=[1, 2, 3]",
             "rope_sections (1, 2, 3) must add up to head_size / 2 = 8",
         ),
+        ("model.language.rope_interleaved=true", "it orders rope_sections; set them, or leave it"),
+        (
+            "model.language={width: 64, layers: 2, heads: 4, kv_heads: 2, head_size: 16, mlp_width: 128, "
+            "rope_sections: [1, 3, 4], rope_interleaved: true}",
+            "rope_sections (1, 3, 4): with rope_interleaved every third of 8 pairs is of height",
+        ),
+        (
+            "model.vision.deepstack_layers=[1]",
+            "must be layers 0 .. 0 in ascending order, each once",
+        ),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
         ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
         ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),

@@ -100,6 +100,15 @@ def test_sections_turn_with_their_own_axis():
     np.testing.assert_allclose(angles, want, rtol=1e-13)
 
 
+def test_interleaved_sections_take_turns():
+    positions = np.random.default_rng(1).integers(0, 99, (1, 4, 3))
+    with jax.enable_x64(True):
+        angles = rotary_angles(jnp.asarray(positions), (4, 3, 1), 1e4, jnp.float64, None, True)
+    for pair, axis in enumerate((0, 1, 2, 0, 1, 0, 0, 1)):
+        expected = positions[..., axis] * 1e4 ** (-pair / 8)
+        np.testing.assert_allclose(angles[..., pair], expected, rtol=1e-12)
+
+
 def test_both_axes_of_an_image_turn_over_all_frequencies():
     positions = np.random.default_rng(0).integers(0, 100, (2, 5, 2))
     want = np.empty((2, 5, 6))

@@ -21,7 +21,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_la
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows
-from jaxmllm.models.vision import resampling_weights
+from jaxmllm.models.vision import aligned_weights, resampling_weights
 from jaxmllm.row_format import RowFormat
 from sharding.mesh import make_mesh
 
@@ -385,6 +385,15 @@ def test_resampling_is_that_of_image_libraries(places, side):
     np.testing.assert_allclose(weights @ values[0], np.asarray(resized)[0], rtol=0, atol=2e-6)
     padding = resampling_weights(np.zeros(1, np.int32), np.zeros(1, np.int32), side, np.float32)
     assert np.isfinite(padding).all()
+
+
+@pytest.mark.parametrize(("places", "side"), [(1, 5), (3, 5), (5, 5), (12, 5)])
+def test_aligned_resampling_is_linear_from_corner_to_corner(places, side):
+    values = np.random.default_rng(0).standard_normal(side)
+    weights = aligned_weights(np.arange(places), np.full(places, places), side, np.float32)
+    at = np.linspace(0, side - 1, places)
+    expected = np.interp(at, np.arange(side), values)
+    np.testing.assert_allclose(np.asarray(weights) @ values, expected, atol=2e-6)
 
 
 def audio_rows(clips, slots=128, chunk=None):

@@ -506,6 +506,7 @@ EFFECTS: dict[str, Effect] = {
         kv_heads="4",
     ),
     **effects("model.language", language, **NORMS, rope_sections="[1, 2, 1]", loss_chunk="64"),
+    **effects("model.language", language, rope_interleaved="true"),
     **effects(
         "model.language",
         language,
@@ -540,6 +541,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.vision", encoder("vision"), **NORMS, gelu="exact"),
     **effects("model.vision", weights, norm="layer", key_bias="false"),
     **effects("model.vision", weights, patch_frames="2", patch_bias="false", gated_mlp="true"),
+    **effects("model.vision", weights, deepstack_layers="[0]"),
     **effects("model.vision.projector", weights, mlp_width="24", linear="true"),
     **effects("model.vision.projector", encoder("vision"), gelu="exact"),
     **effects("model.vision", weights, RESAMPLED, position_grid="3"),

@@ -353,7 +353,7 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     patch = config.patch_features * config.width
     table = config.learned_positions * config.width
     # A resampled position is a weighted sum of all learned ones; one of a table is looked up
-    multiplied = patch + table if config.positions == "resampled" else patch
+    multiplied = patch + table if config.resamples else patch
     weights = config.patch_frames * patch + table
     embedding = Layer("vision", weights, _product(multiplied))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers
@@ -362,7 +362,9 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
         windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
     ]
     group = config.merge**2
-    projector = _projector("vision", group * config.width, group, language_width, config.projector)
+    count = 1 + len(config.deepstack_layers)
+    features = group * config.width
+    projector = _projector("vision", features, group, language_width, config.projector, count)
     return (embedding, *blocks, projector)
 
 
@@ -424,15 +426,24 @@ def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token:
 
 
 def _projector(
-    phase: str, features: int, per_token: int, width: int, shapes: ProjectorShapes
+    phase: str,
+    features: int,
+    per_token: int,
+    width: int,
+    shapes: ProjectorShapes,
+    count: int = 1,
 ) -> Layer:
-    """One matrix or two on every `per_token` slots: a row of `features` numbers becomes a language token."""
+    """One matrix or two on every `per_token` slots: a row of `features` numbers becomes a language token.
+
+    Args:
+      count: of such projectors side by side, each of features of its own.
+    """
     if shapes.linear:
         only = features * width
-        return Layer(f"projector.{phase}", only, _product(only, per_token=per_token))
+        return Layer(f"{PROJECTOR}{phase}", only, _product(only, per_token=per_token))
     between = shapes.mlp_width or width
-    first = features * between
-    second = between * width
+    first = count * features * between
+    second = count * between * width
     products = _product(first, per_token=per_token) + _product(second, per_token=per_token)
     return Layer(f"{PROJECTOR}{phase}", first + second, products)
 

@@ -107,7 +107,7 @@ class StepBytes:
 
     @cached_property
     def pools(self) -> float:
-        token = self.model.config.language.width * self.model.components[LANGUAGE].dtype.itemsize
+        token = self.model.config.token_width * self.model.components[LANGUAGE].dtype.itemsize
         return POOLS * POOL_ROOM * self.pool_tokens * token
 
     @property

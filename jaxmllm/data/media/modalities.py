@@ -28,7 +28,7 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 max_pixels=data.images.max_pixels,
                 resize=data.images.resize,
                 kernel=data.images.kernel,
-                with_grids=model.vision.positions == "resampled",
+                with_grids=model.vision.resamples,
             )
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(

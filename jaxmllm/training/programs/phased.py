@@ -434,7 +434,7 @@ class PhasedPrograms(GeneratorPrograms):
 
     def _abstract_pools(self) -> dict[str, TokenPool]:
         language = self.functions.model.components[LANGUAGE]
-        width = self.functions.model.config.language.width
+        width = self.functions.model.config.token_width
         slots = {phase: route.encoder_pool for phase, route in self.spec.routes.items()}
         slots[LANGUAGE] = max(
             (route.language_pool for route in self.spec.routes.values()), default=1

@@ -145,7 +145,9 @@ def test_vision_by_freezing(n):
     assert measured(*ALL) == 2 * patches + 3 * (blocks + attention + first + second)
 
 
-@pytest.mark.parametrize(("positions", "summed"), [("table", 0), ("resampled", 1)])
+@pytest.mark.parametrize(
+    ("positions", "summed"), [("table", 0), ("resampled", 1), ("rotary_and_resampled", 1)]
+)
 def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
     vision = {"positions": positions, "position_grid": 6}
     model = MODEL.model_copy(update={"vision": VISION.model_copy(update=vision)})
@@ -181,6 +183,18 @@ def test_pools_of_features_and_projectors_of_one_matrix():
     slots = 3 * AUDIO.merge * AUDIO.stem_stride
     assert projector.linear(slots) == product(1, AUDIO.merge * AUDIO.width, 64)
     assert plain.linear(slots) == 3 * (product(1, 2 * 48, 64) + product(1, 64, 64))
+
+
+def test_deepstack_adds_projectors_side_by_side():
+    """Their gradients go into the tower only where that is trained."""
+    tapped = VISION.model_copy(update={"deepstack_layers": (0, 1)})
+    model = MODEL.model_copy(update={"vision": tapped})
+    first, second = product(4, 4 * 32, 64), product(4, 64, 64)
+    for trained, passes in ((NOTHING, (1, 1)), ({"projector.vision": 1}, (2, 3)), (ALL, (3, 3))):
+        more, plain = (phase_flops(of, "vision", trained) for of in (model, MODEL))
+        added = 2 * (passes[0] * first + passes[1] * second)
+        assert cost(more, 16) - cost(plain, 16) == added
+    assert phase_layers(model, "vision")[-1].parameters == 3 * (4 * 32 * 64 + 64 * 64)
 
 
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
