@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.lines import Line
+
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters by dotted path, or of tensors by key
 
 
 @dataclass(frozen=True)
@@ -50,20 +52,29 @@ class Family:
     processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
     # Id of the token in whose place a media item's tokens stand, where config.json says it
     placeholder: Callable[[FolderConfig], int] | None = None
+    # Lines that are others in some folders, from the section and the shapes of all tensors, by key without prefix
+    variants: Callable[[dict[str, Any], Shapes], Mapping[str, str]] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
 
-    def of_folder(self, config: FolderConfig, keys: Collection[str]) -> Family:
-        """The same with the sizes and the prefix of one folder, whose tensors have these keys."""
-        found = [prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in keys)]
+    def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
+        """The same with the sizes, the prefix and the lines of one folder, whose tensors have these shapes by key."""
+        found = [
+            prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in shapes)
+        ]
         prefix = found[0] if found else self.prefixes[0]
+        section = self.section(config)
+        parameters = dict(self.parameters)
+        if self.variants is not None:
+            plain = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
+            parameters |= self.variants(section, plain)
         return replace(
             self,
             parameters={
                 path: text if path in self.unprefixed else prefix + text
-                for path, text in self.parameters.items()
+                for path, text in parameters.items()
             },
             prefix=prefix,
-            sizes=self.letters(self.section(config)),
+            sizes=self.letters(section),
         )
 
     def module_line(self, path: str) -> Line:

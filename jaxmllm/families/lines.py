@@ -15,6 +15,9 @@ are joined in a parameter are given.
     attn.qkv.weight[1/3]: (h k) d -> layer d h k
 
 A tensor that joins several parameters along its first axis has a line for each: this one has the second of three.
+Along another axis, whose number is said:
+
+    experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from numpy.typing import NDArray
 
 STACKED = ("layer", "expert")  # axes that count tensors, in this order
 _LINE = re.compile(
-    r"(?P<key>[^\s\[]+)(?:\[(?P<part>\d+)/(?P<parts>\d+)\])?: (?P<tensor>.+) -> (?P<parameter>.+)"
+    r"(?P<key>[^\s\[]+)(?:\[(?P<part>\d+)/(?P<parts>\d+)(?:, axis (?P<axis>\d+))?\])?: "
+    r"(?P<tensor>.+) -> (?P<parameter>.+)"
 )
 _AXIS = re.compile(r"\(([\w ]+)\)|(\w+)")
 
@@ -48,6 +52,7 @@ class Line:
     joined: Mapping[str, int] = field(default_factory=dict)  # their sizes
     part: int = 0  # of the `parts` of the tensor
     parts: int = 1
+    part_axis: int = 0  # along which they lie
 
     @classmethod
     def of(cls, text: str, sizes: Mapping[str, int] | None = None) -> Line:
@@ -70,7 +75,10 @@ class Line:
         part, parts = int(match["part"] or 0), int(match["parts"] or 1)
         if part >= parts:
             raise ValueError(f"{text!r}: parts of a tensor are counted from 0")
-        line = cls(match["key"], tensor, parameter, of_joined, part, parts)
+        axis = int(match["axis"] or 0)
+        if axis and (axis >= len(tensor) or len(tensor[axis]) > 1):
+            raise ValueError(f"{text!r}: there is no axis {axis} of one letter to part")
+        line = cls(match["key"], tensor, parameter, of_joined, part, parts, axis)
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
@@ -103,8 +111,9 @@ class Line:
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor of a parameter."""
-        first, *others = self._part_shape(shape)
-        return self.parts * first, *others
+        sizes = [*self._part_shape(shape)]
+        sizes[self.part_axis] *= self.parts
+        return tuple(sizes)
 
     def _part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of what each tensor holds of a parameter."""
@@ -130,8 +139,9 @@ class Line:
         sizes = self._sizes(shape)
         order = list(itertools.chain(*self.tensor))
         if self.parts > 1:
-            length = self._part_shape(shape)[0]
-            tensor = tensor[self.part * length : (self.part + 1) * length]
+            length = self._part_shape(shape)[self.part_axis]
+            own = slice(self.part * length, (self.part + 1) * length)
+            tensor = tensor[(slice(None),) * self.part_axis + (own,)]
         split = tensor.reshape([sizes[letter] for letter in order])
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         view = split.transpose([order.index(letter) for letter in self.letters])

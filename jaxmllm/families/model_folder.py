@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.families.by_type import family_of
-from jaxmllm.families.family import Family
+from jaxmllm.families.family import Family, Shapes
 from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
 from jaxmllm.families.lines import Index, Line
 from jaxmllm.families.weight_files import DTYPES, FolderError, StoredTensor, WeightFile
@@ -31,8 +31,6 @@ OF_GENERATORS = "diffusion_pytorch_model.safetensors"
 # Endings of files that hold weights: beside the safetensors that are read they would be those of another model
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 LISTED = 5  # wrong keys in an error before "and n more"
-
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by dotted path
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -59,7 +57,8 @@ class ModelFolder:
 
     def of(self, component: str) -> ModelFolder:
         """This folder, for another of its components. Raises `FolderError`."""
-        family = family_of(self.config, component).of_folder(self.config, self.tensors.keys())
+        shapes = {key: tensor.shape for key, tensor in self.tensors.items()}
+        family = family_of(self.config, component).of_folder(self.config, shapes)
         return replace(self, family=family)
 
     @cached_property

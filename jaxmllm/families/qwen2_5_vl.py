@@ -17,9 +17,7 @@ KIND = "qwen2_5_vl"
 LAYER = "blocks.{layer}"
 JOINED = f"{LAYER}.attn.qkv"
 LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
-VISION = {
-    "patch": "patch_embed.proj.weight: d c t p q -> (t p q c) d",
-    "layers.attention_norm.scale": f"{LAYER}.norm1.weight: d -> layer d",
+JOINED_ATTENTION = {
     "layers.attention.query": f"{JOINED}.weight[0/3]: (h k) d -> layer d h k",
     "layers.attention.query_bias": f"{JOINED}.bias[0/3]: (h k) -> layer h k",
     "layers.attention.key": f"{JOINED}.weight[1/3]: (h k) d -> layer d h k",
@@ -28,6 +26,11 @@ VISION = {
     "layers.attention.value_bias": f"{JOINED}.bias[2/3]: (h k) -> layer h k",
     "layers.attention.out": f"{LAYER}.attn.proj.weight: d (h k) -> layer h k d",
     "layers.attention.out_bias": f"{LAYER}.attn.proj.bias: d -> layer d",
+}
+VISION = {
+    "patch": "patch_embed.proj.weight: d c t p q -> (t p q c) d",
+    "layers.attention_norm.scale": f"{LAYER}.norm1.weight: d -> layer d",
+    **JOINED_ATTENTION,
     "layers.mlp_norm.scale": f"{LAYER}.norm2.weight: d -> layer d",
     "layers.mlp.gate": f"{LAYER}.mlp.gate_proj.weight: f d -> layer d f",
     "layers.mlp.gate_bias": f"{LAYER}.mlp.gate_proj.bias: f -> layer f",

@@ -40,8 +40,25 @@ VISION = {
     "out_hidden_size": 16,
     "fullatt_block_indexes": [1],
 }
-# name -> (sizes of text, of vision, whether it has one matrix for embedding and head, dtype, and whether its keys and
-# config.json are spelled otherwise than the reference writes them)
+INTERLEAVED = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
+TEXT_3 = TEXT | {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "rope_parameters": INTERLEAVED | {"mrope_section": [2, 1, 1]},
+}
+VISION_3 = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+# name -> (sizes of text, of vision, whether it has one matrix for embedding and head, dtype, and whether its keys,
+# config.json or tensors are spelled otherwise than the reference writes them)
 PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] = {
     "qwen2_5_vl": (
         TEXT
@@ -59,7 +76,28 @@ PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] =
         "bfloat16",
         True,
     ),
+    "qwen3_vl": (TEXT_3, VISION_3, True, "float32", False),
+    "qwen3_vl-biased": (
+        TEXT_3
+        | {"head_dim": 16, "attention_bias": True, "hidden_size": 24}
+        | {"rope_parameters": INTERLEAVED | {"mrope_section": [3, 3, 2]}},
+        VISION_3 | {"out_hidden_size": 24, "deepstack_visual_indexes": [1]},
+        False,
+        "bfloat16",
+        False,
+    ),
+    "qwen3_vl_moe": (
+        TEXT_3
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"num_hidden_layers": 2},
+        VISION_3 | {"deepstack_visual_indexes": [0, 1]},
+        False,
+        "float32",
+        True,
+    ),
 }
+# Other kernels ask for sizes that are no test's
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 PROCESSED = "qwen2_5_vl"  # of which processed.npz is made
 BEGIN, END, PICTURE = 3, 4, 5  # tokens
 CELLS = {"tall": (3, 2), "small": (1, 1), "wide": (2, 5)}  # rows and columns of merged cells
@@ -80,24 +118,23 @@ def make_pictured(
 ) -> None:
     """One random checkpoint, and what the reference computes of it in float32."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     torch.manual_seed(seed)
     tokens = {"vision_start_token_id": BEGIN, "vision_end_token_id": END, "image_token_id": PICTURE}
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    sections = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(folder.name.partition("-")[0], **sections, **tokens)
+    model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():
         scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
         torch.nn.init.normal_(parameter, float(scale), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="20KB")
-    if spelled_otherwise:
+    if spelled_otherwise and "num_experts" in text:
+        _transpose_experts(folder)
+    elif spelled_otherwise:
         _spell_otherwise(folder)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **EAGER)
     processor = Qwen2VLImageProcessorPil(
         patch_size=vision["patch_size"], min_pixels=8 * 8, max_pixels=8 * 8 * 12
     )
@@ -113,7 +150,8 @@ def make_pictured(
     save = np.savez_compressed
     save(folder / "inputs.npz", **inputs)
     save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    save(folder / "gradients.npz", **{stored[_plain(key)]: g for key, g in gradients.items()})
+    of_files = {stored[_plain(key)]: _as_stored(key, g) for key, g in gradients.items()}
+    save(folder / "gradients.npz", **of_files)
     if folder.name == PROCESSED:
         save(folder / "processed.npz", **_processed(random, processor))
 
@@ -171,9 +209,26 @@ def _plain(key: str) -> str:
     return key.removeprefix("language_model.")
 
 
+def _as_stored(key: str, values: np.ndarray) -> np.ndarray:
+    """A tensor as files have it."""
+    return values.swapaxes(1, 2) if ".experts." in key else values
+
+
 def _keys_in_files(folder: Path) -> dict[str, str]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return {_plain(key): key for key in index["weight_map"]}
+
+
+def _transpose_experts(folder: Path) -> None:
+    """Tensors of all experts as they are published; the reference reads both."""
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = {
+            key: tensor.transpose(1, 2).contiguous() if ".experts." in key else tensor
+            for key, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _spell_otherwise(folder: Path) -> None:

@@ -30,7 +30,8 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
             for letter in group:
                 number = number * LETTERS[letter] + at[letter]
             index.append(number)
-        index[0] += line.part * math.prod(LETTERS[letter] for letter in line.tensor[0])
+        axis = line.part_axis
+        index[axis] += line.part * math.prod(LETTERS[letter] for letter in line.tensor[axis])
         whole[place] = tensors[line.key.format(layer=at.get("layer"), expert=at.get("expert"))][
             tuple(index)
         ]

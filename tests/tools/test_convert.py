@@ -35,6 +35,7 @@ MARKS = {
     QUICK: (),
     "qwen2-windows": pytest.mark.slow,
     "gemma3": pytest.mark.slow,
+    "qwen3_vl": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
@@ -57,10 +58,15 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["mistral-wide", "qwen2_5_vl-flat", pytest.param("qwen2_audio-untied", marks=pytest.mark.slow)],
+    [
+        "mistral-wide",
+        "qwen2_5_vl-flat",
+        "qwen3_vl_moe",
+        pytest.param("qwen2_audio-untied", marks=pytest.mark.slow),
+    ],
 )
 def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
-    """In bfloat16, through a float32 checkpoint; with all that reads pictures, or hears clips."""
+    """Through a float32 checkpoint, most of them in bfloat16; all but the first with what sees pictures, or hears."""
     source = GOLDENS / name
     assert main(["to-orbax", str(source), str(tmp_path / "run")]) == 0
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
@@ -264,7 +270,9 @@ def logits_of(run: PreparedRun) -> list[np.ndarray]:
 
 TEXT_MODELS = ("llama-biased", "mistral", "qwen2-windows", "gemma3", "gemma3-tower", QUICK)
 ADAPTED = {name: (name, "AutoModelForCausalLM") for name in TEXT_MODELS}
-ADAPTED["qwen2_5_vl"] = ("qwen2_5_vl", "AutoModelForImageTextToText")
+ADAPTED |= {
+    name: (name, "AutoModelForImageTextToText") for name in ("qwen2_5_vl", "qwen3_vl-biased")
+}
 
 
 @pytest.mark.parametrize(("name", "kind"), slow_cases(ADAPTED, always=(QUICK,)))
@@ -349,16 +357,34 @@ MESHES = {
     "pictures-parts": ("qwen2_5_vl", {"context": 2, "fsdp": 2, "data": 2}),
     "clips-split": ("qwen2_audio", SPLIT),
     "clips-parts": ("qwen2_audio", {"context": 2, "fsdp": 2, "data": 2}),
+    "deepstack-split": ("qwen3_vl_moe", SPLIT),
+    "deepstack-parts": ("qwen3_vl", {"context": 2, "fsdp": 2, "data": 2}),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    slow_cases(MESHES, always=("windows-split", "pictures-split")),
+    slow_cases(MESHES, always=("windows-split", "pictures-split", "deepstack-split")),
 )
 def test_the_mesh_changes_nothing(name, mesh):
     folder = GOLDENS / name
     check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have():
+    """The backward pass starts from kept features, of the last layer and of those that deepstack reads."""
+    folder = GOLDENS / "qwen3_vl"
+    frozen = {"vision": {"freeze": True}, "language": {"freeze": True}}
+    run = on_one_device(folder, folder / "inputs.npz", components=frozen)
+    _, gradients = run.loss_and_gradients()
+    found = dict(gradients)
+    with np.load(folder / "gradients.npz") as wanted:
+        projectors = {key for key in wanted if "merger" in key and ".merger.norm" not in key}
+        assert found.keys() == projectors
+        for key, gradient in found.items():
+            assert np.abs(gradient - wanted[key]).max() < 1e-4 * np.abs(wanted[key]).max(), key
 
 
 @pytest.mark.slow
@@ -373,6 +399,8 @@ def test_the_mesh_changes_nothing(name, mesh):
         pytest.param("qwen2_5_vl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_vl-flat", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_audio", "Qwen2AudioForConditionalGeneration", marks=EXHAUSTIVE),
+        pytest.param("qwen3_vl-biased", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param("qwen3_vl_moe", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
     ],
 )
 def test_the_reference_loads_what_is_written(name, kind, tmp_path):

@@ -9,6 +9,7 @@ from PIL import Image
 
 from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.weight_files import WeightFile
 from jaxmllm.tools.convert import main as convert
 from jaxmllm.train import main as train
 from tests.training.test_published_run import WORDS, published
@@ -91,6 +92,29 @@ def test_what_is_trained_goes_back_and_all_else_stays(folder, run, tmp_path, cap
     assert convert(["to-hf", str(run), str(alone), "--component", "projector.vision"]) == 0
     written = json.loads((alone / "config.json").read_text())
     assert (written["hidden_act"], written["hidden_size"], written["group"]) == ("gelu", 64, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_all_projectors_of_deepstack_are_trained_and_written(config, tmp_path):
+    folder = published(tmp_path, "qwen3_vl", SPECIAL)
+    directory = tmp_path / "run"
+    overrides = [f"run.directory={directory}", f"model.from={folder}"]
+    assert train(["--config", str(config), *overrides]) == 0
+    stored = (directory / "config.yaml").read_text()
+    assert "rope_interleaved: true" in stored and "positions: rotary_and_resampled" in stored
+    mergers = {key for key in ModelFolder.open(folder).tensors if "merger" in key}
+    of_tower = {key for key in mergers if ".merger.norm" in key}
+    assert changed(folder, directory, tmp_path / "out") == mergers - of_tower
+    alone = tmp_path / "projector"
+    assert convert(["to-hf", str(directory), str(alone), "--component", "projector.vision"]) == 0
+    assert json.loads((alone / "config.json").read_text())["deepstack_layers"] == [0, 2]
+    written = ModelFolder.open(tmp_path / "out").tensors
+    for key, tensor in WeightFile.open(alone / "model.safetensors").tensors.items():
+        merger = "merger." if key.startswith("linear") else ""
+        path = key.replace("deepstack.", "deepstack_merger_list.").replace("linear_", "linear_fc")
+        own = written[f"model.visual.{merger}{path}"]
+        np.testing.assert_array_equal(tensor.array(), own.array())
 
 
 @pytest.mark.slow

@@ -1,0 +1,208 @@
+"""Qwen3-VL: the decoder of Qwen3 with positions of three axes that take turns, a vision tower, and what merges its
+features and those of some of its layers, which are the projector. Its videos are not read.
+
+The norm of the last features is taken before they are grouped, and so is the last one of the tower; those of other
+layers come after their features are grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder
+from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.qwen2_5_vl import (
+    IN_VISION,
+    JOINED_ATTENTION,
+    LANGUAGE,
+    LAYER,
+    patch_letters,
+    picture_processor,
+)
+
+VISION = {
+    "patch": "patch_embed.proj.weight: d c t p q -> (t p q c) d",
+    "patch_bias": "patch_embed.proj.bias: d -> d",
+    "position_embedding": "pos_embed.weight: (r s) d -> r s d",
+    "layers.attention_norm.scale": f"{LAYER}.norm1.weight: d -> layer d",
+    "layers.attention_norm.bias": f"{LAYER}.norm1.bias: d -> layer d",
+    **JOINED_ATTENTION,
+    "layers.mlp_norm.scale": f"{LAYER}.norm2.weight: d -> layer d",
+    "layers.mlp_norm.bias": f"{LAYER}.norm2.bias: d -> layer d",
+    "layers.mlp.up": f"{LAYER}.mlp.linear_fc1.weight: f d -> layer d f",
+    "layers.mlp.up_bias": f"{LAYER}.mlp.linear_fc1.bias: f -> layer f",
+    "layers.mlp.down": f"{LAYER}.mlp.linear_fc2.weight: d f -> layer f d",
+    "layers.mlp.down_bias": f"{LAYER}.mlp.linear_fc2.bias: d -> layer d",
+    "norm.scale": "merger.norm.weight: d -> d",
+    "norm.bias": "merger.norm.bias: d -> d",
+}
+MERGERS = "deepstack_merger_list.{layer}"
+PROJECTOR = {
+    "mlp.up": "merger.linear_fc1.weight: f i -> i f",
+    "mlp.up_bias": "merger.linear_fc1.bias: f -> f",
+    "mlp.down": "merger.linear_fc2.weight: d f -> f d",
+    "mlp.down_bias": "merger.linear_fc2.bias: d -> d",
+    "deepstack.norm.scale": f"{MERGERS}.norm.weight: i -> layer i",
+    "deepstack.norm.bias": f"{MERGERS}.norm.bias: i -> layer i",
+    "deepstack.mlp.up": f"{MERGERS}.linear_fc1.weight: f i -> layer i f",
+    "deepstack.mlp.up_bias": f"{MERGERS}.linear_fc1.bias: f -> layer f",
+    "deepstack.mlp.down": f"{MERGERS}.linear_fc2.weight: d f -> layer f d",
+    "deepstack.mlp.down_bias": f"{MERGERS}.linear_fc2.bias: d -> layer d",
+}
+IN_LANGUAGE = ("model.language_model.",)
+# What a config.json that leaves a key out means by that
+TEXT = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 128_000,
+}
+SECTIONS = [24, 20, 20]  # rotary pairs of time, height and width
+DEEPSTACK_LAYERS = [8, 16, 24]
+
+Section = Callable[[FolderConfig], dict[str, Any]]  # keys of a section of `model`
+
+
+def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `model.language`, with an MLP in every layer.
+
+    Args:
+      usual: what a `text_config` that leaves a key out means by that.
+    """
+    own = config.part("text_config")
+    given = {key: value for key, value in own.values.items() if value is not None}
+    tied = config.flag("tie_word_embeddings")  # whatever text_config says
+    text = FolderConfig(config.path, {**usual, **given, "tie_word_embeddings": tied})
+    text.expect("use_sliding_window", False)
+    rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
+    sections = SECTIONS
+    if isinstance(rotary, dict):
+        FolderConfig(config.path, rotary).expect("mrope_interleaved", True)
+        sections = rotary.get("mrope_section", SECTIONS)
+    width, heads = text.number("hidden_size"), text.number("num_attention_heads")
+    bias = text.flag("attention_bias")
+    return dense_decoder(
+        text,
+        head_size=text.number("head_dim", width // heads),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        rope_sections=sections,
+        rope_interleaved=True,
+        bidirectional=[],
+    )
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    return qwen3_vl_decoder(config, TEXT)
+
+
+def _vision(config: FolderConfig) -> dict[str, Any]:
+    vision = config.part("vision_config")
+    vision.expect("hidden_act", "gelu_pytorch_tanh")
+    vision.expect("in_channels", 3)
+    rotary = vision.get("rope_parameters", {})
+    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
+        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
+    places = vision.number("num_position_embeddings", 2304)
+    side = round(places**0.5)
+    if side**2 != places:
+        vision.refuse(f"has num_position_embeddings {places}", "it must be the square of a number")
+    return {
+        "width": vision.number("hidden_size", 1152),
+        "layers": vision.number("depth", 27),
+        "heads": vision.number("num_heads", 16),
+        "mlp_width": vision.number("intermediate_size", 4304),
+        "rope_theta": float(rotary.get("rope_theta", 10_000.0)),
+        "patch_size": vision.number("patch_size", 16),
+        "patch_frames": vision.number("temporal_patch_size", 2),
+        "positions": "rotary_and_resampled",
+        "position_grid": side,
+        "norm": "layer",
+        "norm_epsilon": 1e-6,
+        "gelu": "tanh",
+    }
+
+
+def _projector_of(language: Section) -> Section:
+    """What keys of the section of the tower say of the projector."""
+
+    def projector(config: FolderConfig) -> dict[str, Any]:
+        vision = config.part("vision_config")
+        merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 1152)
+        made, wide = vision.number("out_hidden_size", 3584), language(config)["width"]
+        if made != wide:
+            vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
+        tapped = vision.get("deepstack_visual_indexes", DEEPSTACK_LAYERS)
+        return {
+            "merge": merge,
+            "projector": {"mlp_width": merge**2 * width, "gelu": "exact"},
+            "deepstack_layers": tapped,
+        }
+
+    return projector
+
+
+_OF_VISION = patterns(VISION.values(), IN_VISION)
+_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_VISION)
+
+
+def qwen3_vl_family(
+    name: str, kind: str, language: Section, lines: Mapping[str, str]
+) -> tuple[Family, ...]:
+    """The components of a model with this decoder.
+
+    Args:
+      kind: `model_type` of config.json.
+      lines: of the decoder.
+    """
+    head = lines["head"]
+    of_language = (
+        *patterns(lines.values(), IN_LANGUAGE),
+        *patterns([head], [""]),
+        *FREQUENCIES,
+    )
+    return (
+        Family(
+            name,
+            kind,
+            language,
+            lines,
+            copies={"embedding": head.replace("d v", "v d")},
+            carried=(*FREQUENCIES, *_OF_VISION, *_OF_PROJECTOR),
+            prefixes=IN_LANGUAGE,
+            unprefixed=("head",),
+        ),
+        Family(
+            name,
+            kind,
+            _vision,
+            VISION,
+            copies={},
+            carried=(*of_language, *_OF_PROJECTOR),
+            component="vision",
+            prefixes=IN_VISION,
+            letters=patch_letters,
+            processor=picture_processor,
+        ),
+        Family(
+            name,
+            kind,
+            _projector_of(language),
+            PROJECTOR,
+            copies={},
+            carried=(*of_language, *_OF_VISION),
+            component="projector.vision",
+            prefixes=IN_VISION,
+        ),
+    )
+
+
+QWEN3_VL = qwen3_vl_family("Qwen3-VL", "qwen3_vl", _language, LANGUAGE)

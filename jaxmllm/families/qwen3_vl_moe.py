@@ -1,0 +1,63 @@
+"""Qwen3-VL-MoE: Qwen3-VL with experts in place of every MLP of the decoder. All experts of a layer are one tensor, and
+their first two matrices another: [experts, in, out] as published, [experts, out, in] as transformers 5 writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxmllm.families.family import Shapes
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.qwen2_5_vl import LANGUAGE
+from jaxmllm.families.qwen3_vl import qwen3_vl_decoder, qwen3_vl_family
+
+MLP = "layers.{layer}.mlp"
+EXPERT_PARAMETERS = {
+    "layers.router.matrix": f"{MLP}.gate.weight: e d -> layer d e",
+    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f",
+    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 2]: e d f -> layer e d f",
+    "layers.mlp.down": f"{MLP}.experts.down_proj: e f d -> layer e f d",
+}
+AS_WRITTEN = {
+    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 1]: e f d -> layer e d f",
+    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 1]: e f d -> layer e d f",
+    "layers.mlp.down": f"{MLP}.experts.down_proj: e d f -> layer e f d",
+}
+# What a config.json that leaves a key out means by that
+TEXT = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 128_000,
+}
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    text = config.part("text_config")
+    text.expect("decoder_sparse_step", 1)
+    text.expect("mlp_only_layers", [])
+    text.expect("norm_topk_prob", True)  # as the reference always has it
+    experts = {
+        "count": text.number("num_local_experts", text.number("num_experts", 60)),
+        "per_token": text.number("num_experts_per_tok", 4),
+        "renormalise": True,
+    }
+    mlp_width = text.number("moe_intermediate_size", 1408)
+    return qwen3_vl_decoder(config, TEXT) | {"mlp_width": mlp_width, "experts": experts}
+
+
+def _as_stored(section: dict[str, Any], shapes: Shapes) -> Mapping[str, str]:
+    down = (section["experts"]["count"], section["width"], section["mlp_width"])
+    key = f"{MLP}.experts.down_proj".format(layer=0)
+    return AS_WRITTEN if shapes.get(key) == down else {}
+
+
+_DECODER, *_OTHERS = qwen3_vl_family(
+    "Qwen3-VL-MoE", "qwen3_vl_moe", _language, LANGUAGE | EXPERT_PARAMETERS
+)
+QWEN3_VL_MOE = (replace(_DECODER, variants=_as_stored), *_OTHERS)
