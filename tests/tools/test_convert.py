@@ -35,7 +35,6 @@ MARKS = {
     QUICK: (),
     "qwen2-windows": pytest.mark.slow,
     "gemma3": pytest.mark.slow,
-    "qwen3_vl": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}

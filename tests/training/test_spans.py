@@ -15,7 +15,6 @@ from tests.training.test_windows import MODEL as WINDOWS
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 SMALL = {"vision": 16, "audio": 64, "language": 32}  # slots of a rank; the longest items fill 8
 pytestmark = pytest.mark.slow
-DEEPSTACK = {"model__vision__layers": 2, "model__vision__deepstack_layers": [0, 1]}
 WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
 
 
@@ -75,16 +74,6 @@ def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, span
 def test_layers_with_windows(setups, by_example):
     one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)
     many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **WINDOWS), 8)
-    step = many.step(EXAMPLES)
-    assert max(used_spans(step)) > 1
-    assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)
-
-
-@pytest.mark.exhaustive
-def test_layers_that_deepstack_adds_to(setups, by_example):
-    """Tokens of sound, which no layer adds anything to, go through the same pools."""
-    one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **DEEPSTACK), 1)
-    many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **DEEPSTACK), 8)
     step = many.step(EXAMPLES)
     assert max(used_spans(step)) > 1
     assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)

@@ -115,9 +115,6 @@ DEFAULT_SYSTEM = (
 # Contents are texts, or lists of texts and pictures
 PICTURED = """\
 {%- for message in messages %}
-    {%- if loop.first and message['role'] != 'system' %}
-        {{- '<|im_start|>system\\nYou are a test.<|im_end|>\\n' }}
-    {%- endif %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['content'] is string %}
         {{- message['content'] }}
@@ -133,6 +130,12 @@ PICTURED = """\
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LOOP = "{%- for message in messages %}\n"
+FIRST = """\
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou are a test.<|im_end|>\\n' }}
+    {%- endif %}
+"""
 # Reasoning is written after the last question alone
 REASONING = """\
 {%- set ns = namespace(last=0) %}
@@ -206,7 +209,8 @@ _QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": N
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 DIALECTS = {
     "qwen2.5": Dialect(DEFAULT_SYSTEM, CHATML + VISION, _QWEN),
-    "qwen2.5-vl": Dialect(PICTURED, CHATML + VISION, _QWEN),
+    "qwen2.5-vl": Dialect(PICTURED.replace(LOOP, LOOP + FIRST), CHATML + VISION, _QWEN),
+    "qwen3-vl": Dialect(PICTURED, CHATML + VISION, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
     "llama3.1": Dialect(

@@ -2,9 +2,9 @@
 
 python -m tests.data.text.make_pictured_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
-FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json
-FOLDER/talks.json      records, and the heights and widths of their pictures
-FOLDER/talks.npz       ids_I [L], positions_I [L, 3]
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json
+FOLDER/DIALECT/talks.json      records, and the heights and widths of their pictures
+FOLDER/DIALECT/talks.npz       ids_I [L], positions_I [L, 3]
 """
 
 from __future__ import annotations
@@ -38,19 +38,30 @@ TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
 )
 
 
+# Dialect -> the reference's names of it, and sides of patches
+REFERENCES = {
+    "qwen2.5-vl": ("Qwen2_5_VL", "qwen2_5_vl", 14),
+    "qwen3-vl": ("Qwen3VL", "qwen3_vl", 16),
+}
+
+
 def main(folder: Path) -> None:
-    """Write the files."""
+    """Write the files of all dialects."""
+    for dialect in REFERENCES:
+        make(folder / dialect, dialect)
+
+
+def make(folder: Path, dialect: str) -> None:
+    """Write the files of one dialect."""
     import torch
+    import transformers
     from PIL import Image
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLModel,
-        Qwen2_5_VLProcessor,
-    )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    class Processor(Qwen2_5_VLProcessor):
+    prefix, model_type, patch = REFERENCES[dialect]
+    reference: Any = getattr(transformers, f"{prefix}Processor")
+
+    class Processor(reference):
         """Without videos, for which it asks for torchvision."""
 
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str):
@@ -60,16 +71,19 @@ def main(folder: Path) -> None:
         def get_attributes(cls) -> list[str]:
             return ["image_processor", "tokenizer"]
 
-    DIALECTS["qwen2.5-vl"].folder(folder)
-    images = Qwen2VLImageProcessorPil()
+    DIALECTS[dialect].folder(folder)
+    images = Qwen2VLImageProcessorPil(patch_size=patch)
     images.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     template = (folder / "chat_template.jinja").read_text()
     processor = Processor(images, tokenizer, template)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    model = Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=small, vision_config=vision))
+    if dialect == "qwen3-vl":
+        vision |= {"deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model(model_type, text_config=small, vision_config=vision)
+    model = transformers.AutoModel.from_config(config)
     records, arrays = [], {}
     for number, talk in enumerate(TALKS):
         sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]

@@ -13,19 +13,31 @@ from jaxmllm.data.text.render import render
 from tests.data.text.dialects import DIALECTS, load
 
 FOLDER = Path(__file__).parent / "pictured_talks"
-TALKS = json.loads((FOLDER / "talks.json").read_text())
-SIZE = json.loads((FOLDER / "preprocessor_config.json").read_text())["size"]
-IMAGES = Images(14, 2, SIZE["shortest_edge"], SIZE["longest_edge"], resize="smart")
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name in NAMES}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request) -> str:
+    """Of a dialect."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load(FOLDER)
+def tokenizer(name):
+    return load(FOLDER / name)
 
 
-@pytest.mark.parametrize("number", range(len(TALKS)))
-def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
-    talk, expected = TALKS[number], np.load(FOLDER / "talks.npz")
+@pytest.fixture(scope="module")
+def images(name) -> Images:
+    values = json.loads((FOLDER / name / "preprocessor_config.json").read_text())
+    bounds = values["size"]["shortest_edge"], values["size"]["longest_edge"]
+    return Images(values["patch_size"], values["merge_size"], *bounds, resize="smart")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_ids_and_positions_are_those_of_the_reference(tokenizer, images, name, number):
+    talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
     conversation = parse_conversation(
         talk["record"],
         lambda path: File(Path(path)),
@@ -33,8 +45,8 @@ def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
         default_source="s",
         targets="all",
     )
-    shapes = [(1, *IMAGES.grid(height, width)) for height, width in talk["sizes"]]
-    found = render(conversation, tokenizer, {"vision": IMAGES}, shapes)
+    shapes = [(1, *images.grid(height, width)) for height, width in talk["sizes"]]
+    found = render(conversation, tokenizer, {"vision": images}, shapes)
     np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
     np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
     pad = tokenizer.layout.media["image"].pad
@@ -43,8 +55,8 @@ def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
     assert pad not in learned, "nothing is learned of pictures"
 
 
-def test_the_files_are_those_of_the_dialect(tmp_path):
+def test_the_files_are_those_of_the_dialect(name, tmp_path):
     """What the reference was asked with."""
-    DIALECTS["qwen2.5-vl"].folder(tmp_path)
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
+    DIALECTS[name].folder(tmp_path)
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()
