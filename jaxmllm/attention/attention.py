@@ -122,14 +122,16 @@ def with_repeated_key(
       value: likewise.
       scale: as of `attention`.
     """
-    logits = (q.astype(logsumexp.dtype) * key.astype(logsumexp.dtype)).sum(axis=-1)
+    dtype, wide = out.dtype, logsumexp.dtype
+    out, q, key, value = (x.astype(wide) for x in (out, q, key, value))
+    logits = (q * key).sum(axis=-1)
     logits = logits * (_scale(q) if scale is None else scale)
     times = count[..., None]
     sees = jnp.isfinite(logsumexp)
     ahead = logits + jnp.log(times.astype(logits.dtype)) - jnp.where(sees, logsumexp, 0)
     # A query without other keys has the whole of this one; without this one, too, it has nothing
     share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))[..., None]
-    return (out + share * (value - out)).astype(out.dtype)
+    return (out + share * (value - out)).astype(dtype)
 
 
 def _scale(q: Array) -> float:

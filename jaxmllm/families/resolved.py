@@ -65,6 +65,12 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(tree.get("model"), dict):
         return tree  # which the schema refuses
+    tree = _with_folders(tree)
+    _check_states(tree)
+    return tree
+
+
+def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
     data = tree.get("data")
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
     for component in TOWERS:
@@ -73,7 +79,6 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree["model"]
     source = model.get("from")
     if not isinstance(source, str):
-        _check_states(tree)
         return tree
     if not is_model_folder(source):
         if model.get("language") is None:
@@ -95,9 +100,7 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
         data = tree["data"]
         named = {key: value for key, value in data.items() if value is not None}
         tree = tree | {"data": data | _text_of(Path(source)) | named}
-    tree = tree | {"model": tree["model"] | {"language": shapes | own}}
-    _check_states(tree)
-    return tree
+    return tree | {"model": tree["model"] | {"language": shapes | own}}
 
 
 def _text_of(folder: Path) -> dict[str, str]:

@@ -56,9 +56,8 @@ class RowContext:
     multiplier: float = 1.0  # of rotated queries and keys
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     experts: ExpertKernel = "auto"  # the kernel of a mixture
-    keys: TokenIds | None = (
-        None  # ids of keys and values, where they are others than those of queries
-    )
+    # Ids of keys and values, where they are others than those of queries
+    keys: TokenIds | None = None
     # Of each query: how often it sees its own slot's key and value, too
     repeated: Int[Array, "R C"] | None = None
 

@@ -1,25 +1,35 @@
 """Published generators against the reference, through reader, rows and model; and written back as they were."""
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import (
+    ComponentConfig,
+    ComponentsConfig,
+    Config,
+    ConfigError,
+    ProjectorComponents,
+    ProjectorConfig,
+)
 from jaxmllm.data.media.generated import patches_of
-from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.rows.masks import AttentionSpec, finish_generator_row
 from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.mllm import MLLM, build_model
 from jaxmllm.models.rows import GeneratorRows
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
@@ -80,55 +90,13 @@ def check_golden(
     folder: Path, place: Path, sizes: Mapping[str, int] | None = None
 ) -> dict[str, float]:
     """The largest difference of each velocity and gradient, over its largest entry."""
-    config = config_of(folder, place)
-    generator = config.model.diffusion
-    sizes = sizes or {"data": 1, "fsdp": 1}
-    mesh = make_mesh(dict(sizes), jax.devices()[: math.prod(sizes.values())])
-    model = build_model(config.model, 8, config.components, mesh)
-    layout = model.layout("diffusion")
+    model = model_of(config_of(folder, place), sizes or {"data": 1, "fsdp": 1})
     inputs, reference, gradients = (
         dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
     )
-
-    def patches(latents: np.ndarray) -> np.ndarray:
-        frames = np.moveaxis(latents, 0, -1)
-        return patches_of(frames, generator.patch_frames, generator.patch_size)
-
-    (reader,) = modalities(config.model, config.data, ()).values()
-    count = len(reference) // 3
-    ranks, slots = layout.ranks, 8 * BLOCK  # each has the same row, and the last one a loss
-    row = empty_row(slots, count, generator.patch_features)
-    states = np.zeros((1, slots, config.model.language.width), np.float32)
-    noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
-    where, start = [], 0
-    for i in range(count):
-        given, drawn = inputs[f"states_{i}"], patches(inputs[f"latents_{i}"])
-        conditions = slice(start, start + len(given))
-        of_item = slice(conditions.stop, conditions.stop + len(drawn))
-        # A text without states: one that is hidden
-        hidden = not len(given)
-        start = of_item.stop
-        row["owners"][0, conditions.start : start] = i + 1
-        row["segments"][0, conditions.start : start] = i + 1
-        row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
-        frames, height, width = inputs[f"latents_{i}"].shape[1:]
-        side = generator.patch_size
-        shape = (frames // generator.patch_frames, height // side, width // side)
-        row["positions"][0, of_item] = reader.positions(shape)
-        row["positions"][0, of_item, 0] += len(given)
-        row["times"][0, i] = inputs[f"time_{i}"]
-        states[0, conditions], noisy[0, of_item] = given, drawn
-        direction[0, of_item] = patches(inputs[f"direction_{i}"])
-        where.append((conditions, of_item, hidden))
-    attention = AttentionSpec(
-        {"diffusion": BLOCK}, {"diffusion": layout.parts}, crossed=config.model.crossed
-    )
-    finish_generator_row(row, attention, "diffusion")
-    order, back = row["order"][0], np.argsort(row["order"][0])
-    rows = GeneratorRows.of(jax.tree.map(lambda leaf: np.repeat(leaf, ranks, axis=0), row))
-    states, noisy, direction = (
-        np.repeat(leaf[:, order], ranks, axis=0) for leaf in (states, noisy, direction)
-    )
+    packed = Packed.of(model, inputs, range(len(reference) // 3))
+    ranks = model.layout("diffusion").ranks  # each has the same row, and the last one a loss
+    rows, states, noisy, direction = packed.on(ranks)
     direction[:-1] = 0
     abstract = model.abstract("float32")
     params = {name: read_folder(str(folder), abstract[name], name) for name in COMPONENTS}
@@ -139,15 +107,14 @@ def check_golden(
 
     function = jax.jit(jax.value_and_grad(product, argnums=(0, 1, 2), has_aux=True))
     (_, velocity), (d_params, *d_inputs) = jax.device_get(function(params, noisy, states))
-    velocity, d_noisy, d_states = (leaf[-1][back] for leaf in (velocity, *d_inputs))
+    velocity, d_noisy, d_states = (packed.back(leaf[-1]) for leaf in (velocity, *d_inputs))
     off: dict[str, float] = {}
-    for i, (conditions, of_item, hidden) in enumerate(where):
-        wanted = {kind: reference[f"{kind}_{i}"] for kind in ("velocity", "latents_gradient")}
-        off[f"velocity {i}"] = relative(velocity[of_item], patches(wanted["velocity"]))
-        off[f"latents {i}"] = relative(d_noisy[of_item], patches(wanted["latents_gradient"]))
-        if not hidden:
-            of_states = reference[f"states_gradient_{i}"]
-            off[f"states {i}"] = relative(d_states[conditions], of_states)
+    for i, (conditions, of_item) in enumerate(packed.where):
+        patches = {kind: reference[f"{kind}_{i}"] for kind in ("velocity", "latents_gradient")}
+        patches = {kind: patches_in(model, latents) for kind, latents in patches.items()}
+        off[f"velocity {i}"] = relative(velocity[of_item], patches["velocity"])
+        off[f"latents {i}"] = relative(d_noisy[of_item], patches["latents_gradient"])
+        off[f"states {i}"] = relative(d_states[conditions], reference[f"states_gradient_{i}"])
     found: dict[str, np.ndarray] = {}
     for name in COMPONENTS:
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(params[name])}
@@ -156,6 +123,97 @@ def check_golden(
     off |= {key: relative(found[key], wanted) for key, wanted in gradients.items()}
     assert max(off.values()) <= 1e-4, off
     return off
+
+
+def model_of(config: Config, sizes: Mapping[str, int]) -> MLLM:
+    mesh = make_mesh(dict(sizes), jax.devices()[: math.prod(sizes.values())])
+    return build_model(config.model, 8, config.components, mesh)
+
+
+def patches_in(model: MLLM, latents: np.ndarray) -> np.ndarray:
+    """[slots, features] of latents [channels, frames, height, width]."""
+    generator = model.config.diffusion
+    frames = np.moveaxis(latents, 0, -1)
+    return patches_of(frames, generator.patch_frames, generator.patch_size)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Some items of a golden in one row."""
+
+    row: dict[str, Any]
+    states: np.ndarray  # [1, C, D], and patches [1, C, F], in the order of the row
+    noisy: np.ndarray
+    direction: np.ndarray
+    where: list[tuple[slice, slice]]  # conditions and patches of each item, before slots are dealt
+
+    @classmethod
+    def of(cls, model: MLLM, inputs: Mapping[str, np.ndarray], items: Iterable[int]) -> Packed:
+        generator, slots = model.config.diffusion, 8 * BLOCK
+        row = empty_row(slots, len(inputs) // 4, generator.patch_features)
+        states = np.zeros((1, slots, model.config.language.width), np.float32)
+        noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
+        where, start = [], 0
+        for number, i in enumerate(items, 1):
+            given, drawn = inputs[f"states_{i}"], patches_in(model, inputs[f"latents_{i}"])
+            conditions = slice(start, start + len(given))
+            of_item = slice(conditions.stop, conditions.stop + len(drawn))
+            for name in ("owners", "segments"):
+                row[name][0, start : of_item.stop] = number
+            row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
+            grid = np.array(inputs[f"latents_{i}"].shape[1:])
+            grid //= [generator.patch_frames, generator.patch_size, generator.patch_size]
+            row["positions"][0, of_item] = np.indices(grid).reshape(3, -1).T
+            row["positions"][0, of_item, 0] += len(given)
+            row["times"][0, number - 1] = inputs[f"time_{i}"]
+            states[0, conditions], noisy[0, of_item] = given, drawn
+            direction[0, of_item] = patches_in(model, inputs[f"direction_{i}"])
+            where.append((conditions, of_item))
+            start = of_item.stop
+        parts = {"diffusion": model.layout("diffusion").parts}
+        attention = AttentionSpec({"diffusion": BLOCK}, parts, crossed=model.config.crossed)
+        finish_generator_row(row, attention, "diffusion")
+        order = row["order"][0]
+        return cls(row, states[:, order], noisy[:, order], direction[:, order], where)
+
+    def on(self, ranks: int) -> tuple[GeneratorRows, np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, states, noisy patches and directions: the same on so many ranks."""
+        arrays = self.row, self.states, self.noisy, self.direction
+        row, *others = jax.tree.map(lambda leaf: np.repeat(leaf, ranks, axis=0), arrays)
+        return GeneratorRows.of(row), *others
+
+    def back(self, dealt: np.ndarray) -> np.ndarray:
+        """Values of slots in packed order."""
+        return dealt[np.argsort(self.row["order"][0])]
+
+
+@pytest.mark.slow
+def test_packed_items_are_as_each_alone_in_double_precision(tmp_path):
+    folder = GOLDENS / "wan"
+    config = config_of(folder, tmp_path)
+    wide = ComponentConfig(compute_dtype="float64")
+    projectors = ProjectorComponents(language=ProjectorConfig(compute_dtype="float64"))
+    components = ComponentsConfig(diffusion=wide, projector=projectors)
+    model = model_of(config.model_copy(update={"components": components}), {"data": 1, "fsdp": 1})
+    inputs = dict(np.load(folder / "inputs.npz"))
+    with jax.enable_x64(True):
+        abstract = model.abstract("float64")
+        params = {name: read_folder(str(folder), abstract[name], name) for name in COMPONENTS}
+
+        def velocities(items: Iterable[int]) -> list[np.ndarray]:
+            packed = Packed.of(model, inputs, items)
+            rows, states, noisy, _ = packed.on(1)
+            found = draw(params, rows, *(leaf.astype(np.float64) for leaf in (noisy, states)))
+            return [np.asarray(found)[0, of_item] for _, of_item in packed.where]
+
+        draw = jax.jit(
+            lambda params, rows, noisy, states: model.draw(params, "diffusion", rows, noisy, states)
+        )
+        together = velocities(range(3))
+        for i, velocity in enumerate(together):
+            (alone,) = velocities([i])
+            assert alone.dtype == np.float64
+            np.testing.assert_allclose(velocity, alone, rtol=0, atol=1e-10 * np.abs(alone).max())
 
 
 def empty_row(slots: int, segments: int, features: int) -> dict[str, np.ndarray]:

@@ -18,6 +18,8 @@ Of guided items, the second half of the patches are the first ones again, which 
     slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
     patches     - - - 0 1 2 3 0 1 2 3
 and partners int32 [q, C] is the slot of the same patch in the other half (of all others their own).
+Where patches see conditions by an attention apart, cross_tiles are those of it, and padded int32 [q, C] is how
+many conditions of zeros each patch sees besides (see masks.py).
 Rows of span g are those of q groups with a local rank, whole: g * C slots. `arrived` int32 [q, g * C] is
 `conditions` in the order of the plan.
 """

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids, visible
 from jaxmllm.balance.costs.flops import ItemCost, phase_flops
+from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.config.schema import ModelConfig
 from tests.balance.costs.test_flops import MODEL, NOTHING
@@ -64,6 +65,21 @@ def test_a_clip_counts_the_pairs_in_its_chunks(frames, chunk):
     (extra,) = VisiblePairs(chunk=chunk).of_items("audio", shapes)
     squares = ItemCost(0, 1, 1, chunk, apart=True).squares(frames, extra)
     assert squares == (frames**2, counted(item_ids(1 + np.arange(frames) // chunk)))
+
+
+def test_an_attention_apart_costs_and_sends_as_much_as_the_first():
+    """Of products with weights, and of keys and values; its pairs are among those of an item's slots."""
+    drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
+    tree = MODEL.model_dump(by_alias=True) | {"diffusion": drawing}
+    joint = ModelConfig.model_validate(tree)
+    cross = ModelConfig.model_validate(tree | {"diffusion": drawing | {"conditioning": "cross"}})
+    assert VisiblePairs.of_model(joint).crossed == ()
+    assert VisiblePairs.of_model(cross).crossed == ("diffusion",)
+    costs = [phase_flops(model, "diffusion", NOTHING) for model in (joint, cross)]
+    assert costs[1].linear - costs[0].linear == 3 * 4 * 2 * 16**2
+    assert costs[1].quadratic == costs[0].quadratic
+    sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
+    assert sent[1] == 2 * sent[0]
 
 
 def test_a_model_says_what_counts():
