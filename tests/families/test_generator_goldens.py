@@ -60,6 +60,7 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted).max(initial=0) / np.abs(wanted).max(initial=ROUNDING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_velocities_and_gradients_are_the_references(name, tmp_path):
     """All items lie packed in one row; zeros fill up their texts, and one has none."""
@@ -72,6 +73,7 @@ def test_the_mesh_changes_nothing(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not (importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")),
     reason="needs torch and diffusers",
