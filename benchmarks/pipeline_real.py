@@ -408,7 +408,7 @@ def waiting_gb(model: ModelConfig, schedule: Schedule, capacities: Mapping[str, 
         name = schedule.graph.ring.chains[number].name
         crosses = pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT)
         slots = capacities[name] // (slots_per_token(name, model) if crosses else 1)
-        width = model.language.width if crosses else getattr(model, name).width
+        width = model.token_width if crosses else model.carried_width(name)
         total += 2 * count * slots * width
     return total / 1e9
 

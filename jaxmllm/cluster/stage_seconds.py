@@ -262,9 +262,9 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
         spec, layout = programs.spec.phases[phase], model.layout(phase)
         shapes = getattr(model.config, phase)
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
-            slots, width = spec.slots_per_token, model.config.language.width
+            slots, width = spec.slots_per_token, model.config.token_width
         else:
-            slots, width = getattr(shapes, "stem_stride", 1), shapes.width
+            slots, width = getattr(shapes, "stem_stride", 1), model.config.carried_width(phase)
         of_slot = width / slots / layout.parts * model.components[phase].dtype.itemsize
         yield [
             Send(PERMUTE, (STAGE,), tables.ring.stages, capacity * of_slot, 1)

@@ -574,6 +574,15 @@ class ModelConfig(Section):
         added after `deepstack_depth` layers."""
         return (1 + self.deepstack_depth) * self.language.width
 
+    def carried_width(self, phase: str) -> int:
+        """Numbers of a slot that go from layer to layer in stages: what layers read and yield, and what deepstack
+        takes of towers or adds to the decoder."""
+        section = getattr(self, phase)
+        if isinstance(section, LanguageConfig):
+            return self.token_width
+        width: int = getattr(section, "features_width", section.width)
+        return width
+
     @property
     def tower_sources(self) -> dict[str, str]:
         """Published folders that encoders and generators are read from, by component."""

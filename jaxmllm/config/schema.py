@@ -165,7 +165,6 @@ class Config(Section):
         self._check_generator()
         self._check_latents()
         self._check_experts()
-        self._check_deepstack()
         self._check_images()
         self._check_clips()
         projectors = [f"{PROJECTOR}{name}" for name in self.model.encoders]
@@ -295,13 +294,6 @@ class Config(Section):
             raise ValueError(
                 f"components.language.remat ({[*language.remat]}): the products of experts are computed again in any "
                 "case; leave mlp out"
-            )
-
-    def _check_deepstack(self) -> None:
-        if self.pipeline.stages > 1 and self.model.deepstack_depth:
-            raise ValueError(
-                f"pipeline.stages ({self.pipeline.stages}): what model.vision.deepstack_layers adds after the first "
-                "layers of the decoder does not travel from stage to stage; set it to 1"
             )
 
     def _check_images(self) -> None:

@@ -78,10 +78,7 @@ class RowContext:
 
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
         """What this layer has yielded, with what is added to it."""
-        if self.added is None or layer is None:
-            return x
-        depth = len(self.added)
-        return x + jnp.where(layer < depth, self.added[jnp.minimum(layer, depth - 1)], 0)
+        return x if self.added is None or layer is None else with_added(x, self.added, layer)
 
 
 def parameter(
@@ -649,12 +646,29 @@ def scan_layers(
         x, out = run_layer(x, of_layer)
         x = rows.add(x, number)
         if taps:
-            here = (np.array(taps) == number)[:, None, None, None]
-            tapped = jnp.where(here, x, tapped)
+            tapped = with_tapped(x, tapped, taps, number)
         return (x, tapped), out
 
     (x, tapped), outs = jax.lax.scan(step, (x, tapped), (numbers, (parameters, kinds)))
     return x, tapped, outs
+
+
+def with_added(
+    x: Float[Array, "R C D"], added: Float[Array, "N R C D"], layer: Int[Array, ""]
+) -> Float[Array, "R C D"]:
+    """What a layer has yielded, with what is added to the first N."""
+    depth = len(added)
+    return x + jnp.where(layer < depth, added[jnp.minimum(layer, depth - 1)], 0)
+
+
+def with_tapped(
+    x: Float[Array, "R C D"],
+    tapped: Float[Array, "T R C D"],
+    taps: Sequence[int],
+    layer: Int[Array, ""],
+) -> Float[Array, "T R C D"]:
+    """What the layers `taps` have yielded, once this one has yielded x."""
+    return jnp.where((np.array(taps) == layer)[:, None, None, None], x, tapped)
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

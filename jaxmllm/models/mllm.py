@@ -32,7 +32,7 @@ from jaxmllm.models.adapters import Adapter, with_adapters
 from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
-from jaxmllm.models.layers import checkpointed
+from jaxmllm.models.layers import checkpointed, with_added, with_tapped
 from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.projector import Projector, vision_projector
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
@@ -311,10 +311,20 @@ class MLLM:
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
     def stem(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R T D"]:
-        """What the first layer of a tower reads."""
+        """What the first layer of a tower reads, and room for what layers yield that deepstack reads."""
         component = self.components[phase]
         x: Array = component.module(params).embed(rows, component.layout, component.dtype)
-        return x
+        beside = self.config.carried_width(phase) - x.shape[-1]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, beside))) if beside else x
+
+    def begin(
+        self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
+    ) -> Float[Array, "R C W"]:
+        """What the first layer of the decoder reads, and what is added to that and others."""
+        x = self.embed(params, rows, media)
+        if not self.config.deepstack_depth:
+            return x
+        return jnp.concatenate([x, *self._added(rows, media)], axis=-1)
 
     def embed(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
@@ -332,24 +342,47 @@ class MLLM:
         x: Float[Array, "R T D"],
         rows: EncoderRows | LanguageRows,
         windowed: Bool[Array, ""] | None = None,
+        number: Int[Array, ""] | None = None,
     ) -> Array:
         """One layer of a phase's tower or of the decoder.
 
         Args:
           params: that layer's own, by component.
+          x: with what goes beside it from layer to layer, where deepstack reads layers of a tower.
           windowed: whether it attends in windows, where some layers do.
+          number: of the layer, where something goes beside.
         """
         component = self.components[phase]
         tower = component.module({phase: {}})
         block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
+        x, beside = self._parted(phase, x)
         out: Array = block(x, context.for_layer(windowed))
-        return out
+        if beside is None:
+            return out
+        assert number is not None
+        if phase == LANGUAGE:
+            return jnp.concatenate([with_added(out, beside, number), *beside], axis=-1)
+        taps = getattr(self.config, phase).deepstack_layers
+        return jnp.concatenate([out, *with_tapped(out, beside, taps, number)], axis=-1)
 
     def normed(self, params: Params, phase: str, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         """What the last layer yields -> features of a tower, or hidden states of the decoder."""
+        x, beside = self._parted(phase, x)
         out: Array = self.components[phase].module(params).normed(x)
-        return out
+        if beside is None or phase == LANGUAGE:
+            return out
+        return jnp.concatenate([out, *beside], axis=-1)
+
+    def _parted(
+        self, phase: str, x: Float[Array, "R T W"]
+    ) -> tuple[Float[Array, "R T D"], Float[Array, "N R T D"] | None]:
+        """What layers read and yield, and what goes beside it, if anything does."""
+        width = getattr(self.config, phase).width
+        if x.shape[-1] == width:
+            return x, None
+        parts = x.reshape(*x.shape[:-1], -1, width)
+        return parts[..., 0, :], jnp.moveaxis(parts[..., 1:, :], -2, 0)
 
     def head(self, params: Params) -> OutputHead:
         """What makes logits of hidden states."""

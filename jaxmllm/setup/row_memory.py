@@ -89,7 +89,8 @@ def kept_forwards(config: Config, model: MLLM, phase: str, capacity: int, layers
     slots = capacity / model.layout(phase).parts
     shapes = getattr(config.model, phase)
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
-    values += shapes.width  # what the chunk yields
+    # What the chunk yields, and what goes beside what each of its layers reads
+    values += config.model.carried_width(phase) + layers * _beside(config, phase)
     fitting = memory / (slots * values * _itemsize(config, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
@@ -168,7 +169,8 @@ def slot_bytes(config: Config, phase: str) -> float:
         in_flight = config.pipeline.microbatches_in_flight
         if in_flight == "auto":
             in_flight = CHOICE.per_stage * config.pipeline.stages
-        values += 2 * in_flight * shapes.width  # inputs of chunks and gradients of their outputs
+        # Inputs of chunks and gradients of their outputs
+        values += 2 * in_flight * config.model.carried_width(phase)
     return kept_bytes(config, phase) + float(values * _itemsize(config, phase))
 
 
@@ -180,7 +182,15 @@ def kept_bytes(config: Config, phase: str) -> float:
     forwards = 1 if kept == "auto" else 1 + kept
     layers = _layers_of_a_stage(config, shapes.layers) * forwards
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
+    if config.pipeline.stages > 1:
+        values += layers * _beside(config, phase)
     return float(values * _itemsize(config, phase))
+
+
+def _beside(config: Config, phase: str) -> int:
+    """Numbers of a slot that go in stages beside what layers read and yield."""
+    width: int = getattr(config.model, phase).width
+    return config.model.carried_width(phase) - width
 
 
 def _layers_of_a_stage(config: Config, layers: int) -> int:

@@ -164,12 +164,7 @@ def test_experts_that_cannot_be(tmp_path, values, words):
         config_of(copy, tmp_path)
 
 
-def test_what_deepstack_goes_without(tmp_path):
-    tree = tiny_config(tmp_path, data__tokenizer="none.json")
-    tree["model"] = {"from": str(FOLDER)}
-    del tree["data"]["images"], tree["data"]["audio"]
-    with pytest.raises(ConfigError, match=r"pipeline\.stages \(2\): what model\.vision\.deepstac"):
-        parse_config(resolved(tree | {"pipeline": {"stages": 2}}))
+def test_deepstack_goes_without_a_generator(tmp_path):
     drawing = {"width": 32, "layers": 1, "heads": 2, "mlp_width": 32}
     with pytest.raises(ConfigError, match=r"vision\.deepstack_layers: tokens of a model with mod"):
         config_of(FOLDER, tmp_path, diffusion=drawing)

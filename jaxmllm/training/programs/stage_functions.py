@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mllm import MLLM
@@ -80,7 +80,7 @@ class StageFunctions:
             layers.append(
                 Params(
                     _layers_of(trained),
-                    (_layers_of(frozen), self._windowed(phase)),
+                    (_layers_of(frozen), self._windowed(phase), self._numbers(phase)),
                 ),
             )
             outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
@@ -98,6 +98,14 @@ class StageFunctions:
             return None
         return self.stage_layers[phase].staged(jnp.array(windows[phase].windowed)).astype(bool)
 
+    def _numbers(self, phase: str) -> Int[Array, "S K L"] | None:
+        """Numbers of a phase's layers, where something goes beside what they yield: likewise."""
+        shapes = getattr(self.model.config, phase)
+        if self.model.config.carried_width(phase) == shapes.width:
+            return None
+        index = self.stage_layers[phase].index
+        return jnp.where(index < 0, shapes.layers, index)  # nothing is added after what is no layer
+
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
         """The executor's gradients by trained component."""
         gradients: dict[str, Any] = {}
@@ -114,8 +122,8 @@ class StageFunctions:
             return self.model.stem(_outer_params(outer), phase, rows)
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
-            frozen, windowed = params.frozen
-            return self.model.layer(phase, join(params.trained, frozen), x, rows, windowed)
+            frozen, *which = params.frozen
+            return self.model.layer(phase, join(params.trained, frozen), x, rows, *which)
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
@@ -148,24 +156,24 @@ class StageFunctions:
                 arrived = TokenPool(*(take_rows(layout, leaf, rows.media) for leaf in pool))
             else:
                 ranks, slots = rows.tokens.shape
-                width = self.model.config.language.width
+                width = self.model.config.token_width
                 arrived = TokenPool(
                     jnp.zeros((ranks, slots, width), dtype),
                     jnp.zeros((ranks, slots)),
                 )
             return Activation(
-                self.model.embed(_outer_params(outer), rows, arrived.tokens),
+                self.model.begin(_outer_params(outer), rows, arrived.tokens),
                 arrived.valid,
             )
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
-            frozen, windowed = params.frozen
+            frozen, *which = params.frozen
             hidden = self.model.layer(
                 LANGUAGE,
                 join(params.trained, frozen),
                 x.hidden,
                 rows,
-                windowed,
+                *which,
             )
             return x._replace(hidden=hidden)
 
