@@ -65,6 +65,7 @@ class ExpertsConfig(Section):
         return self
 
 
+EDGE_WAVES = 8  # of the distance of a patch from an edge
 DENSE_CHOICES = (  # of decoders without experts
     "window_rope_theta",
     "attention_scale",
@@ -434,6 +435,9 @@ class DiffusionConfig(Section):
     With `pooled_conditions`, their mean is added to the embedded time, and so moves scales, shifts and gates, too
     (arXiv 2403.03206): what a whole picture has is learned from it in fewer steps than by attention alone.
 
+    With `edge_distances`, a patch reads how far it is from the edges of its item, too, before and behind along every
+    axis: rotary positions alone tell no patch how large a picture is.
+
     With `padded_conditions`, an item is drawn from so many states at least, as where texts were padded in training:
     those that it lacks are zeros.
 
@@ -453,6 +457,7 @@ class DiffusionConfig(Section):
     channels: PositiveInt | None = None  # of latents; none: pixels of three colors
     patch_size: PositiveInt = 16  # pixels, or numbers of a channel, of a patch's side
     patch_frames: PositiveInt = 1  # frames of a patch
+    edge_distances: bool = False
     modulation: Literal["shared", "layer"] = "layer"
     # What scales and shifts the output: made of the time with weights, or the embedded time and vectors added to it
     output_modulation: Literal["weights", "vectors"] = "weights"
@@ -474,6 +479,11 @@ class DiffusionConfig(Section):
     def patch_features(self) -> int:
         """Numbers per patch."""
         return (self.channels or 3) * self.patch_frames * self.patch_size**2
+
+    @property
+    def edge_features(self) -> int:
+        """Numbers that tell a patch its distances: cosine and sine of waves, of two edges along three axes."""
+        return 2 * EDGE_WAVES * 2 * 3 if self.edge_distances else 0
 
     @property
     def sections(self) -> tuple[int, int, int]:

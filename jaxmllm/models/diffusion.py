@@ -52,6 +52,7 @@ SLOWEST_TIME = (
 )
 MODULATIONS = 6  # of a layer: shift, scale and gate, of attention and of the MLP
 OUTPUT_MODULATIONS = 2  # shift and scale before the output
+SHORTEST_EDGE_WAVE, LONGEST_EDGE_WAVE = 3.0, 192.0  # patches: of the features of a distance
 
 ConditionsApart = tuple[Array, RowContext]  # [R, C, D], and what patches see of them
 
@@ -76,6 +77,8 @@ class DiffusionTower(nnx.Module):
         # Zeros: the first predictions are zero whatever the time (arXiv 2212.09748)
         self.output = nnx.Param(jnp.zeros((width, patch)), axes=("embed", None), looked_up=False)
         self.output_bias = bias((patch,), (None,))
+        edges = config.edge_features
+        self.edges = parameter(rngs, (edges, width), (None, "embed"), edges) if edges else None
         self.pooled = _Embedding(width, width, rngs) if config.pooled_conditions else None
 
     def __call__(
@@ -88,11 +91,15 @@ class DiffusionTower(nnx.Module):
         settings: ComponentConfig,
     ) -> Float[Array, "R C F"]:
         """Predictions for the slots of patches; those of others mean nothing."""
+        config = self.config
         patches = biased(
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
         )
+        if self.edges is not None:
+            distances = _edge_distances(layout, rows)
+            waves = edge_features(distances, config.edge_features // distances.shape[-1])
+            patches += waves.astype(dtype) @ weight(self.edges, layout, dtype)
         is_condition = rows.conditions >= 0
-        config = self.config
         x, seen = patches, rows.segments
         if config.conditioning == "cross":
             seen = jnp.where(is_condition, 0, seen)
@@ -239,6 +246,15 @@ def time_features(times: Float[Array, "R S"], dtype: jnp.dtype) -> Float[Array, 
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
+def edge_features(distances: Float[Array, "R C A"], count: int) -> Float[Array, "R C A*count"]:
+    """Cosines and sines of distances in patches, `count` of each distance."""
+    ratio = LONGEST_EDGE_WAVE / SHORTEST_EDGE_WAVE
+    frequency = 2 * np.pi / SHORTEST_EDGE_WAVE * ratio ** -np.linspace(0, 1, count // 2)
+    angles = distances[..., None] * jnp.asarray(frequency, distances.dtype)
+    features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return features.reshape(*distances.shape[:2], -1)
+
+
 def by_slot(
     layout: Layout, modulation: Float[Array, "R S N D"], owners: Int[Array, "R C"]
 ) -> tuple[Float[Array, "R C D"], ...]:
@@ -253,6 +269,28 @@ def by_slot(
         for vectors in jnp.moveaxis(modulation, 2, 0)
     )
     return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
+
+
+def _edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:
+    """Of each patch from the first and the last patch of its item, along every axis, plus a half."""
+    axes = layout.mesh_axes("sequence")
+    far = jnp.iinfo(rows.positions.dtype).max
+
+    def on_device(owners: Array, positions: Array) -> tuple[Array, Array]:
+        chosen = _membership(owners, rows.times.shape[1], jnp.dtype(bool))[..., None]
+        at = positions[:, :, None, :]
+        first = jnp.where(chosen, at, far).min(axis=1)
+        last = jnp.where(chosen, at, -far).max(axis=1)
+        if axes:
+            first, last = jax.lax.pmin(first, axes), jax.lax.pmax(last, axes)
+        return first, last
+
+    patches = jnp.where(rows.conditions < 0, rows.owners, 0)
+    ends = layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=(("batch",), ("batch",)))
+    ends_by_segment = jnp.stack(ends(patches, rows.positions), axis=2).astype(jnp.float32)
+    first, last = by_slot(layout, ends_by_segment, patches)
+    at = rows.positions.astype(jnp.float32)
+    return jnp.concatenate([at - first, last - at], axis=-1) + 0.5
 
 
 def _mean_conditions(

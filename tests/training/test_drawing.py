@@ -288,6 +288,7 @@ READ_APART = {  # conditions, by an attention of their own, and all else that a 
     for key, value in {
         "conditioning": "cross",
         "pooled_conditions": True,
+        "edge_distances": True,
         "padded_conditions": 40,
         "modulation": "shared",
         "output_modulation": "vectors",

@@ -564,6 +564,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.diffusion", weights, DRAWS, output_modulation="vectors", norm="layer"),
     **effects("model.diffusion", weights, DRAWS, attention_bias="true", qk_norm_over="heads"),
     **effects("model.diffusion", weights, DRAWS, conditioning="cross", pooled_conditions="true"),
+    **effects("model.diffusion", weights, DRAWS, edge_distances="true"),
     **effects("model.diffusion", generator, READ_APART, padded_conditions="8"),
     **effects("model.diffusion", generator, DRAWS, **NORMS, rope_sections="[4, 2, 2]"),
     **effects("model.diffusion", lengths, DRAWS, rope_origin="centre"),

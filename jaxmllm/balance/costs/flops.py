@@ -397,7 +397,8 @@ def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...
     )
     blocks = [_encoder_block("diffusion", config, per_token=1)] * config.layers
     outer = Layer("diffusion", patch, _product(patch))
-    return (projector, outer, *blocks, outer)
+    inner = patch + config.edge_features * config.width
+    return (projector, Layer("diffusion", inner, _product(inner)), *blocks, outer)
 
 
 TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {
