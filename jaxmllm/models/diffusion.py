@@ -96,7 +96,7 @@ class DiffusionTower(nnx.Module):
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
         )
         if self.edges is not None:
-            distances = _edge_distances(layout, rows)
+            distances = edge_distances(layout, rows)
             waves = edge_features(distances, config.edge_features // distances.shape[-1])
             patches += waves.astype(dtype) @ weight(self.edges, layout, dtype)
         is_condition = rows.conditions >= 0
@@ -112,7 +112,7 @@ class DiffusionTower(nnx.Module):
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
         if self.pooled is not None:
-            mean = _mean_conditions(layout, rows, conditions.astype(wide))
+            mean = mean_conditions(layout, rows, conditions.astype(wide))
             embedded += self.pooled(mean, layout)
         time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
@@ -271,7 +271,7 @@ def by_slot(
     return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
 
 
-def _edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:
+def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:
     """Of each patch from the first and the last patch of its item, along every axis, plus a half."""
     axes = layout.mesh_axes("sequence")
     far = jnp.iinfo(rows.positions.dtype).max
@@ -293,7 +293,7 @@ def _edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"
     return jnp.concatenate([at - first, last - at], axis=-1) + 0.5
 
 
-def _mean_conditions(
+def mean_conditions(
     layout: Layout, rows: GeneratorRows, conditions: Float[Array, "R C D"]
 ) -> Float[Array, "R S D"]:
     """Of each segment, the mean of the conditions that it sees; zeros where these are hidden."""

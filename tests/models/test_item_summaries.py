@@ -1,0 +1,51 @@
+"""What every slot of a generator's rows reads of its whole item."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmllm.models.diffusion import edge_distances, edge_features, mean_conditions
+from jaxmllm.models.rows import GeneratorRows
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
+
+LAYOUT = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
+# A picture of 2 x 3 patches with two conditions, padding, a clip of two frames of one patch whose condition is hidden
+OWNERS = [1] * 8 + [0] + [2] * 3
+SEGMENTS = [1] * 8 + [0] + [0, 2, 2]
+CONDITIONS = [4, 5] + [-1] * 7 + [6, -1, -1]
+PICTURE = [(0, row, column) for row in (-1, 0) for column in (-2, -1, 0)]
+POSITIONS = [(0, 9, 9), (0, 9, 9), *PICTURE, (0, 0, 0), (7, 7, 7), (3, 0, 0), (4, 0, 0)]
+
+
+def rows() -> GeneratorRows:
+    arrays = {
+        "owners": OWNERS,
+        "segments": SEGMENTS,
+        "conditions": CONDITIONS,
+        "positions": POSITIONS,
+    }
+    values = {name: jnp.asarray(value, jnp.int32)[None] for name, value in arrays.items()}
+    empty = dict.fromkeys(GeneratorRows._fields)
+    return GeneratorRows(**empty | values | {"times": jnp.zeros((1, 3))})
+
+
+def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
+    distances = np.asarray(edge_distances(LAYOUT, rows()))[0]
+    picture = [
+        (0.5, row + 1.5, column + 2.5, 0.5, 0.5 - row, 0.5 - column) for _, row, column in PICTURE
+    ]
+    assert distances[2:8].tolist() == [list(patch) for patch in picture]
+    assert distances[10:].tolist() == [[0.5] * 3 + [1.5, 0.5, 0.5], [1.5] + [0.5] * 5]
+    features = np.asarray(edge_features(jnp.asarray(distances[None]), 16))
+    assert features.shape == (1, 12, 6 * 16)
+    shortest, longest = features[0, 2].reshape(6, 2, 8)[1, :, [0, -1]]
+    for (cosine, sine), wave in ((shortest, 3.0), (longest, 192.0)):
+        angle = 2 * np.pi * 0.5 / wave
+        np.testing.assert_allclose((cosine, sine), (np.cos(angle), np.sin(angle)), atol=1e-6)
+
+
+def test_the_mean_of_conditions_is_that_of_those_that_are_seen():
+    conditions = jnp.arange(24.0).reshape(1, 12, 2)
+    means = np.asarray(mean_conditions(LAYOUT, rows(), conditions))[0]
+    assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
