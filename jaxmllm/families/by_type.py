@@ -8,6 +8,7 @@ from jaxmllm.families.gemma3 import GEMMA3
 from jaxmllm.families.llama import LLAMA
 from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
+from jaxmllm.families.qwen2_5_omni import QWEN2_5_OMNI
 from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.qwen2_audio import QWEN2_AUDIO
 from jaxmllm.families.qwen3 import QWEN3
@@ -20,7 +21,7 @@ from jaxmllm.families.whisper import WHISPER
 
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3)
 TOWERS = (*SIGLIP, *SIGLIP2, WHISPER)
-WHOLE_MODELS = (*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN3_VL, *QWEN3_VL_MOE)
+WHOLE_MODELS = (*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN2_5_OMNI, *QWEN3_VL, *QWEN3_VL_MOE)
 GENERATORS = (*WAN,)
 FAMILIES = {  # by kind, and component
     (family.model_type, family.component): family

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
-from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.media.modalities import modalities
-from jaxmllm.data.media.modality import Shape
+from jaxmllm.config.schema import AudioConfig, ConfigError
+from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.tools.prepared_media import Places, Spans
@@ -41,8 +40,9 @@ def read_clips(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
     texts: Sequence[Ints],
-    config: Config,
     places: Places,
+    sounds: Modality,
+    audio: AudioConfig,
 ) -> tuple[PreparedSounds, tuple[Spans, ...]]:
     """The clips of some texts, and where they stand in each.
 
@@ -50,20 +50,20 @@ def read_clips(
 
     Args:
       texts: columns that hold each text.
+      sounds: what reads clips elsewhere.
     """
     if missing := [name for name in ARGUMENTS if name not in arrays]:
         raise ConfigError(f"{path} has clips, but not {' and '.join(missing)}")
-    sounds = modalities(config.model, config.data, ())["audio"]
     assert isinstance(sounds, Sounds)
     features, mask = (arrays[name] for name in ARGUMENTS)
     if features.ndim != 3 or mask.shape != features[:, 0].shape:
         raise ConfigError(
-            f"{path}: input_features must be [clips, {sounds.mel_bins}, frames], and feature_attention_mask [clips, "
+            f"{path}: input_features must be [clips, {audio.mel_bins}, frames], and feature_attention_mask [clips, "
             f"frames] (got {list(features.shape)} and {list(mask.shape)})"
         )
-    if features.shape[1] != sounds.mel_bins:
+    if features.shape[1] != audio.mel_bins:
         raise ConfigError(
-            f"{path}: input_features have {features.shape[1]} mel bins, and the tower {sounds.mel_bins}"
+            f"{path}: input_features have {features.shape[1]} mel bins, and the tower {audio.mel_bins}"
         )
     counts = mask.astype(np.int64).sum(axis=1)
     if (mask.astype(bool) != (np.arange(mask.shape[1]) < counts[:, None])).any():

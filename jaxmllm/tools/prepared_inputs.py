@@ -25,7 +25,7 @@ from jaxmllm.balance.costs.visible_pairs import NOTHING_KNOWN, VisiblePairs
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.config.read import parse_config
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import Config, ConfigError, ModelConfig
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
@@ -38,6 +38,7 @@ from jaxmllm.models.rows import LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+from jaxmllm.setup.prepare import run_modalities
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
@@ -81,6 +82,7 @@ class PreparedTexts:
         vocabulary: int,
         config: Config | None = None,
         placeholders: Mapping[str, int] = MappingProxyType({}),
+        readers: Mapping[str, Modality] = MappingProxyType({}),
     ) -> PreparedTexts:
         """Raises `ConfigError` for a file that does not hold texts of this vocabulary.
 
@@ -88,6 +90,7 @@ class PreparedTexts:
           config: of a model that reads media.
           placeholders: ids in whose places media stand, by encoder; where there is none, arguments say the types
             of tokens.
+          readers: what reads media elsewhere, by encoder.
         """
         arrays = read_arrays(path)
         encoders = () if config is None else config.model.encoders
@@ -115,16 +118,11 @@ class PreparedTexts:
         for row, chosen in zip(labels, slots, strict=True):
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
-        modalities: dict[str, Modality] = {}
-        spans: list[Spans] = [()] * len(slots)
-        for encoder in encoders:
-            _, read = MEDIA[encoder]
-            places = _places(path, arrays, placeholders.get(encoder))
-            modalities[encoder], found = read(path, arrays, slots, config, places)
-            spans = [(*known, *more) for known, more in zip(spans, found, strict=True)]
-        in_order = tuple(tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
-        pairs = NOTHING_KNOWN if config is None else VisiblePairs.of_model(config.model)
-        return cls(slots, tokens, tuple(targets), in_order, modalities, pairs)
+        if config is None:
+            return cls(slots, tokens, tuple(targets), ((),) * len(slots))
+        media, spans = _read_media(path, arrays, slots, config.model, placeholders, readers)
+        pairs = VisiblePairs.of_model(config.model)
+        return cls(slots, tokens, tuple(targets), spans, media, pairs)
 
     @property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
@@ -212,15 +210,17 @@ class PreparedRun:
             for name, family in families.items()
             if family.placeholder is not None
         }
-        texts = PreparedTexts.read(inputs, vocabulary, config, placeholders)
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
+        spans = spans_of_phases(config, model)
+        readers = run_modalities(config, model, spans)
+        texts = PreparedTexts.read(inputs, vocabulary, config, placeholders, readers)
         batch = texts.gather(np.arange(len(texts.tokens)))
         longest = {phase: int(items.length.max()) for phase, items in batch.phases.items()}
         formats = row_formats(texts.modalities)
         spec = choose_sizes(
             [batch],
-            sizing_inputs(config, model, formats, longest, spans_of_phases(config, model)),
+            sizing_inputs(config, model, formats, longest, spans),
             exchange_grids(model),
             config.balance,
             nodes_of_ranks(config, model),
@@ -303,6 +303,27 @@ class PreparedRun:
                     yield key, tensor
                 else:
                     begun[key] = tensor, parts + 1
+
+
+def _read_media(
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Sequence[Ints],
+    model: ModelConfig,
+    placeholders: Mapping[str, int],
+    readers: Mapping[str, Modality],
+) -> tuple[dict[str, Modality], tuple[Spans, ...]]:
+    """The media by encoder, and those of each text in reading order; arguments as of `PreparedTexts.read`."""
+    media: dict[str, Modality] = {}
+    spans: list[Spans] = [()] * len(texts)
+    for encoder in model.encoders:
+        _, read = MEDIA[encoder]
+        places = _places(path, arrays, placeholders.get(encoder))
+        section = getattr(model, encoder)
+        media[encoder], of_texts = read(path, arrays, texts, places, readers[encoder], section)
+        spans = [(*before, *more) for before, more in zip(spans, of_texts, strict=True)]
+    in_order = (tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
+    return media, tuple(in_order)
 
 
 def _places(path: Path, arrays: Mapping[str, NDArray[Any]], placeholder: int | None) -> Places:

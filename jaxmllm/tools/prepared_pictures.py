@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
-from jaxmllm.config.schema import Config, ConfigError, VisionConfig
+from jaxmllm.config.schema import ConfigError, VisionConfig
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.modalities import modalities
-from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.tools.prepared_media import Places, Spans
 
@@ -41,8 +40,9 @@ def read_pictures(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
     texts: Sequence[Ints],
-    config: Config,
     places: Places,
+    images: Modality,
+    vision: VisionConfig,
 ) -> tuple[PreparedImages, tuple[Spans, ...]]:
     """The pictures of some texts, and where they stand in each.
 
@@ -50,11 +50,11 @@ def read_pictures(
 
     Args:
       texts: columns that hold each text.
+      images: what reads pictures elsewhere.
     """
     if missing := [name for name in ARGUMENTS if name not in arrays]:
         raise ConfigError(f"{path} has pictures, but not {' and '.join(missing)}")
-    vision, images = config.model.vision, modalities(config.model, config.data, ())["vision"]
-    assert vision is not None and isinstance(images, Images)
+    assert isinstance(images, Images)
     grids = _grids(path, arrays["image_grid_thw"], images.merge)
     colors = _colors(path, arrays["pixel_values"], vision)
     counts = [images.length(grid) for grid in grids]

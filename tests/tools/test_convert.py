@@ -61,11 +61,13 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
         "mistral-wide",
         "qwen2_5_vl-flat",
         "qwen3_vl_moe",
-        pytest.param("qwen2_audio-untied", marks=pytest.mark.slow),
+        pytest.param("qwen2_audio-untied", marks=EXHAUSTIVE),
+        pytest.param("qwen2_5_omni", marks=pytest.mark.slow),
+        pytest.param("qwen2_5_omni-thinker", marks=EXHAUSTIVE),
     ],
 )
 def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
-    """Through a float32 checkpoint, most of them in bfloat16; all but the first with what sees pictures, or hears."""
+    """Through a float32 checkpoint, most of them in bfloat16; all but the first with what sees, hears or speaks."""
     source = GOLDENS / name
     assert main(["to-orbax", str(source), str(tmp_path / "run")]) == 0
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
@@ -349,25 +351,29 @@ def test_the_command_prints_one_object(capsys):
 
 
 SPLIT = {"data": 2, "fsdp": 2, "tensor": 2}
-MESHES = {
-    "windows-split": ("qwen2-windows", SPLIT),
-    "windows-parts": ("qwen2-windows", {"context": 2, "fsdp": 4}),
-    "pictures-split": ("qwen2_5_vl", SPLIT),
-    "pictures-parts": ("qwen2_5_vl", {"context": 2, "fsdp": 2, "data": 2}),
-    "clips-split": ("qwen2_audio", SPLIT),
-    "clips-parts": ("qwen2_audio", {"context": 2, "fsdp": 2, "data": 2}),
-    "deepstack-split": ("qwen3_vl_moe", SPLIT),
-    "deepstack-parts": ("qwen3_vl", {"context": 2, "fsdp": 2, "data": 2}),
+MESHES = {  # folder, mesh, and `phases.audio`: a part of a row holds whole chunks of clips
+    "windows-split": ("qwen2-windows", SPLIT, {}),
+    "windows-parts": ("qwen2-windows", {"context": 2, "fsdp": 4}, {}),
+    "pictures-split": ("qwen2_5_vl", SPLIT, {}),
+    "pictures-parts": ("qwen2_5_vl", {"context": 2, "fsdp": 2, "data": 2}, {}),
+    "clips-split": ("qwen2_audio", SPLIT, {}),
+    "clips-parts": ("qwen2_audio", {"context": 2, "fsdp": 2, "data": 2}, {"block": 400}),
+    "omni-data": ("qwen2_5_omni", {"data": 8}, {}),
+    "omni-fsdp": ("qwen2_5_omni", {"data": 1, "fsdp": 8}, {}),
+    "omni-split": ("qwen2_5_omni", SPLIT, {}),
+    "omni-parts": ("qwen2_5_omni", {"data": 1, "context": 2, "fsdp": 4}, {"block": 160}),
+    "deepstack-split": ("qwen3_vl_moe", SPLIT, {}),
+    "deepstack-parts": ("qwen3_vl", {"context": 2, "fsdp": 2, "data": 2}, {}),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "audio"),
     slow_cases(MESHES, always=("windows-split", "pictures-split", "deepstack-split")),
 )
-def test_the_mesh_changes_nothing(name, mesh):
-    folder = GOLDENS / name
-    check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh), folder)
+def test_the_mesh_changes_nothing(name, mesh, audio):
+    folder, phases = GOLDENS / name, {"audio": audio}
+    check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh, phases=phases), folder)
 
 
 @pytest.mark.slow
@@ -400,6 +406,9 @@ def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have()
         pytest.param("qwen2_audio", "Qwen2AudioForConditionalGeneration", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl-biased", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl_moe", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param(
+            "qwen2_5_omni-thinker", "Qwen2_5OmniThinkerForConditionalGeneration", marks=EXHAUSTIVE
+        ),
     ],
 )
 def test_the_reference_loads_what_is_written(name, kind, tmp_path):

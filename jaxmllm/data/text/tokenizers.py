@@ -112,6 +112,10 @@ class ChatNames:
     )
 
 
+# Further frames of media, where a file has none of those of `ChatNames`
+FURTHER = {"image": ("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>")}
+
+
 class FileTokenizer:
     """A JSON file of the `tokenizers` library with ChatML-like special tokens.
 
@@ -135,11 +139,12 @@ class FileTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)
-        # Files from whose encoding no control token could come out keep the fingerprint that they
-        # had before.
+        # Files from whose encoding no control token could come out, or whose media have other frames,
+        # keep the fingerprint that they had before.
         spelled = "spelled" if self._may_slip_out() else ""
+        further = "further" if self._further_frames(names) else ""
         self.fingerprint = hashlib.blake2b(
-            (self._json + repr(names) + spelled).encode(), digest_size=16
+            (self._json + repr(names) + spelled + further).encode(), digest_size=16
         ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -199,17 +204,24 @@ class FileTokenizer:
 
     def _frames(self, names: ChatNames, pad: int) -> dict[str, MediaTokens]:
         """Around each media part."""
-        media = {part: self._media_tokens(triples, pad) for part, triples in names.media.items()}
+        without = MediaTokens((), (), pad)
+        media = {part: self._frame(triples) or without for part, triples in names.media.items()}
+        media |= self._further_frames(names)
         return media | {"video": media["image"]}  # both are framed as vision
 
-    def _media_tokens(
-        self, triples: Sequence[tuple[str, str, str]], default_pad: int
-    ) -> MediaTokens:
+    def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
+        """Around media parts that have no other frame."""
+        missing = [part for part, triples in names.media.items() if self._frame(triples) is None]
+        found = {part: self._frame([FURTHER[part]]) for part in missing if part in FURTHER}
+        return {part: frame for part, frame in found.items() if frame is not None}
+
+    def _frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
+        """The first of these frames whose tokens all exist."""
         for triple in triples:
             begin, pad, end = map(self._tokenizer.token_to_id, triple)
             if begin is not None and pad is not None and end is not None:
                 return MediaTokens((begin,), (end,), pad)
-        return MediaTokens((), (), default_pad)
+        return None
 
     def _control_ids(self, frame: set[int]) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()

@@ -99,6 +99,8 @@ def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+BOTH = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
+BOTH += ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 NO_SYSTEM = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message.content + '<|im_end|>' + '\\n' }}
@@ -136,6 +138,13 @@ FIRST = """\
         {{- '<|im_start|>system\\nYou are a test.<|im_end|>\\n' }}
     {%- endif %}
 """
+WITH_SYSTEM = PICTURED.replace(LOOP, LOOP + FIRST)
+HEARD = WITH_SYSTEM.replace(
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}",
+    """{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' }}
+            {%- elif content['type'] == 'audio' %}
+                {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' }}""",
+)
 # Reasoning is written after the last question alone
 REASONING = """\
 {%- set ns = namespace(last=0) %}
@@ -209,8 +218,9 @@ _QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": N
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 DIALECTS = {
     "qwen2.5": Dialect(DEFAULT_SYSTEM, CHATML + VISION, _QWEN),
-    "qwen2.5-vl": Dialect(PICTURED.replace(LOOP, LOOP + FIRST), CHATML + VISION, _QWEN),
+    "qwen2.5-vl": Dialect(WITH_SYSTEM, CHATML + VISION, _QWEN),
     "qwen3-vl": Dialect(PICTURED, CHATML + VISION, _QWEN),
+    "qwen2.5-omni": Dialect(HEARD, CHATML + BOTH, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
     "llama3.1": Dialect(

@@ -1,0 +1,188 @@
+"""Qwen2.5-Omni's thinker: decoder, vision tower and merger of Qwen2.5-VL, and an audio tower that hears chunks of two
+seconds apart. Its talker is carried through, and so are the embeddings of begin and end of clips, which the reference
+does not use. Videos are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
+from jaxmllm.families.qwen2_5_vl import PROJECTOR as MERGER
+from jaxmllm.families.qwen2_5_vl import VISION as JOINED_VISION
+from jaxmllm.families.qwen2_5_vl import (
+    axial_decoder,
+    merger,
+    patch_letters,
+    picture_processor,
+    windowed_tower,
+)
+from jaxmllm.families.qwen2_audio import HEARING, POOL
+from jaxmllm.families.whisper import PARAMETERS as ENCODER
+from jaxmllm.families.whisper import STRIDES, clip_processor, encoder, stem_letters
+
+NAME = "Qwen2.5-Omni"
+ATTENTION = "blocks.{layer}.attn"
+VISION = JOINED_VISION | {  # queries, keys and values have tensors of their own
+    f"layers.attention.{name}{bias}": line
+    for name in ("query", "key", "value")
+    for bias, line in (
+        ("", f"{ATTENTION}.{name[0]}.weight: (h k) d -> layer d h k"),
+        ("_bias", f"{ATTENTION}.{name[0]}.bias: (h k) -> layer h k"),
+    )
+}
+AUDIO = {path: line for path, line in ENCODER.items() if path != "position_embedding"} | {
+    "norm.scale": "ln_post.weight: d -> d",
+    "norm.bias": "ln_post.bias: d -> d",
+}
+PROJECTOR = {"linear": "proj.weight: d i -> i d", "linear_bias": "proj.bias: d -> d"}
+UNUSED = "audio_bos_eos_token.weight"
+# What a config.json that leaves a key out means by that
+TEXT = {
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 28,
+}
+HALF_CHUNK, AUDIO_WIDTH = 100, 3584
+CLIP, PICTURE = 151_646, 151_655  # tokens
+
+
+def _thinker(config: FolderConfig) -> FolderConfig:
+    """Its part of a config.json, which may hold that of a talker, too."""
+    return config.part("thinker_config") if "thinker_config" in config.values else config
+
+
+def _language(config: FolderConfig) -> dict[str, Any]:
+    thinker = _thinker(config)
+    text = thinker.part("text_config").completed(TEXT)
+    tied = thinker.flag("tie_word_embeddings")  # whatever the part for text says
+    return axial_decoder(text.updated(tie_word_embeddings=tied))
+
+
+def _vision(config: FolderConfig) -> dict[str, Any]:
+    return windowed_tower(_thinker(config))
+
+
+def _merger(config: FolderConfig) -> dict[str, Any]:
+    return merger(_thinker(config), _language(config)["width"])
+
+
+def _audio(config: FolderConfig) -> dict[str, Any]:
+    audio = _thinker(config).part("audio_config").completed(HEARING)
+    half, places = audio.number("n_window", HALF_CHUNK), audio.number("max_source_positions")
+    if half > places:
+        audio.refuse(f"has n_window {half}", f"there are {places} positions (max_source_positions)")
+    return encoder(audio) | {
+        "chunk_frames": half * STRIDES[1],
+        "positions": "sinusoidal",
+        "silence": "masked",
+        "attention": "chunk",
+        "pool": POOL,
+    }
+
+
+def _audio_projector(config: FolderConfig) -> dict[str, Any]:
+    """Keys of the section of the tower."""
+    audio, wide = _thinker(config).part("audio_config"), _language(config)["width"]
+    if (made := audio.number("output_dim", AUDIO_WIDTH)) != wide:
+        audio.refuse(f"has output_dim {made}", f"the decoder is {wide} wide")
+    return {"merge": 1, "projector": {"linear": True}}
+
+
+def _families(kind: str, prefix: str) -> tuple[Family, ...]:
+    """Of folders of one model_type, whose keys of the thinker begin with `prefix`."""
+    # As the reference names its modules, and as folders have it
+    in_language = ("model.language_model.", f"{prefix}model.")
+    in_vision = ("model.visual.", f"{prefix}visual.")
+    in_audio = ("model.audio_tower.", f"{prefix}audio_tower.")
+    head = f"{prefix}{DECODER['head']}"
+    language = DECODER | {"head": head}
+    keys = {
+        "language": (
+            *patterns([line for path, line in language.items() if path != "head"], in_language),
+            *patterns([head], [""]),
+        ),
+        "vision": patterns(VISION.values(), in_vision),
+        "projector.vision": patterns(MERGER.values(), in_vision),
+        "audio": patterns(AUDIO.values(), in_audio),
+        "projector.audio": patterns(PROJECTOR.values(), in_audio),
+    }
+    of_none = (*(f"{start}{UNUSED}" for start in in_audio), "talker.*", "token2wav.*")
+
+    def carried(component: str) -> tuple[str, ...]:
+        others = (of_other for other, of_other in keys.items() if other != component)
+        return (*of_none, *(key for of_other in others for key in of_other))
+
+    return (
+        Family(
+            NAME,
+            kind,
+            _language,
+            language,
+            copies={"embedding": head.replace("d v", "v d")},
+            carried=carried("language"),
+            prefixes=in_language,
+            unprefixed=("head",),
+        ),
+        Family(
+            NAME,
+            kind,
+            _vision,
+            VISION,
+            copies={},
+            carried=carried("vision"),
+            component="vision",
+            prefixes=in_vision,
+            letters=patch_letters,
+            processor=picture_processor,
+            placeholder=lambda config: int(_thinker(config).number("image_token_index", PICTURE)),
+        ),
+        Family(
+            NAME,
+            kind,
+            _merger,
+            MERGER,
+            copies={},
+            carried=carried("projector.vision"),
+            component="projector.vision",
+            prefixes=in_vision,
+        ),
+        Family(
+            NAME,
+            kind,
+            _audio,
+            AUDIO,
+            copies={},
+            carried=carried("audio"),
+            component="audio",
+            prefixes=in_audio,
+            letters=stem_letters,
+            processor=clip_processor,
+            placeholder=lambda config: int(_thinker(config).number("audio_token_index", CLIP)),
+        ),
+        Family(
+            NAME,
+            kind,
+            _audio_projector,
+            PROJECTOR,
+            copies={},
+            carried=carried("projector.audio"),
+            component="projector.audio",
+            prefixes=in_audio,
+        ),
+    )
+
+
+QWEN2_5_OMNI = (
+    *_families("qwen2_5_omni", "thinker."),
+    *_families("qwen2_5_omni_thinker", ""),
+)

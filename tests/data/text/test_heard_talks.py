@@ -1,0 +1,66 @@
+"""Conversations with pictures and clips: ids and positions are those of the reference, from files alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.reference import File
+from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.text.conversation import ConversationError, parse_conversation
+from jaxmllm.data.text.render import render
+from tests.data.text.dialects import DIALECTS, load
+
+FOLDER = Path(__file__).parent / "heard_talks"
+TALKS = json.loads((FOLDER / "talks.json").read_text())
+SIZE = json.loads((FOLDER / "preprocessor_config.json").read_text())["size"]
+IMAGES = Images(14, 2, SIZE["shortest_edge"], SIZE["longest_edge"], resize="smart")
+CLIPS = Sounds(16_000, 400, 160, 8, 200, 1, 300.0, stem_stride=2, silence="masked", pool=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load(FOLDER)
+
+
+def conversation_of(record):
+    return parse_conversation(
+        record,
+        lambda path: File(Path(path)),
+        default_id="x",
+        default_source="s",
+        targets="all",
+    )
+
+
+@pytest.mark.parametrize("number", range(len(TALKS)))
+def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
+    talk, expected = TALKS[number], np.load(FOLDER / "talks.npz")
+    shapes = [
+        (-(-media // 160), 1, 1) if isinstance(media, int) else (1, *IMAGES.grid(*media))
+        for media in talk["media"]
+    ]
+    modalities = {"vision": IMAGES, "audio": CLIPS}
+    found = render(conversation_of(talk["record"]), tokenizer, modalities, shapes)
+    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
+    np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
+    pads = [tokenizer.layout.media[part].pad for part in ("image", "audio")]
+    assert not np.isin(found.targets, pads).any(), "nothing is learned of media"
+
+
+def test_videos_are_refused(tokenizer):
+    content = [{"type": "video", "video": "a.gif"}, {"type": "text", "text": "What?"}]
+    record = {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
+    }
+    with pytest.raises(ConversationError, match="holds a video, but no encoder of the model takes"):
+        render(conversation_of(record), tokenizer, {"vision": IMAGES, "audio": CLIPS}, [(1, 2, 2)])
+
+
+def test_the_files_are_those_of_the_dialect(tmp_path):
+    """What the reference was asked with."""
+    DIALECTS["qwen2.5-omni"].folder(tmp_path)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()

@@ -1,0 +1,97 @@
+"""A run of a published model that sees, hears and speaks: what it trains goes back, and all else stays."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from jaxmllm.config.strict_yaml import write_text
+from jaxmllm.train import main as train
+from tests.training.test_pictured_run import changed
+from tests.training.test_published_run import WORDS, published
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+SPECIAL += ["<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"]
+SPECIAL += ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return published(tmp_path_factory.mktemp("heard"), "qwen2_5_omni", SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def config(folder) -> Path:
+    """Of a run of frozen towers, trained projectors, and adapters on the decoder; of the records some have a picture,
+    some a clip, some both, some neither."""
+    place, random = folder.parent, np.random.default_rng(0)
+    records = []
+    for number in range(16):
+        content = [{"type": "text", "text": "what"}]
+        if number % 2:
+            size = (*random.integers(8, 40, 2), 3)
+            Image.fromarray(random.integers(0, 256, size, np.uint8)).save(place / f"{number}.png")
+            content.insert(0, {"type": "image", "image": f"{number}.png"})
+        if number % 4 > 1:
+            sound = random.uniform(-0.5, 0.5, random.integers(800, 20_000))
+            soundfile.write(place / f"{number}.wav", sound, 16_000)
+            content.append({"type": "audio", "audio": f"{number}.wav"})
+        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+        records.append(json.dumps({"messages": turns}) + "\n")
+    (place / "train.jsonl").write_text("".join(records))
+    frozen, phases = {"freeze": True}, ("vision", "audio", "language")
+    tree = {
+        "run": {"directory": str(place / "run"), "steps": 1},
+        "model": {
+            "from": str(folder),
+            "adapters": {"language": {"rank": 2, "alpha": 4.0, "parameters": ["*.query"]}},
+        },
+        "components": dict.fromkeys(phases, frozen),
+        "data": {
+            "sources": [{"name": "a", "path": str(place / "train.jsonl")}],
+            "batch_size": 8,
+        },
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "phases": {name: {"block": 32, "row_classes": 1, "spans": [1]} for name in phases},
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "logging": {"tensorboard": False},
+    }
+    (place / "config.yaml").write_text(write_text(tree))
+    return place / "config.yaml"
+
+
+TRAINED = {
+    *(f"thinker.visual.merger.mlp.{n}.{part}" for n in (0, 2) for part in ("weight", "bias")),
+    *(f"thinker.audio_tower.proj.{part}" for part in ("weight", "bias")),
+    *(f"thinker.model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)),
+}
+
+
+@pytest.mark.slow
+def test_projectors_and_adapters_alone_change(folder, config, tmp_path):
+    """The first step moves one factor of an adapter, which is zero before; merged, its matrices."""
+    run = [f"run.directory={tmp_path / 'run'}"]
+    assert train(["--config", str(config), *run]) == 0
+    stored = (tmp_path / "run" / "config.yaml").read_text()
+    assert "attention: chunk" in stored and "linear: true" in stored
+    assert changed(folder, tmp_path / "run", tmp_path / "out") == TRAINED
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.data=1", "mesh.context=2", "mesh.tensor=1", "mesh.fsdp=4", "phases.audio.block=160"],
+        ["mesh.data=1", "pipeline.stages=2"],
+    ],
+    ids=["parts", "stages"],
+)
+def test_parts_and_stages_train_the_same(folder, config, tmp_path, overrides):
+    run = [f"run.directory={tmp_path / 'run'}", *overrides]
+    assert train(["--config", str(config), *run]) == 0
+    assert changed(folder, tmp_path / "run", tmp_path / "out") == TRAINED
