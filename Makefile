@@ -6,7 +6,6 @@ CODE := jaxmllm sharding launch tests $(wildcard benchmarks)
 # Two workers by default: each test process holds eight forced devices and their compiled programs.
 TEST_WORKERS ?= 2
 CPU_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
-TWO_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2
 SEED ?= 0
 
 .PHONY: help quickstart shapes test test-slow test-exhaustive lint format lock clean
@@ -26,9 +25,9 @@ quickstart: $(VENV)/.runtime sample/.made
 shapes: $(VENV)/.runtime shapes/.made
 	rm -rf runs/shapes
 	began=$$(date +%s) && \
-	$(TWO_DEVICES) $(PY) -m jaxmllm train --config configs/shapes.yaml run.seed=$(SEED) && \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/shapes.yaml run.seed=$(SEED) && \
 	trained=$$(date +%s) && \
-	$(TWO_DEVICES) $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes --jsonl shapes/draw.jsonl --steps 20 --guidance 2.5 \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes --jsonl shapes/draw.jsonl --steps 20 --guidance 2.5 \
 		--seed $(SEED) --out runs/shapes/drawn && \
 	drawn=$$(date +%s) && \
 	$(PY) -m jaxmllm shapes --judge runs/shapes/drawn --json runs/shapes/judged.json \

@@ -242,8 +242,11 @@ def test_wrong_arguments_are_one_line(words, reason, tmp_path, monkeypatch, caps
 def test_the_config_reads_what_is_made():
     config = load_config(ROOT / "configs/shapes.yaml", [])
     assert config.data.tokenizer == "shapes/tokenizer.json"
-    assert [source.path for source in config.data.sources] == ["shapes/train.jsonl"]
-    assert [source.path for source in config.data.evaluation] == ["shapes/test.jsonl"]
+    kinds = ("pictures", "clips")
+    for sources, split in ((config.data.sources, "train"), (config.data.evaluation, "test")):
+        assert [source.path for source in sources] == [
+            f"shapes/{kind}-{split}.jsonl" for kind in kinds
+        ]
     assert config.objective.diffusion.prediction == "sample"
     patch = config.model.diffusion.patch_size
     assert not any(side % patch for side in (24, 32, 40, 48, 56, 64))
