@@ -1,6 +1,6 @@
 """The one schema of a run: frozen, typed records, one section each. Import them from here.
 
-    model                                model_sections.py, adapter_sections.py
+    model                                model_sections.py, tower_sections.py, diffusion_section.py, adapter_sections.py
     components                           component_sections.py
     data                                 data_sections.py
     phases, balance, mesh, pipeline      plan_sections.py
@@ -43,19 +43,9 @@ from jaxmllm.config.data_sections import (
     SourceConfig,
     Targets,
 )
-from jaxmllm.config.model_sections import (
-    Activation,
-    AudioConfig,
-    DiffusionConfig,
-    ExpertsConfig,
-    Gelu,
-    LanguageConfig,
-    LayerWindows,
-    ModelConfig,
-    ProjectorShapes,
-    TowerConfig,
-    VisionConfig,
-)
+from jaxmllm.config.diffusion_section import DiffusionConfig
+from jaxmllm.config.layer_sections import Activation, Gelu, LayerWindows
+from jaxmllm.config.model_sections import ExpertsConfig, LanguageConfig, ModelConfig
 from jaxmllm.config.plan_sections import (
     BalanceConfig,
     MeshConfig,
@@ -78,6 +68,7 @@ from jaxmllm.config.run_sections import (
     RunConfig,
 )
 from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
+from jaxmllm.config.tower_sections import AudioConfig, ProjectorShapes, TowerConfig, VisionConfig
 
 __all__ = [
     "ADAPTER",

@@ -18,7 +18,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import AdapterConfig, Matrices
-from jaxmllm.models.layers import Adapted, parameter
+from jaxmllm.models.products import Adapted, parameter
 from sharding.rules import Axes
 
 

@@ -11,18 +11,10 @@ from numpy.typing import NDArray
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
-from jaxmllm.models.layers import (
-    NORMS,
-    RowContext,
-    bias,
-    biased,
-    encoder_block,
-    parameter,
-    rotary_angles,
-    run_stack,
-    stacked,
-    weight,
-)
+from jaxmllm.models.layers import RowContext, encoder_block, run_stack, stacked
+from jaxmllm.models.norms import NORMS
+from jaxmllm.models.products import bias, biased, parameter, weight
+from jaxmllm.models.rotary import rotary_angles
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 

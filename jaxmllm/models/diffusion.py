@@ -28,20 +28,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, DiffusionConfig
-from jaxmllm.models.layers import (
-    MLP,
-    MODULATED_NORMS,
-    NORMS,
-    RowContext,
-    SelfAttention,
-    bias,
-    biased,
-    checkpointed,
-    parameter,
-    rotary_angles_by_axis,
-    stacked,
-    weight,
-)
+from jaxmllm.models.layers import MLP, RowContext, SelfAttention, checkpointed, stacked
+from jaxmllm.models.norms import MODULATED_NORMS, NORMS
+from jaxmllm.models.products import bias, biased, parameter, weight
+from jaxmllm.models.rotary import rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
 from sharding.context import SLOTS
 from sharding.rules import Layout

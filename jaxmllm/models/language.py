@@ -13,18 +13,18 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.attention.mask import TokenIds
 from jaxmllm.config.schema import ComponentConfig, LanguageConfig
 from jaxmllm.models.layers import (
-    NORMS,
     Block,
     GatedMLP,
     RowContext,
     SelfAttention,
-    parameter,
-    rotary_angles,
     run_stack,
     scan_layers,
     stacked,
 )
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
+from jaxmllm.models.norms import NORMS
+from jaxmllm.models.products import parameter
+from jaxmllm.models.rotary import rotary_angles
 from jaxmllm.models.rows import LanguageRows
 from sharding.parameters import Deferred, looked_up
 from sharding.rules import Axes, Layout

@@ -1,7 +1,7 @@
-"""The parts that all towers share: parameters with logical axes, norms, rotary positions, attention, MLPs, stacks.
+"""The parts that all towers share: attention, MLPs, stacks of layers.
 
 Letters: R ranks (rows), C slots of a row, D width, H heads, G key-value heads, K head size, F MLP width.
-Every parameter carries the names of its logical axes; `RowContext` carries what varies from row to row.
+`RowContext` carries what varies from row to row.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention, attention_and_logsumexp, with_repeated_key
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
-from jaxmllm.config.schema import (
-    Activation,
-    ExpertKernel,
-    Gelu,
-    Kept,
-    Kernel,
-    Remat,
-    RotaryScaling,
-    TowerConfig,
-)
+from jaxmllm.config.schema import Activation, ExpertKernel, Gelu, Kernel, Remat, TowerConfig
+from jaxmllm.models.norms import NORMS, LayerNorm, MakeNorm, RMSNorm
+from jaxmllm.models.products import affine, bias, named, parameter
+from jaxmllm.models.rotary import rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
-from sharding.parameters import Parameter, gathered
-from sharding.rules import Axes, Layout
+from sharding.rules import Layout
 
 AnyBlock = TypeVar("AnyBlock", bound=nnx.Module)
 
@@ -79,264 +71,6 @@ class RowContext:
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
         """What this layer has yielded, with what is added to it."""
         return x if self.added is None or layer is None else with_added(x, self.added, layer)
-
-
-def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int, looked_up: bool = False
-) -> nnx.Param[Array]:
-    """Normal with standard deviation fan_in**-0.5.
-
-    Args:
-      looked_up: whether it is only ever a table to look up, which is never gathered.
-    """
-    values = jax.random.normal(rngs.params(), shape) * fan_in**-0.5
-    return nnx.Param(values, axes=axes, looked_up=looked_up)
-
-
-def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
-    """Zeros."""
-    return nnx.Param(jnp.zeros(shape), axes=axes, looked_up=False)
-
-
-def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
-    """The parameter as a computation in `dtype` needs it: cast, then gathered."""
-    return gathered(layout, p[...], p.axes, dtype)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b"), meta_fields=("scale",))
-@dataclass(frozen=True)
-class Adapted:
-    """A frozen matrix with factors of low rank: in place of its array, for `product`."""
-
-    matrix: Array  # [*inputs, *outputs]
-    a: Parameter  # [*inputs, rank]
-    b: Parameter  # [rank, *outputs]
-    scale: float  # of their product
-
-    def __getitem__(self, index: Any) -> Adapted:
-        """Itself, for `[...]`: modules read their parameters so."""
-        assert index is Ellipsis, "a matrix with an adapter is used whole"
-        return self
-
-
-def product(
-    x: Float[Array, "R C *I"], p: nnx.Param[Array], layout: Layout, inputs: int = 1
-) -> Float[Array, "R C *O"]:
-    """x times a matrix [*I, *O], to which its adapter is added, where it has one (arXiv 2106.09685).
-
-    The factors stay factors. So the gradient of x and those of the factors are products of low rank,
-    and the matrix, of which no gradient is asked, costs that of x alone.
-
-    Args:
-      inputs: number of axes in I.
-    """
-    value: Any = p[...]
-    if not isinstance(value, Adapted):
-        return jnp.tensordot(x, gathered(layout, value, p.axes, x.dtype), inputs)
-    matrix = gathered(layout, value.matrix, p.axes, x.dtype)
-    a = gathered(layout, value.a, (*p.axes[:inputs], None), x.dtype)
-    b = gathered(layout, value.b, (None, *p.axes[inputs:]), x.dtype)
-    low = layout.constrain(jnp.tensordot(x, a, inputs), ("batch", "sequence", None))
-    return jnp.tensordot(x, matrix, inputs) + jnp.tensordot(value.scale * low, b, 1)
-
-
-def named(x: Array, name: Kept) -> Array:
-    """The same value, which `remat` may keep by its name.
-
-    What no gradient asks for has none, such as the last product of an MLP that no norm follows. "attention" is named
-    by its own gradient rule (attention/attention.py).
-    """
-    value: Array = checkpoint_name(x, name)
-    return value
-
-
-def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Float[Array, "*S *F"]:
-    """x with a bias added in every slot."""
-    return _plus(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
-
-
-def affine(
-    x: Float[Array, "R C *I"],
-    p: nnx.Param[Array],
-    b: nnx.Param[Array] | None,
-    layout: Layout,
-    inputs: int = 1,
-) -> Float[Array, "R C *O"]:
-    """`product`, and a bias where there is one."""
-    out = product(x, p, layout, inputs)
-    return out if b is None else biased(out, b, layout)
-
-
-# What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _plus(slots: int, x: Array, shared: Array) -> Array:
-    """x [*S, *F] and what is shared [*F] by slots of so many dimensions."""
-    return x + shared
-
-
-def _plus_forward(slots: int, x: Array, shared: Array) -> tuple[Array, None]:
-    return x + shared, None
-
-
-def _plus_backward(slots: int, _: None, gradient: Array) -> tuple[Array, Array]:
-    return gradient, slot_sum(gradient, slots)
-
-
-_plus.defvjp(_plus_forward, _plus_backward)
-
-
-@jax.custom_vjp
-def _times(x: Array, shared: Array) -> Array:
-    return x * shared
-
-
-def _times_forward(x: Array, shared: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x * shared, (x, shared)
-
-
-def _times_backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, shared = factors
-    return gradient * shared, slot_sum(gradient * x, x.ndim - shared.ndim)
-
-
-_times.defvjp(_times_forward, _times_backward)
-
-
-def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
-    """The sum over the first `slots` dimensions, in the dtype of x but added in at least float32.
-
-    Over all of them at once: what JAX derives keeps the dimension of rows, and one of length 1 makes
-    XLA's CPU backend take far longer for a sum of products [1, C, D] -> [1, D]. And bfloat16 would be
-    added in bfloat16.
-    """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.sum(x, axis=tuple(range(slots)), dtype=wide).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467).
-
-    It multiplies by scale + offset, at first 1. With `heads` it is over the last two axes, of which they are the first.
-    """
-
-    def __init__(self, width: int, epsilon: float, offset: float = 0.0, heads: int | None = None):
-        shape = (width,) if heads is None else (heads, width)
-        axes = (None,) * len(shape)
-        self.scale = nnx.Param(jnp.ones(shape) - offset, axes=axes, looked_up=False)
-        self.epsilon = epsilon
-        self.offset = offset
-        self.over = tuple(range(-len(shape), 0))
-
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = jnp.mean(wide * wide, axis=self.over, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean + self.epsilon)
-        scale = self.scale[...].astype(wide.dtype)
-        if self.offset:
-            scale = scale + self.offset
-        return _times(normed, scale).astype(x.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450).
-
-    Without `affine`, nothing comes after it.
-    """
-
-    def __init__(self, width: int, epsilon: float, affine: bool = True):
-        ones = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False) if affine else None
-        self.scale = ones
-        self.bias = bias((width,), (None,)) if affine else None
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
-        if self.scale is None or self.bias is None:
-            return normed.astype(x.dtype)
-        scaled = _times(normed, self.scale[...].astype(wide.dtype))
-        shift = self.bias[...].astype(wide.dtype)
-        return _plus(x.ndim - 1, scaled, shift).astype(x.dtype)
-
-
-MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # of width and epsilon
-NORMS: dict[str, MakeNorm] = {
-    "rms": RMSNorm,
-    "zero_centred_rms": partial(RMSNorm, offset=1.0),
-    "layer": LayerNorm,
-}
-MODULATED_NORMS: dict[str, MakeNorm] = {  # whose result is scaled and shifted in any case
-    "rms": RMSNorm,
-    "layer": partial(LayerNorm, affine=False),
-}
-
-
-def rotary_angles(
-    positions: Int[Array, "R C A"],
-    sections: tuple[int, ...],
-    theta: float,
-    dtype: Any = jnp.float32,
-    scaling: RotaryScaling | None = None,
-    interleaved: bool = False,
-) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
-
-    The first sections[0] pairs rotate with axis 0, and so on. Interleaved, axes take turns: pair a + A * n rotates
-    with axis a, for n < sections[a], and what is left with axis 0 (arXiv 2511.21631).
-    Frequencies continue through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
-    the one-dimensional RoPE (arXiv 2104.09864) exactly.
-    """
-    pairs = sum(sections)
-    frequency = theta ** (-np.arange(pairs) / pairs)
-    if scaling is not None:
-        frequency = scaling.scaled(frequency, theta)
-    axis = np.repeat(np.arange(len(sections)), sections)
-    if interleaved:
-        axis = np.zeros_like(axis)
-        for number, pairs in enumerate(sections[1:], start=1):
-            axis[number : len(sections) * pairs : len(sections)] = number
-    return _angles(positions, frequency, axis, dtype)
-
-
-def rotary_angles_2d(
-    positions: Int[Array, "R C 2"], pairs: int, theta: float, dtype: Any = jnp.float32
-) -> Float[Array, "R C K/2"]:
-    """Rotation angles of (row, column): half of the pairs each, both over the whole range of frequencies."""
-    return rotary_angles_by_axis(positions, (pairs // 2, pairs // 2), theta, dtype)
-
-
-def rotary_angles_by_axis(
-    positions: Int[Array, "R C A"],
-    sections: tuple[int, ...],
-    theta: float,
-    dtype: Any = jnp.float32,
-) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes: sections[a] pairs rotate with axis a, each section over the
-    whole range of frequencies."""
-    frequency = np.concatenate([theta ** (-np.arange(pairs) / pairs) for pairs in sections])
-    return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
-
-
-def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: Any) -> Array:
-    dtype = jnp.promote_types(dtype, jnp.float32)
-    return positions[..., axis].astype(dtype) * jnp.asarray(frequency, dtype)
-
-
-def rotate(
-    x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"], multiplier: float = 1.0
-) -> Float[Array, "R C H K"]:
-    """Rotate pairs (x[i], x[i + K/2]) by their angles, and multiply them."""
-    cos, sin = (part(angles)[:, :, None] for part in (jnp.cos, jnp.sin))
-    if multiplier != 1.0:
-        cos, sin = cos * multiplier, sin * multiplier
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
 
 
 class SelfAttention(nnx.Module):

@@ -20,7 +20,9 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config.schema import ExpertsConfig
 from jaxmllm.experts.expert_blocks import Matrices
 from jaxmllm.experts.experts import experts
-from jaxmllm.models.layers import RMSNorm, RowContext, SelfAttention, parameter, weight
+from jaxmllm.models.layers import RowContext, SelfAttention
+from jaxmllm.models.norms import RMSNorm
+from jaxmllm.models.products import parameter, weight
 from sharding.rules import Layout
 
 

@@ -10,7 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmllm.config.schema import ProjectorShapes, VisionConfig
-from jaxmllm.models.layers import MLP, NORMS, affine, bias, parameter, stacked
+from jaxmllm.models.layers import MLP, stacked
+from jaxmllm.models.norms import NORMS
+from jaxmllm.models.products import affine, bias, parameter
 from sharding.rules import Layout
 
 USUAL = ProjectorShapes()

@@ -11,19 +11,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
-from jaxmllm.models.layers import (
-    NORMS,
-    RowContext,
-    bias,
-    biased,
-    encoder_block,
-    parameter,
-    rotary_angles_2d,
-    run_stack,
-    run_tapped_stack,
-    stacked,
-    weight,
-)
+from jaxmllm.models.layers import RowContext, encoder_block, run_stack, run_tapped_stack, stacked
+from jaxmllm.models.norms import NORMS
+from jaxmllm.models.products import bias, biased, parameter, weight
+from jaxmllm.models.rotary import rotary_angles_2d
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 

@@ -14,17 +14,15 @@ from jaxmllm.models.layers import (
     MLP,
     Block,
     GatedMLP,
-    RMSNorm,
     RowContext,
     SelfAttention,
-    biased,
     encoder_block,
-    rotary_angles,
-    rotary_angles_2d,
-    rotate,
     run_stack,
     stacked,
 )
+from jaxmllm.models.norms import RMSNorm
+from jaxmllm.models.products import biased
+from jaxmllm.models.rotary import rotary_angles, rotary_angles_2d, rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.gradient import LayerGradient, Params
 from sharding.mesh import make_mesh

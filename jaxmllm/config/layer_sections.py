@@ -1,0 +1,71 @@
+"""What the sections of several models have in common: layers that attend in windows, and matrices of layers."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from jaxmllm.config.section import Section
+
+Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
+Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
+
+
+class LayerWindows(Section):
+    """Which layers attend in windows: with `window`, all but `full_layers`."""
+
+    layers: PositiveInt
+    window: PositiveInt | None = None
+    full_layers: tuple[int, ...] = ()  # counted from 0
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer attends in windows."""
+        if self.window is None:
+            return (False,) * self.layers
+        return tuple(layer not in self.full_layers for layer in range(self.layers))
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if self.window is None and self.full_layers:
+            raise ValueError(
+                f"full_layers {list(self.full_layers)} need a window; without one, all layers are full"
+            )
+        if outside := [layer for layer in self.full_layers if not 0 <= layer < self.layers]:
+            raise ValueError(f"full_layers names {outside}, but layers are 0 .. {self.layers - 1}")
+        if self.window is not None and not any(self.windowed):
+            raise ValueError(
+                f"full_layers names all layers, so that window ({self.window}) changes nothing; unset both"
+            )
+        return self
+
+
+def attention_matrices(
+    width: int, heads: int, kv_heads: int, part: str = "attention"
+) -> dict[str, tuple[int, int]]:
+    """Those of attention; `heads` and `kv_heads` are the widths of all heads together."""
+    matrices = {
+        "query": (width, heads),
+        "key": (width, kv_heads),
+        "value": (width, kv_heads),
+        "out": (heads, width),
+    }
+    return in_layers(part, matrices)
+
+
+def matrices_of_mlp(width: int, mlp_width: int, gated: bool) -> dict[str, tuple[int, int]]:
+    """Those of an MLP."""
+    inner = ("gate", "up") if gated else ("up",)
+    mlp = dict.fromkeys(inner, (width, mlp_width)) | {"down": (mlp_width, width)}
+    return in_layers("mlp", mlp)
+
+
+def tower_matrices(width: int, mlp_width: int, gated: bool = False) -> dict[str, tuple[int, int]]:
+    """Those of towers, whose heads are as wide as they are."""
+    return attention_matrices(width, width, width) | matrices_of_mlp(width, mlp_width, gated)
+
+
+def in_layers(part: str, matrices: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """With the paths that parameters of a part of every layer have."""
+    return {f"layers.{part}.{name}": size for name, size in matrices.items()}

@@ -1,0 +1,248 @@
+"""Sections `model.vision` and `model.audio`: encoders, and their projectors."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from jaxmllm.config.layer_sections import Gelu, LayerWindows, tower_matrices
+from jaxmllm.config.section import Section
+
+
+class TowerConfig(Section):
+    """What every encoder tower has; `merge` neighbouring outputs become one language token.
+
+    With `from`, the tower is that of a published folder: its shapes are those of the other keys, and its
+    parameters are read from there.
+    """
+
+    from_: str | None = Field(None, alias="from")
+    width: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    mlp_width: PositiveInt
+    merge: PositiveInt = 2
+    rope_theta: PositiveFloat = 10_000.0
+    norm: Literal["rms", "layer"] = "rms"  # layer: with biases
+    norm_epsilon: PositiveFloat = 1e-6
+    gelu: Gelu = "tanh"
+    key_bias: bool = True  # queries, values and the output always have one
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 2
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of every layer that can have adapters: see adapter_sections.py."""
+        return tower_matrices(self.width, self.mlp_width, gated=self.mlp_matrices == 3)
+
+    def _check_not_rotary(self, positions: str) -> None:
+        if self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
+            raise ValueError(
+                f"rope_theta ({self.rope_theta:g}): {positions} positions are not rotary; leave it out"
+            )
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> TowerConfig:
+        if self.width % (self.heads * 4):
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs"
+            )
+        return self
+
+
+class ProjectorShapes(Section):
+    """The two matrices of a projector and what lies between them; with `linear`, there is one matrix alone."""
+
+    mlp_width: PositiveInt | None = None  # none: the width of the decoder
+    gelu: Gelu = "tanh"
+    linear: bool = False
+
+    @model_validator(mode="after")
+    def _check_linear(self) -> ProjectorShapes:
+        for key in ("mlp_width", "gelu"):
+            value = getattr(self, key)
+            if self.linear and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} ({value}): a linear projector has no MLP; leave it out")
+        return self
+
+
+class VisionConfig(LayerWindows, TowerConfig):
+    """Native-resolution vision transformer; `merge` x `merge` patches become one language token.
+
+    With `window`, layers attend inside windows of `window` x `window` patches, except `full_layers`,
+    which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202) with biases.
+
+    With `patch_frames`, a patch has weights for so many frames of a video, one after another. An image
+    is such a video that stands still, so that its patches meet the sum of these weights.
+
+    With `deepstack_layers` (arXiv 2406.04334), what each of these layers yields has a projector of its own,
+    normed over the patches of a token; what it makes is added to the hidden states of that token after the first
+    layer of the decoder, the second, and so on.
+    """
+
+    patch_size: PositiveInt = 14
+    patch_frames: PositiveInt = 1
+    patch_bias: bool = True
+    gated_mlp: bool = False
+    projector: ProjectorShapes = ProjectorShapes()
+    deepstack_layers: tuple[int, ...] = ()  # counted from 0
+    # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
+    # resampled to the image's own, bilinearly and antialiased (resampled); or rotary, and learned ones that are
+    # resampled bilinearly, corner to corner (rotary_and_resampled)
+    positions: Literal["rotary", "table", "resampled", "rotary_and_resampled"] = "rotary"
+    position_grid: PositiveInt | None = None  # rows and columns of learned positions
+    # Of the colors, black being 0 and white 1: a patch is read as (color - mean) / std
+    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers per patch: three colors of every pixel."""
+        return 3 * self.patch_size**2
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def merged(self) -> int:
+        """Tokens of attention that become one of the language."""
+        return self.merge**2
+
+    @property
+    def learned_positions(self) -> int:
+        """Places of the grid of learned positions; none: 0."""
+        return (self.position_grid or 0) ** 2
+
+    @property
+    def rotates(self) -> bool:
+        """Whether layers rotate queries and keys."""
+        return self.positions in ("rotary", "rotary_and_resampled")
+
+    @property
+    def resamples(self) -> bool:
+        """Whether learned positions are resampled to the grid of each image."""
+        return self.positions in ("resampled", "rotary_and_resampled")
+
+    @property
+    def features_width(self) -> int:
+        """Numbers of a feature, as projectors read it: those of the last layer, and of `deepstack_layers`."""
+        return (1 + len(self.deepstack_layers)) * self.width
+
+    @model_validator(mode="after")
+    def _check_mlp(self) -> VisionConfig:
+        if self.gated_mlp and self.gelu != TowerConfig.model_fields["gelu"].default:
+            raise ValueError(
+                f"gelu ({self.gelu}): with gated_mlp the activation is SiLU; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> VisionConfig:
+        learned = self.positions != "rotary"
+        if learned != (self.position_grid is not None):
+            raise ValueError(
+                f"position_grid ({self.position_grid}): learned positions (table, resampled) have one, and "
+                f"{self.positions} positions {'need it' if learned else 'have none'}"
+            )
+        if learned and self.window is not None:
+            raise ValueError(
+                f"window ({self.window}): layers attend in windows with rotary positions alone, not with "
+                f"{self.positions} ones"
+            )
+        if not self.rotates:
+            self._check_not_rotary(self.positions)
+        if self.positions == "table" and self.position_grid and self.position_grid % self.merge:
+            raise ValueError(
+                f"merge ({self.merge}) must divide position_grid ({self.position_grid}), the patches along a "
+                "side of every image"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deepstack(self) -> VisionConfig:
+        layers = self.deepstack_layers
+        if layers and self.projector.linear:
+            raise ValueError(
+                "projector.linear: with deepstack_layers projectors have two matrices; leave one of them out"
+            )
+        if [*layers] != sorted({*layers}) or not all(0 <= layer < self.layers for layer in layers):
+            raise ValueError(
+                f"deepstack_layers {[*layers]} must be layers 0 .. {self.layers - 1} in ascending order, each once"
+            )
+        return self
+
+
+class AudioConfig(TowerConfig):
+    """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower.
+
+    A clip ends inside a chunk, and no token of what is left of the chunk reaches the decoder. `silence` says
+    what the tower makes of it:
+
+        unseen    zeros in the frames; attention does not see it
+        masked    likewise, and zeros after the first convolution
+        stem      frames of silence, which the convolutions hear, and attention does not see
+        heard     frames of silence, which the tower hears like the clip
+
+    With `attention: chunk`, tokens see their own chunk, not the whole clip. The means of `pool` neighbouring
+    tokens are normed last, those of whole groups alone: what is left at the end of a clip is dropped.
+    """
+
+    # The stem is two convolutions of this kernel width
+    stem_kernel: ClassVar[int] = 3
+
+    mel_bins: PositiveInt = 80
+    chunk_frames: PositiveInt = 64
+    stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
+    # One for each place of a chunk: learned (table), or waves (sinusoidal, arXiv 1706.03762)
+    positions: Literal["rotary", "table", "sinusoidal"] = "rotary"
+    silence: Literal["unseen", "masked", "stem", "heard"] = "unseen"
+    attention: Literal["clip", "chunk"] = "clip"
+    pool: PositiveInt = 1
+    projector: ProjectorShapes = ProjectorShapes()
+
+    @property
+    def stem_stride(self) -> int:
+        """Frames that become one token of attention."""
+        return math.prod(self.stem_strides)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of attention of a chunk."""
+        return self.chunk_frames // self.stem_stride
+
+    @property
+    def merged(self) -> int:
+        """Tokens of attention that become one of the language."""
+        return self.pool * self.merge
+
+    @property
+    def learned_positions(self) -> int:
+        """Places of a chunk that have learned positions; none: 0."""
+        return self.chunk_tokens if self.positions == "table" else 0
+
+    @model_validator(mode="after")
+    def _check_chunk(self) -> AudioConfig:
+        token = self.stem_stride * self.merged
+        if self.chunk_frames % token:
+            raise ValueError(
+                f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * pool * merge ({token})"
+            )
+        if self.positions != "rotary":
+            self._check_not_rotary(self.positions)
+        if self.attention == "chunk" and self.silence == "heard":
+            raise ValueError(
+                f"silence ({self.silence}): with attention (chunk), the last chunk of a clip sees itself alone; set "
+                "silence: unseen, masked or stem"
+            )
+        return self

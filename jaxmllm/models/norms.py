@@ -1,0 +1,73 @@
+"""Norms of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmllm.models.products import bias, plus_shared, times_shared
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467).
+
+    It multiplies by scale + offset, at first 1. With `heads` it is over the last two axes, of which they are the first.
+    """
+
+    def __init__(self, width: int, epsilon: float, offset: float = 0.0, heads: int | None = None):
+        shape = (width,) if heads is None else (heads, width)
+        axes = (None,) * len(shape)
+        self.scale = nnx.Param(jnp.ones(shape) - offset, axes=axes, looked_up=False)
+        self.epsilon = epsilon
+        self.offset = offset
+        self.over = tuple(range(-len(shape), 0))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = jnp.mean(wide * wide, axis=self.over, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean + self.epsilon)
+        scale = self.scale[...].astype(wide.dtype)
+        if self.offset:
+            scale = scale + self.offset
+        return times_shared(normed, scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450).
+
+    Without `affine`, nothing comes after it.
+    """
+
+    def __init__(self, width: int, epsilon: float, affine: bool = True):
+        ones = nnx.Param(jnp.ones((width,)), axes=(None,), looked_up=False) if affine else None
+        self.scale = ones
+        self.bias = bias((width,), (None,)) if affine else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        if self.scale is None or self.bias is None:
+            return normed.astype(x.dtype)
+        scaled = times_shared(normed, self.scale[...].astype(wide.dtype))
+        shift = self.bias[...].astype(wide.dtype)
+        return plus_shared(x.ndim - 1, scaled, shift).astype(x.dtype)
+
+
+MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # of width and epsilon
+NORMS: dict[str, MakeNorm] = {
+    "rms": RMSNorm,
+    "zero_centred_rms": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+}
+MODULATED_NORMS: dict[str, MakeNorm] = {  # whose result is scaled and shifted in any case
+    "rms": RMSNorm,
+    "layer": partial(LayerNorm, affine=False),
+}

@@ -1,0 +1,154 @@
+"""Parameters with logical axes, and products with them, biases and scales in every slot.
+
+Every parameter carries the names of its logical axes. Letters: R ranks (rows), C slots of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxmllm.config.schema import Kept
+from sharding.parameters import Parameter, gathered
+from sharding.rules import Axes, Layout
+
+
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int, looked_up: bool = False
+) -> nnx.Param[Array]:
+    """Normal with standard deviation fan_in**-0.5.
+
+    Args:
+      looked_up: whether it is only ever a table to look up, which is never gathered.
+    """
+    values = jax.random.normal(rngs.params(), shape) * fan_in**-0.5
+    return nnx.Param(values, axes=axes, looked_up=looked_up)
+
+
+def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
+    """Zeros."""
+    return nnx.Param(jnp.zeros(shape), axes=axes, looked_up=False)
+
+
+def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
+    """The parameter as a computation in `dtype` needs it: cast, then gathered."""
+    return gathered(layout, p[...], p.axes, dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix with factors of low rank: in place of its array, for `product`."""
+
+    matrix: Array  # [*inputs, *outputs]
+    a: Parameter  # [*inputs, rank]
+    b: Parameter  # [rank, *outputs]
+    scale: float  # of their product
+
+    def __getitem__(self, index: Any) -> Adapted:
+        """Itself, for `[...]`: modules read their parameters so."""
+        assert index is Ellipsis, "a matrix with an adapter is used whole"
+        return self
+
+
+def product(
+    x: Float[Array, "R C *I"], p: nnx.Param[Array], layout: Layout, inputs: int = 1
+) -> Float[Array, "R C *O"]:
+    """x times a matrix [*I, *O], to which its adapter is added, where it has one (arXiv 2106.09685).
+
+    The factors stay factors. So the gradient of x and those of the factors are products of low rank,
+    and the matrix, of which no gradient is asked, costs that of x alone.
+
+    Args:
+      inputs: number of axes in I.
+    """
+    value: Any = p[...]
+    if not isinstance(value, Adapted):
+        return jnp.tensordot(x, gathered(layout, value, p.axes, x.dtype), inputs)
+    matrix = gathered(layout, value.matrix, p.axes, x.dtype)
+    a = gathered(layout, value.a, (*p.axes[:inputs], None), x.dtype)
+    b = gathered(layout, value.b, (None, *p.axes[inputs:]), x.dtype)
+    low = layout.constrain(jnp.tensordot(x, a, inputs), ("batch", "sequence", None))
+    return jnp.tensordot(x, matrix, inputs) + jnp.tensordot(value.scale * low, b, 1)
+
+
+def named(x: Array, name: Kept) -> Array:
+    """The same value, which `remat` may keep by its name.
+
+    What no gradient asks for has none, such as the last product of an MLP that no norm follows. "attention" is named
+    by its own gradient rule (attention/attention.py).
+    """
+    value: Array = checkpoint_name(x, name)
+    return value
+
+
+def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Float[Array, "*S *F"]:
+    """x with a bias added in every slot."""
+    return plus_shared(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
+
+
+def affine(
+    x: Float[Array, "R C *I"],
+    p: nnx.Param[Array],
+    b: nnx.Param[Array] | None,
+    layout: Layout,
+    inputs: int = 1,
+) -> Float[Array, "R C *O"]:
+    """`product`, and a bias where there is one."""
+    out = product(x, p, layout, inputs)
+    return out if b is None else biased(out, b, layout)
+
+
+# What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def plus_shared(slots: int, x: Array, shared: Array) -> Array:
+    """x [*S, *F] and what is shared [*F] by slots of so many dimensions."""
+    return x + shared
+
+
+def _plus_forward(slots: int, x: Array, shared: Array) -> tuple[Array, None]:
+    return x + shared, None
+
+
+def _plus_backward(slots: int, _: None, gradient: Array) -> tuple[Array, Array]:
+    return gradient, slot_sum(gradient, slots)
+
+
+plus_shared.defvjp(_plus_forward, _plus_backward)
+
+
+@jax.custom_vjp
+def times_shared(x: Array, shared: Array) -> Array:
+    return x * shared
+
+
+def _times_forward(x: Array, shared: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x * shared, (x, shared)
+
+
+def _times_backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, shared = factors
+    return gradient * shared, slot_sum(gradient * x, x.ndim - shared.ndim)
+
+
+times_shared.defvjp(_times_forward, _times_backward)
+
+
+def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
+    """The sum over the first `slots` dimensions, in the dtype of x but added in at least float32.
+
+    Over all of them at once: what JAX derives keeps the dimension of rows, and one of length 1 makes
+    XLA's CPU backend take far longer for a sum of products [1, C, D] -> [1, D]. And bfloat16 would be
+    added in bfloat16.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x, axis=tuple(range(slots)), dtype=wide).astype(x.dtype)
